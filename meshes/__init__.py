@@ -1,0 +1,23 @@
+"""The hardware: device kinds, clusters, links, and what was measured of them.
+
+Importing this package imports no JAX. The modules that touch JAX are imported by name:
+``whalejax.meshes.build`` makes a ``jax.sharding.Mesh``, ``whalejax.meshes.calibrate``
+measures the local devices.
+"""
+
+if __name__ == "meshes":
+    raise ImportError("import whalejax.meshes, not meshes")
+
+from whalejax.meshes.catalogue import device_kind as device_kind
+from whalejax.meshes.catalogue import kind_names as kind_names
+from whalejax.meshes.cluster import Cluster as Cluster
+from whalejax.meshes.cluster import CompilerProfile as CompilerProfile
+from whalejax.meshes.cluster import Level as Level
+from whalejax.meshes.cluster import Node as Node
+from whalejax.meshes.cluster import cluster as cluster
+from whalejax.meshes.kinds import BandwidthPoint as BandwidthPoint
+from whalejax.meshes.kinds import DeviceKind as DeviceKind
+from whalejax.meshes.kinds import MatmulPoint as MatmulPoint
+from whalejax.meshes.kinds import Source as Source
+from whalejax.meshes.problems import Problems as Problems
+from whalejax.meshes.problems import WhaleError as WhaleError

@@ -1,0 +1,116 @@
+"""The JAX mesh of a plan's axes. Starts JAX when called.
+
+``jax.make_mesh`` silently leaves devices idle when the product is too small, and gives
+Explicit axes, in which unmodified Flax models fail; this is the one place that asks for
+what a plan means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from whalejax.meshes.problems import Problems
+
+
+# Type checkers see a variable in ``jax.Device``, not a class.
+Device: TypeAlias = Any
+
+_SHOWN_FACTORIZATIONS = 6
+
+
+def build_mesh(
+    axes: tuple[tuple[str, int], ...],
+    devices: Sequence[Device] | None = None,
+    *,
+    allow_idle: bool = False,
+) -> Mesh:
+    """A mesh with Auto axes over the devices, in the order given.
+
+    Args:
+        axes: (name, size), outermost first; the last one joins neighbouring devices.
+        devices: in the cluster's order, node by node; ``jax.devices()`` if None.
+        allow_idle: take the first devices and leave the rest without work.
+
+    Raises:
+        WhaleError: sizes whose product is not the number of devices, an axis named
+            twice, a size below one; all at once.
+
+    Example:
+        >>> import jax
+        >>> build_mesh((("data", len(jax.devices())),)).axis_names
+        ('data',)
+    """
+    given = list(jax.devices() if devices is None else devices)
+    problems = Problems("mesh")
+    names = [name for name, _ in axes]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            problems.add(f"axis {name!r} is named {names.count(name)} times")
+    for name, size in axes:
+        if size < 1:
+            problems.add(f"axis {name!r} has size {size}, expected at least 1")
+    used = math.prod(size for _, size in axes)
+    if not problems and (used > len(given) or (used < len(given) and not allow_idle)):
+        problems.add(_wrong_product(axes, used, len(given)))
+    problems.raise_if_any()
+    grid = np.array(given[:used], dtype=object).reshape([size for _, size in axes])
+    return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """A layout as a PartitionSpec, in the one spelling that compares equal.
+
+    Args:
+        spec: mesh axes of each dimension, outermost first.
+
+    Example:
+        >>> partition_spec(((), ("data", "fsdp"), ()))
+        PartitionSpec(None, ('data', 'fsdp'))
+    """
+    entries: list[tuple[str, ...] | str | None] = [
+        axes if len(axes) > 1 else (axes[0] if axes else None) for axes in spec
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int) -> str:
+    product = " × ".join(f"{name} {size}" for name, size in axes) or "no axes"
+    options = factorizations(available, len(axes))
+    shown = ", ".join(
+        "×".join(map(str, sizes)) for sizes in options[:_SHOWN_FACTORIZATIONS]
+    )
+    more = ", …" if len(options) > _SHOWN_FACTORIZATIONS else ""
+    fits = f" {available} = {shown}{more}." if len(axes) > 1 else ""
+    if used > available:
+        return f"{product} needs {used} devices; there are {available}.{fits}"
+    return (
+        f"{product} uses {used} of {available} devices.{fits} To leave "
+        f"{available - used} idle on purpose: allow_idle=True"
+    )
+
+
+def factorizations(number: int, parts: int) -> list[tuple[int, ...]]:
+    """All ways to write a number as an ordered product, largest first factor first.
+
+    Example:
+        >>> factorizations(4, 2)
+        [(4, 1), (2, 2), (1, 4)]
+    """
+    if parts == 0:
+        return [()] if number == 1 else []
+    if parts == 1:
+        return [(number,)]
+    divisors = [d for d in range(number, 0, -1) if number % d == 0]
+    return [
+        (first, *rest)
+        for first in divisors
+        for rest in factorizations(number // first, parts - 1)
+    ]

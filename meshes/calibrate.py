@@ -1,0 +1,273 @@
+"""Measuring the local devices: what ``Cluster.detect()`` knows of a machine.
+
+What ``probes`` timed becomes a device kind and a level of links here. The result is
+kept in a cache per machine, because the next process asks the same. Starts JAX.
+
+Memory of a virtual CPU device is the host's (or its control group's), divided by the
+number of devices; an accelerator's is what JAX may allocate of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+
+from whalejax.meshes import cache, host
+from whalejax.meshes.build import Device
+from whalejax.meshes.catalogue import Entry, entry_of_device
+from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
+from whalejax.meshes.fit import CollectiveTime, LinkFit, fit_link
+from whalejax.meshes.kinds import (
+    BandwidthPoint,
+    DeviceKind,
+    MatmulPoint,
+    Platform,
+    Source,
+)
+from whalejax.meshes.probes import (
+    EXP_BYTES,
+    Chain,
+    Collective,
+    Elementwise,
+    Product,
+    Seconds,
+    measure_devices,
+)
+from whalejax.meshes.problems import WhaleError
+
+
+DEFAULT_BUDGET_SECONDS = 20.0
+
+
+def calibrate(
+    budget_seconds: float = DEFAULT_BUDGET_SECONDS,
+    *,
+    use_cache: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+    today: datetime.date | None = None,
+) -> Cluster:
+    """The local devices as one node, measured or from the cache.
+
+    Args:
+        budget_seconds: stop measuring after about this long; the least that a plan
+            needs is measured even if it takes longer. A cached result counts if its
+            budget was no smaller.
+        use_cache: False measures in any case. Results are stored either way.
+        clock: seconds, rising.
+        today: the date to put into the sources; None asks the system.
+
+    Raises:
+        WhaleError: a budget of zero or less.
+    """
+    if budget_seconds <= 0:
+        raise WhaleError(
+            f"budget_seconds: got {budget_seconds}, expected a number above zero"
+        )
+    devices = jax.local_devices()
+    key = _machine(devices)
+    if use_cache:
+        cached = cache.load(key, budget_seconds)
+        if cached is not None:
+            return cached
+    found = measure_devices(devices, budget_seconds, clock)
+    date = (today or datetime.date.today()).isoformat()
+    cluster = _cluster(devices, found, key, date)
+    cache.store(key, budget_seconds, cluster)
+    return cluster
+
+
+def write_calibration(
+    path: str | os.PathLike[str], budget_seconds: float = DEFAULT_BUDGET_SECONDS
+) -> Cluster:
+    """Measure the local devices anew and write them to a TOML file."""
+    cluster = calibrate(budget_seconds, use_cache=False)
+    cluster.save(path)
+    return cluster
+
+
+def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:
+    """What a measurement depends on, and is looked up by."""
+    return {
+        "cpu_model": host.cpu_model(),
+        "cpu_cores": host.cpu_cores(),
+        "num_devices": len(devices),
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+def _cluster(
+    devices: Sequence[Device],
+    found: Seconds,
+    machine: dict[str, str | int | float],
+    date: str,
+) -> Cluster:
+    entry = entry_of_device(devices[0].device_kind)
+    platform = platform_of(devices[0])
+    times = [
+        CollectiveTime(
+            collective=probe.collective,
+            group_size=probe.group_size,
+            payload_bytes=probe.payload_bytes,
+            seconds=seconds,
+        )
+        for probe, seconds in found.items()
+        if isinstance(probe, Collective)
+    ]
+    fit = fit_link(times) if times else None
+    kind = _kind(devices, found, entry, platform)
+    where = f"{machine['num_devices']} devices, {machine['cpu_cores']:g} cores"
+    notes = "".join(f"; {note}" for note in fit.notes) if fit else ""
+    source = Source(
+        field="*",
+        url="measured: whalejax calibrate",
+        title=f"{machine['device_kind']} on {machine['cpu_model']}, {where}{notes}",
+        date=date,
+    )
+    kind = replace(kind, sources=(*kind.sources, source))
+    return Cluster(
+        nodes=(Node(kind=kind, count=len(devices)),),
+        levels=(_level(len(devices), entry, fit, kind),),
+        compiler=COMPILERS[platform],
+    )
+
+
+def _kind(
+    devices: Sequence[Device],
+    found: Seconds,
+    entry: Entry | None,
+    platform: Platform,
+) -> DeviceKind:
+    products = _matmul_points(found)
+    memory = _memory_points(found)
+    best: dict[str, float] = {}
+    for p in products:
+        best[p.dtype] = max(best.get(p.dtype, 0.0), p.flops_per_second)
+    measured = DeviceKind(
+        name=slug(devices[0].device_kind),
+        label="CPU" if platform == "cpu" else devices[0].device_kind,
+        platform=platform,
+        memory_bytes=device_memory_bytes(devices),
+        memory_bytes_per_second=memory[-1].bytes_per_second,
+        flops_per_second=tuple(best.items()),
+        op_overhead_seconds=found[Chain()],
+        matmul_points=products,
+        memory_points=memory,
+    )
+    measured = replace(
+        measured,
+        transcendentals_per_second=_transcendentals_per_second(measured, found),
+    )
+    if entry is None:
+        return measured
+    return replace(
+        measured,
+        name=entry.kind.name,
+        label=entry.kind.label,
+        flops_per_second=entry.kind.flops_per_second,
+        host_memory_bytes=entry.kind.host_memory_bytes,
+        host_link_bytes_per_second=entry.kind.host_link_bytes_per_second,
+        sources=tuple(
+            s
+            for s in entry.kind.sources
+            if s.field.startswith(("flops_per_second", "host_"))
+        ),
+    )
+
+
+def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
+    return tuple(
+        MatmulPoint(
+            dtype=p.dtype,
+            m=p.m,
+            k=p.k,
+            n=p.n,
+            flops_per_second=2.0 * p.m * p.k * p.n / seconds,
+        )
+        for p, seconds in found.items()
+        if isinstance(p, Product)
+    )
+
+
+def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
+    """By bytes moved, fewest first."""
+    points = [
+        BandwidthPoint(
+            moved_bytes=3 * p.array_bytes,
+            bytes_per_second=3 * p.array_bytes / seconds,
+        )
+        for p, seconds in found.items()
+        if isinstance(p, Elementwise) and p.operation == "add"
+    ]
+    return tuple(sorted(points, key=lambda p: p.moved_bytes))
+
+
+def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | None:
+    """The rate that explains what exp took beyond its memory; None if nothing did."""
+    seconds = found[Elementwise("exp", EXP_BYTES)]
+    extra = seconds - kind.elementwise_seconds(2 * EXP_BYTES)
+    return EXP_BYTES / 4 / extra if extra > 0 else None
+
+
+def _level(
+    count: int, entry: Entry | None, fit: LinkFit | None, kind: DeviceKind
+) -> Level:
+    known = entry.node if entry is not None else None
+    name = known.name if known is not None else "host"
+    if fit is None:
+        # One device sends nothing; its memory is the fastest that it ever could.
+        return Level(
+            name=name,
+            size=count,
+            bandwidth_bytes_per_second=kind.memory_bytes_per_second,
+            latency_seconds=0.0,
+        )
+    return Level(
+        name=name,
+        size=count,
+        bandwidth_bytes_per_second=fit.bandwidth_bytes_per_second,
+        latency_seconds=fit.latency_seconds,
+        slowdown=fit.slowdown,
+    )
+
+
+def platform_of(device: Device) -> Platform:
+    """The platform of a device; every accelerator that is no TPU counts as a GPU."""
+    if device.platform == "cpu":
+        return "cpu"
+    return "tpu" if device.platform == "tpu" else "gpu"
+
+
+def slug(device_kind: str) -> str:
+    """A name for a device that the catalogue lacks, as a cluster's text would have it.
+
+    Example:
+        >>> slug("NVIDIA RTX A6000")
+        'nvidia-rtx-a6000'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") or "device"
+
+
+def device_memory_bytes(devices: Sequence[Device]) -> int:
+    """Memory of one device; see the module for what it means on CPUs."""
+    if devices[0].platform == "cpu":
+        return host.host_memory_bytes() // len(devices)
+    stats = devices[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit:
+        return int(limit)
+    entry = entry_of_device(devices[0].device_kind)
+    if entry is None:
+        raise WhaleError(
+            f"{devices[0].device_kind} does not say how much memory it has, and the "
+            f"catalogue does not know it. Describe it in a TOML file"
+        )
+    return entry.kind.memory_bytes

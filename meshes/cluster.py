@@ -1,0 +1,270 @@
+"""A cluster: its nodes, the levels of links that join them, and its compiler.
+
+This is the one description of the hardware that a plan is made for. It is plain data;
+how it is written as text, in files, and read off the running devices stands in
+``grammar``, ``files`` and ``detect``, which the methods here call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from whalejax.meshes.kinds import DeviceKind, Platform
+from whalejax.meshes.problems import Problems
+from whalejax.meshes.topology import COMPILERS as COMPILERS
+from whalejax.meshes.topology import CompilerProfile as CompilerProfile
+from whalejax.meshes.topology import Level as Level
+from whalejax.meshes.topology import Node as Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices and how they are joined, in the order that meshes number them.
+
+    Attributes:
+        nodes: in order; devices are numbered node by node.
+        levels: of links, innermost first; their sizes multiply to the devices.
+        compiler: what the platform's compiler does to collectives.
+
+    Raises:
+        WhaleError: sizes that do not multiply to the devices, kinds of several
+            platforms, numbers that are none; all problems at once.
+
+    Example:
+        >>> from whalejax.meshes import cluster
+        >>> c = cluster("h100:4x8")
+        >>> c.num_devices, [(level.name, level.size) for level in c.levels]
+        (32, [('nvlink', 8), ('infiniband', 4)])
+        >>> print(c)
+        32×H100 (4 nodes of 8, nvlink + infiniband)
+    """
+
+    nodes: tuple[Node, ...]
+    levels: tuple[Level, ...]
+    compiler: CompilerProfile
+
+    def __post_init__(self) -> None:
+        problems = Problems("cluster")
+        _check_nodes(self.nodes, problems)
+        _check_levels(self, problems)
+        problems.raise_if_any()
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are in all."""
+        return sum(node.count for node in self.nodes)
+
+    @property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """The kinds of device, each once, in order of first appearance."""
+        return tuple(dict.fromkeys(node.kind for node in self.nodes))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices are of one kind."""
+        return len(self.kinds) == 1
+
+    @property
+    def slowest(self) -> DeviceKind:
+        """The kind that an even share of work waits for.
+
+        By achievable half-precision FLOP/s of a large product, then by memory speed.
+        """
+        return min(
+            self.kinds,
+            key=lambda kind: (
+                kind.matmul_flops_per_second("bf16", 4096, 4096, 4096),
+                kind.memory_bytes_per_second,
+            ),
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the device that has least."""
+        return min(kind.memory_bytes for kind in self.kinds)
+
+    @property
+    def platform(self) -> Platform:
+        """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+        return self.nodes[0].kind.platform
+
+    @property
+    def hash(self) -> str:
+        """Twelve hexadecimal digits that name this hardware.
+
+        Over the names, platforms and numbers of the kinds, the sizes of the levels and
+        the compiler: what a plan cannot survive a change of. Rates and memory are left
+        out, because they differ a little each time the same machine is measured.
+        """
+        identity = {
+            "nodes": [
+                [key, len(list(group))]
+                for key, group in groupby(
+                    [n.kind.name, n.kind.platform, n.count] for n in self.nodes
+                )
+            ],
+            "levels": [level.size for level in self.levels],
+            "compiler": dataclasses.asdict(self.compiler),
+        }
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def describe(self) -> str:
+        """One line: the devices, the nodes or torus, and the links."""
+        groups = groupby(self.nodes, key=lambda node: node.kind)
+        totals = [(kind, sum(n.count for n in nodes)) for kind, nodes in groups]
+        devices = " + ".join(f"{n}×{kind.display_name()}" for kind, n in totals)
+        return f"{devices} ({', '.join(self._shape_words())})"
+
+    def _shape_words(self) -> list[str]:
+        torus = [str(level.size) for level in reversed(self.levels) if level.torus]
+        links = " + ".join(level.name for level in self.levels if not level.torus)
+        if torus:
+            slices = len(self.nodes)
+            words = [f"{slices} slices"] if slices > 1 else []
+            return [*words, f"torus {'×'.join(torus)}", *([links] if links else [])]
+        sizes = sorted({node.count for node in self.nodes})
+        noun = "node" if len(self.nodes) == 1 else "nodes"
+        return [f"{len(self.nodes)} {noun} of {' and '.join(map(str, sizes))}", links]
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def with_memory(self, memory_bytes: int) -> Cluster:
+        """The same cluster with this much memory on every device.
+
+        Example:
+            >>> from whalejax.meshes import cluster
+            >>> cluster("h100:8").with_memory(4 * 2**30).memory_bytes
+            4294967296
+        """
+
+        def changed(kind: DeviceKind) -> DeviceKind:
+            sources = tuple(s for s in kind.sources if s.field != "memory_bytes")
+            return dataclasses.replace(kind, memory_bytes=memory_bytes, sources=sources)
+
+        nodes = tuple(
+            dataclasses.replace(node, kind=changed(node.kind)) for node in self.nodes
+        )
+        return dataclasses.replace(self, nodes=nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers that ``from_json`` reads back."""
+        from whalejax.meshes.files import to_data
+
+        return to_data(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+        """The cluster that ``to_json`` described.
+
+        Raises:
+            WhaleError: unknown keys, wrong types, missing values; all at once.
+        """
+        from whalejax.meshes.files import from_data
+
+        return from_data(data, "cluster")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a TOML file that ``load`` reads back."""
+        from whalejax.meshes.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a TOML file.
+
+        Raises:
+            WhaleError: no such file, not TOML, or a description with problems.
+        """
+        from whalejax.meshes.files import load
+
+        return load(path)
+
+    @classmethod
+    def detect(cls, calibrate: bool = True) -> Cluster:
+        """The devices of this process, as JAX sees them. Starts JAX.
+
+        Args:
+            calibrate: measure them (at most 20 s, once; the result is cached). False
+                takes the catalogue's numbers, and for CPUs those of its reference.
+
+        Raises:
+            WhaleError: a device that the catalogue lacks and that is not measured.
+        """
+        from whalejax.meshes.detect import detect
+
+        return detect(calibrate=calibrate)
+
+
+def cluster(text: str) -> Cluster:
+    """The cluster that a short text describes; ``whalejax.meshes.grammar`` has all.
+
+    ``h100:8`` one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU torus,
+    ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``local`` the devices
+    of this process.
+
+    Raises:
+        WhaleError: a text that is none of these; the message shows the grammar.
+
+    Example:
+        >>> cluster("v5p:4x4x4").describe()
+        '64×TPU v5p (torus 4×4×4)'
+    """
+    from whalejax.meshes.grammar import parse
+
+    return parse(text)
+
+
+def _check_nodes(nodes: tuple[Node, ...], problems: Problems) -> None:
+    if not nodes:
+        problems.add("nodes: got none, expected at least one")
+    for i, node in enumerate(nodes):
+        if node.count < 1:
+            problems.add(f"nodes.{i}.count: got {node.count}, expected at least 1")
+    platforms = sorted({node.kind.platform for node in nodes})
+    if len(platforms) > 1:
+        problems.add(
+            f"nodes: got kinds of {' and '.join(platforms)}, expected one platform, as "
+            f"one program runs on all devices. Plan for each platform alone"
+        )
+    by_name: dict[str, DeviceKind] = {}
+    for node in nodes:
+        if by_name.setdefault(node.kind.name, node.kind) != node.kind:
+            problems.add(
+                f"nodes: got two different kinds named {node.kind.name!r}. Give one of "
+                f"them another name"
+            )
+
+
+def _check_levels(cluster: Cluster, problems: Problems) -> None:
+    for i, level in enumerate(cluster.levels):
+        where = f"levels.{i} ({level.name})"
+        if level.size < 1:
+            problems.add(f"{where}.size: got {level.size}, expected at least 1")
+        speed = level.bandwidth_bytes_per_second
+        if not (speed > 0 and math.isfinite(speed)):
+            problems.add(
+                f"{where}.bandwidth_bytes_per_second: got {speed}, expected a number "
+                f"above zero"
+            )
+        wait = level.latency_seconds
+        if not (wait >= 0 and math.isfinite(wait)):
+            problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
+    product = math.prod(level.size for level in cluster.levels)
+    if not cluster.levels or product != cluster.num_devices:
+        sizes = " × ".join(str(level.size) for level in cluster.levels) or "none"
+        problems.add(
+            f"levels: sizes {sizes} make {product if cluster.levels else 0} devices, "
+            f"but the nodes have {cluster.num_devices}. The sizes of the levels, "
+            f"innermost first, must multiply to the number of devices"
+        )

@@ -1,0 +1,137 @@
+"""The running devices as a cluster: groups, torus and kinds read off JAX. Starts JAX.
+
+What JAX tells is the kind of each device, which devices share a host, and on TPUs the
+coordinates; the catalogue adds how such devices are joined, and calibration replaces
+what it measured. ``assemble`` works on anything that looks like a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from whalejax.meshes import host
+from whalejax.meshes.calibrate import calibrate as calibrate_local
+from whalejax.meshes.catalogue import Entry, Torus, entry, entry_of_device
+from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
+from whalejax.meshes.grammar import near_cube, node_levels, torus_levels
+from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.problems import Problems, WhaleError
+
+
+def detect(calibrate: bool = True) -> Cluster:
+    """The devices of this process and of those it is joined with.
+
+    Args:
+        calibrate: measure the local ones, or take the cached measurement.
+    """
+    devices = jax.devices()
+    if devices[0].platform == "cpu" and jax.process_count() > 1:
+        raise WhaleError(
+            f"{jax.process_count()} CPU processes with {len(devices)} devices: only "
+            f"the devices of one process can be measured. Describe the cluster in a "
+            f"TOML file; whalejax calibrate -o cluster.toml writes one to start from"
+        )
+    return assemble(devices, calibrate_local() if calibrate else None)
+
+
+def assemble(devices: Sequence[Any], measured: Cluster | None) -> Cluster:
+    """A cluster from devices, in their order.
+
+    Args:
+        devices: with ``platform``, ``device_kind``, ``process_index``, and where there
+            are such ``slice_index`` and ``coords``.
+        measured: the local devices, one node; its kind replaces the catalogue's.
+
+    Raises:
+        WhaleError: a kind that is neither measured nor in the catalogue.
+    """
+    groups = _groups(devices)
+    if measured is not None and len(groups) == 1 and devices[0].platform != "tpu":
+        return measured
+    entries = _entries([group[0] for group in groups])
+    kinds = {kind.name: kind for kind in measured.kinds} if measured else {}
+    nodes = tuple(
+        Node(kind=kinds.get(e.kind.name, _local_memory(e.kind, devices)), count=len(g))
+        for e, g in zip(entries, groups, strict=True)
+    )
+    torus = entries[0].torus
+    if torus is not None:
+        levels = _torus(groups, entries[0], torus)
+    else:
+        levels = node_levels(entries, [node.count for node in nodes])
+        levels = _with_measured_inside(levels, measured)
+    platform = entries[0].kind.platform
+    return Cluster(nodes=nodes, levels=levels, compiler=COMPILERS[platform])
+
+
+def _groups(devices: Sequence[Any]) -> list[list[Any]]:
+    """Devices that share a host (GPU, CPU) or a slice (TPU), in order.
+
+    XLA numbers both as ``slice_index``; where a backend does not, processes stand in.
+    """
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        index = getattr(device, "slice_index", None)
+        if index is None:
+            index = 0 if device.platform == "tpu" else device.process_index
+        groups.setdefault(index, []).append(device)
+    return list(groups.values())
+
+
+def _entries(devices: Sequence[Any]) -> list[Entry]:
+    problems = Problems("devices")
+    found = []
+    for device in devices:
+        if device.platform == "cpu":
+            found.append(entry("cpu"))
+            continue
+        one = entry_of_device(device.device_kind)
+        if one is None:
+            problems.add(
+                f"{device.device_kind!r} is not in the catalogue. Measure it with "
+                f"whalejax calibrate -o cluster.toml, or describe it in a TOML file"
+            )
+        else:
+            found.append(one)
+    problems.raise_if_any()
+    return found
+
+
+def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
+    """CPU devices have a share of this host's memory, not of the reference's."""
+    if kind.platform != "cpu":
+        return kind
+    share = host.host_memory_bytes() // len(devices)
+    return dataclasses.replace(kind, memory_bytes=share)
+
+
+def _with_measured_inside(
+    levels: tuple[Level, ...], measured: Cluster | None
+) -> tuple[Level, ...]:
+    """The measured link in place of the catalogue's, where it joins as many devices."""
+    if measured is None or measured.levels[0].size != levels[0].size:
+        return levels
+    return (measured.levels[0], *levels[1:])
+
+
+def _torus(groups: list[list[Any]], found: Entry, torus: Torus) -> tuple[Level, ...]:
+    """Levels from the coordinates of the chips; the first coordinate is innermost.
+
+    Chips that do not fill a box, as when a user picked some, are taken for the box
+    nearest a cube.
+    """
+    chips = len(groups[0]) // found.chip_devices
+    coordinates = {tuple(device.coords) for device in groups[0]}
+    spans = [max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True)]
+    lengths = tuple(reversed(spans[: torus.dims]))
+    box = 1
+    for length in lengths:
+        box *= length
+    if box != chips:
+        lengths = near_cube(chips, torus.dims)
+    names = "zyx"[-len(lengths) :]
+    return torus_levels(found, torus, lengths, len(groups), names)

@@ -1,0 +1,59 @@
+"""Names of element types, and which rate stands in for which.
+
+Whoever describes hardware writes ``bf16``, whoever traces a model reads ``bfloat16``
+off its arrays; here the two meet.
+"""
+
+from __future__ import annotations
+
+from whalejax.meshes.problems import WhaleError
+
+
+DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
+
+# Which rates stand in, in order, where a kind has none of its own for a type. Half
+# precision is what its user asked for, so the other half type comes before f32; f64 has
+# no stand-in, because every other rate is several times too fast.
+FALLBACKS: dict[str, tuple[str, ...]] = {
+    "f64": ("f64",),
+    "f32": ("f32",),
+    "tf32": ("tf32", "f32"),
+    "bf16": ("bf16", "f16", "f32"),
+    "f16": ("f16", "bf16", "f32"),
+    "f8": ("f8", "bf16", "f16", "f32"),
+}
+
+# Products of integers and booleans are too rare to have rates of their own.
+_NUMPY_NAMES = {
+    "float64": "f64",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "complex64": "f32",
+    "complex128": "f64",
+    "bool": "f32",
+}
+
+
+def dtype_name(dtype: str) -> str:
+    """The short name of an element type: ours or numpy's go in, ours comes out.
+
+    Raises:
+        WhaleError: for a type that no device multiplies.
+
+    Example:
+        >>> dtype_name("bfloat16"), dtype_name("float8_e4m3fn"), dtype_name("f32")
+        ('bf16', 'f8', 'f32')
+    """
+    if dtype in FALLBACKS:
+        return dtype
+    if dtype in _NUMPY_NAMES:
+        return _NUMPY_NAMES[dtype]
+    if dtype.startswith("float8"):
+        return "f8"
+    if dtype.startswith(("int", "uint")):
+        return "f32"
+    raise WhaleError(
+        f"element type {dtype!r} has no FLOP/s; expected one of {', '.join(DTYPES)} or "
+        f"numpy's name of a floating or integer type"
+    )

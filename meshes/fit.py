@@ -1,0 +1,128 @@
+"""Fitting the two numbers of a link to measured collectives. No JAX.
+
+Apart from the measuring, so that the arithmetic can be tested on times that are made
+up: noise, a latency that comes out negative, a bandwidth that does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import least_squares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTime:
+    """One measured collective.
+
+    Attributes:
+        collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"`` or
+            ``"all-to-all"``.
+        group_size: how many devices take part; all others do the same among
+            themselves at the same time.
+        payload_bytes: on one device: what is reduced, gathered into, or exchanged.
+        seconds: one collective.
+    """
+
+    collective: str
+    group_size: int
+    payload_bytes: int
+    seconds: float
+
+    @property
+    def rounds(self) -> int:
+        """Passes over the ring: an all-reduce scatters, then gathers."""
+        return 2 if self.collective == "all-reduce" else 1
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one device sends in all rounds."""
+        share = (self.group_size - 1) / self.group_size
+        return self.rounds * self.payload_bytes * share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFit:
+    """What ``fit_link`` found.
+
+    Attributes:
+        latency_seconds: of one round.
+        bandwidth_bytes_per_second: of one device, one direction.
+        slowdown: (collective, factor): measured over fitted, the geometric mean.
+        notes: what had to be clipped, and why.
+    """
+
+    latency_seconds: float
+    bandwidth_bytes_per_second: float
+    slowdown: tuple[tuple[str, float], ...]
+    notes: tuple[str, ...]
+
+
+def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
+    """Latency and bandwidth by least squares of the logarithm of the times.
+
+    Fits ``seconds = rounds * latency + wire_bytes / bandwidth``. In logarithms, so that
+    being twice too fast counts as much as twice too slow, and the largest payload does
+    not decide alone; with a robust loss, so that one disturbed measurement does not
+    either. All-to-all is left out of the fit where others were measured, because it
+    alone is not a ring on any platform; its own factor corrects it.
+
+    Args:
+        times: at least one.
+
+    Example:
+        >>> fit = fit_link([
+        ...     CollectiveTime(collective="all-gather", group_size=2,
+        ...                    payload_bytes=2 * size, seconds=1e-5 + size / 1e9)
+        ...     for size in (1000, 100000, 10000000)
+        ... ])
+        >>> round(fit.latency_seconds * 1e6, 3), round(fit.bandwidth_bytes_per_second)
+        (10.0, 1000000000)
+    """
+    rings = [t for t in times if t.collective != "all-to-all"] or list(times)
+    rounds = np.array([t.rounds for t in rings], float)
+    wire = np.array([t.wire_bytes for t in rings])
+    seconds = np.array([t.seconds for t in rings])
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        latency, inverse = np.exp(logs)
+        return np.asarray(np.log((rounds * latency + wire * inverse) / seconds))
+
+    # Neither term can explain more than the whole of the slowest case, nor, beyond the
+    # seventh digit, matter to the fastest one.
+    high = np.log([(seconds / rounds).max(), (seconds / wire).max()])
+    low = np.log([(seconds / rounds).min(), (seconds / wire).min()]) - np.log(1e7)
+    start = np.log([(seconds / rounds).min() / 2, (seconds / wire).min() / 2])
+    solved = least_squares(errors, start, bounds=(low, high), loss="soft_l1")
+    latency, inverse = (float(v) for v in np.exp(solved.x))
+    notes = []
+    if solved.x[0] < low[0] + 1:
+        notes.append(f"latency clipped to 0: below the noise of {seconds.min():.1e} s")
+        latency = 0.0
+    if solved.x[1] < low[1] + 1:
+        notes.append(
+            "bandwidth is a lower bound, from the largest payload: time did not grow "
+            "with size"
+        )
+        inverse = float(seconds[wire.argmax()] / wire.max())
+    return LinkFit(
+        latency_seconds=latency,
+        bandwidth_bytes_per_second=1.0 / inverse,
+        slowdown=_slowdown(times, latency, inverse),
+        notes=tuple(notes),
+    )
+
+
+def _slowdown(
+    times: Sequence[CollectiveTime], latency: float, inverse: float
+) -> tuple[tuple[str, float], ...]:
+    logs: dict[str, list[float]] = {}
+    for t in times:
+        predicted = t.rounds * latency + t.wire_bytes * inverse
+        logs.setdefault(t.collective, []).append(math.log(t.seconds / predicted))
+    return tuple(
+        (name, math.exp(sum(values) / len(values))) for name, values in logs.items()
+    )

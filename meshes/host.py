@@ -1,0 +1,70 @@
+"""Facts about the machine this process runs on, read from the operating system.
+
+Containers see less than the machine has: the limits of their control group count,
+in the paths of both versions. No JAX, so that a launcher can ask before it starts one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, with family and model number where the kernel shows them.
+
+    The name alone does not tell two machines apart: virtual ones often show just the
+    maker's.
+    """
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    family, model = facts.get("cpu family"), facts.get("model")
+    return f"{name} (family {family}, model {model})" if family and model else name
+
+
+def cpu_cores(cgroup: Path = _CGROUP) -> float:
+    """How many cores this process may use: its affinity, cut by its quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = float(len(os.sched_getaffinity(0)))
+    else:
+        cores = float(os.cpu_count() or 1)
+    quota = _read(cgroup / "cpu.max")
+    if quota is not None:
+        words = quota.split()
+    else:
+        v1 = cgroup / "cpu"
+        words = [
+            _read(v1 / "cpu.cfs_quota_us") or "max",
+            _read(v1 / "cpu.cfs_period_us") or "100000",
+        ]
+    if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
+        return min(cores, int(words[0]) / int(words[1]))
+    return cores
+
+
+def host_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Memory of the machine, or of its control group where that is smaller."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
+        limit = _read(path)
+        if limit is not None and limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

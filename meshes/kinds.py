@@ -1,0 +1,296 @@
+"""What one device can do: memory, bandwidth and FLOP/s, from a datasheet or measured.
+
+``DeviceKind`` is the only description of a device that the planner reads. It answers in
+seconds, so that no other module decides how a peak becomes a time: measured points
+where there are any, otherwise the peak of the datasheet times one efficiency.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import Literal
+
+from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
+from whalejax.meshes.problems import Problems, WhaleError
+
+
+Platform = Literal["cpu", "gpu", "tpu"]
+PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where one number comes from.
+
+    Attributes:
+        field: the number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
+        url: of the document; ``"measured: ..."`` names the command that measured it
+            and ``"assumption: ..."`` says what stands in for an unpublished number.
+        title: of the document.
+        date: of its publication, or of the measurement, as ``YYYY-MM`` or
+            ``YYYY-MM-DD``.
+    """
+
+    field: str
+    url: str
+    title: str = ""
+    date: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulPoint:
+    """One measured product of an (m, k) with a (k, n) matrix, all devices at once."""
+
+    dtype: str
+    m: int
+    k: int
+    n: int
+    flops_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthPoint:
+    """Measured bandwidth of an operation that moves so many bytes in all."""
+
+    moved_bytes: int
+    bytes_per_second: float
+
+
+def effective_size(m: float, k: float, n: float) -> float:
+    """The side of the cube that does as many FLOPs per element moved as m, k, n.
+
+    This harmonic mean is small as soon as one side is, as the achieved FLOP/s are.
+
+    Example:
+        >>> effective_size(256, 256, 256)
+        256.0
+        >>> round(effective_size(64, 2048, 2048))
+        181
+    """
+    return 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
+
+
+class _Curve:
+    """A positive quantity interpolated in the logarithms of both axes.
+
+    Constant beyond its ends: extrapolating a slope that was measured between two
+    noisy neighbours is how a cost model comes to promise the impossible.
+    """
+
+    __slots__ = ("x", "y")
+
+    def __init__(self, points: list[tuple[float, float]]) -> None:
+        groups: dict[float, list[float]] = {}
+        for x, y in points:
+            groups.setdefault(round(math.log(x), 6), []).append(math.log(y))
+        self.x = sorted(groups)
+        self.y = [sum(groups[x]) / len(groups[x]) for x in self.x]
+
+    def at(self, x: float) -> float:
+        log_x = math.log(x)
+        right = bisect_right(self.x, log_x)
+        if right == 0:
+            return math.exp(self.y[0])
+        if right == len(self.x):
+            return math.exp(self.y[-1])
+        x0, x1 = self.x[right - 1], self.x[right]
+        weight = (log_x - x0) / (x1 - x0)
+        return math.exp(self.y[right - 1] * (1 - weight) + self.y[right] * weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One kind of device, as the planner sees it.
+
+    Attributes:
+        name: as written in a cluster's text, such as ``"h100"``.
+        label: as displayed; the name where empty.
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+        memory_bytes: capacity of one device.
+        memory_bytes_per_second: between its memory and its cores.
+        flops_per_second: (dtype, dense peak) pairs; types it lacks are left out.
+        host_memory_bytes: the share of the host's memory that belongs to one device.
+        host_link_bytes_per_second: from device to host, one direction.
+        op_overhead_seconds: fixed cost of launching one operation of a program.
+        efficiency: fraction of the peak that large matrix products reach where nothing
+            was measured.
+        matmul_half_size: effective size at which half of that is reached; 0, the
+            default, is no penalty for small shapes, for want of a fit.
+        matmul_points: measured products; they replace peak and efficiency.
+        memory_points: measured bandwidths by bytes moved, for devices whose caches
+            matter; empty means ``memory_bytes_per_second`` at every size.
+        transcendentals_per_second: exp, tanh and the like; None where the memory
+            hides them.
+        sources: where each number comes from.
+    """
+
+    name: str
+    platform: Platform
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: tuple[tuple[str, float], ...]
+    label: str = ""
+    host_memory_bytes: int | None = None
+    host_link_bytes_per_second: float | None = None
+    op_overhead_seconds: float = 0.0
+    efficiency: float = 1.0
+    matmul_half_size: float = 0.0
+    matmul_points: tuple[MatmulPoint, ...] = ()
+    memory_points: tuple[BandwidthPoint, ...] = ()
+    transcendentals_per_second: float | None = None
+    sources: tuple[Source, ...] = ()
+    _matmul: dict[str, _Curve] = field(
+        init=False, repr=False, compare=False, hash=False
+    )
+    _memory: _Curve | None = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+        by_dtype: dict[str, list[tuple[float, float]]] = {}
+        for p in self.matmul_points:
+            size = effective_size(p.m, p.k, p.n)
+            by_dtype.setdefault(p.dtype, []).append((size, p.flops_per_second))
+        curves = {dtype: _Curve(points) for dtype, points in by_dtype.items()}
+        object.__setattr__(self, "_matmul", curves)
+        moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
+        object.__setattr__(self, "_memory", _Curve(moved) if moved else None)
+
+    def display_name(self) -> str:
+        """The label, or the name where there is none."""
+        return self.label or self.name
+
+    def peak_flops(self, dtype: str) -> float:
+        """Dense peak in FLOP/s.
+
+        A type without a peak of its own takes the first one present of ``FALLBACKS``:
+        bf16 that of f16, then f32. Where a kind was measured and has no datasheet, the
+        peak is the best rate that was seen.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+
+        Raises:
+            WhaleError: no entry and no stand-in.
+
+        Example:
+            >>> from whalejax.meshes import device_kind
+            >>> device_kind("v100-32").peak_flops("bf16") / 1e12  # that of f16
+            125.0
+        """
+        peaks = dict(self.flops_per_second)
+        for candidate in FALLBACKS[dtype_name(dtype)]:
+            if candidate in peaks:
+                return peaks[candidate]
+        known = ", ".join(peaks)
+        raise WhaleError(
+            f"{self.display_name()} has no FLOP/s for {dtype_name(dtype)}; it has "
+            f"{known}. Add kinds.{self.name}.flops_per_second.{dtype_name(dtype)} to "
+            f"the cluster's TOML file, or compute in one of those types"
+        )
+
+    def matmul_flops_per_second(
+        self, dtype: str, m: float, k: float, n: float
+    ) -> float:
+        """FLOP/s that a product of this shape reaches on one device.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+            m, k, n: an (m, k) matrix times a (k, n) matrix.
+        """
+        size = effective_size(m, k, n)
+        peaks = dict(self.flops_per_second)
+        for candidate in FALLBACKS[dtype_name(dtype)]:
+            if candidate in self._matmul:
+                return self._matmul[candidate].at(size)
+            if candidate in peaks:
+                break
+        share = size / (size + self.matmul_half_size)
+        return self.peak_flops(dtype) * self.efficiency * share
+
+    def matmul_seconds(
+        self, dtype: str, m: float, k: float, n: float, count: float = 1
+    ) -> float:
+        """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
+
+        The bound by memory is not in it: take the larger of this and
+        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``.
+
+        Example:
+            >>> from whalejax.meshes import device_kind
+            >>> kind = device_kind("h100")
+            >>> seconds = kind.matmul_seconds("bf16", 4096, 4096, 4096)
+            >>> seconds >= 2 * 4096**3 / kind.peak_flops("bf16")
+            True
+        """
+        rate = self.matmul_flops_per_second(dtype, m, k, n)
+        return 2.0 * m * k * n * count / rate
+
+    def elementwise_seconds(
+        self, moved_bytes: float, transcendentals: float = 0
+    ) -> float:
+        """Seconds to read and write so many bytes in one pass, at memory speed.
+
+        Args:
+            moved_bytes: read plus written, on one device.
+            transcendentals: how many exp, tanh, log and the like it evaluates.
+
+        Example:
+            >>> from whalejax.meshes import device_kind
+            >>> device_kind("a100-80").elementwise_seconds(2.039e12)
+            1.0
+        """
+        if moved_bytes <= 0:
+            seconds = 0.0
+        elif self._memory is None:
+            seconds = moved_bytes / self.memory_bytes_per_second
+        else:
+            seconds = moved_bytes / self._memory.at(moved_bytes)
+        if self.transcendentals_per_second is not None:
+            seconds += transcendentals / self.transcendentals_per_second
+        return seconds
+
+
+def _check(kind: DeviceKind) -> None:
+    """Raise if a number of a kind cannot be one."""
+    problems = Problems(f"device kind {kind.name!r}")
+    if kind.platform not in PLATFORMS:
+        problems.add(
+            f"platform: got {kind.platform!r}, expected one of {', '.join(PLATFORMS)}"
+        )
+    positive: dict[str, float | None] = {
+        "memory_bytes": kind.memory_bytes,
+        "memory_bytes_per_second": kind.memory_bytes_per_second,
+        "host_memory_bytes": kind.host_memory_bytes,
+        "host_link_bytes_per_second": kind.host_link_bytes_per_second,
+        "transcendentals_per_second": kind.transcendentals_per_second,
+    }
+    positive |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
+    for i, p in enumerate(kind.matmul_points):
+        positive[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.flops_per_second)
+    for i, b in enumerate(kind.memory_points):
+        positive[f"memory_points.{i}"] = min(b.moved_bytes, b.bytes_per_second)
+    for path, value in positive.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            problems.add(f"{path}: got {value}, expected a number above zero")
+    if not kind.flops_per_second:
+        problems.add(
+            f"flops_per_second: got none, expected at least one of {', '.join(DTYPES)}"
+        )
+    named = [("flops_per_second", d) for d, _ in kind.flops_per_second]
+    named += [("matmul_points", p.dtype) for p in kind.matmul_points]
+    for path, dtype in named:
+        if dtype not in DTYPES:
+            problems.add(f"{path}: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if not 0 < kind.efficiency <= 1:
+        problems.add(
+            f"efficiency: got {kind.efficiency}, expected a fraction above 0, at most 1"
+        )
+    for path, value in (
+        ("op_overhead_seconds", kind.op_overhead_seconds),
+        ("matmul_half_size", kind.matmul_half_size),
+    ):
+        if not (value >= 0 and math.isfinite(value)):
+            problems.add(f"{path}: got {value}, expected a number of at least zero")
+    problems.raise_if_any()

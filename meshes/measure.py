@@ -1,0 +1,214 @@
+"""Timing small programs on all local devices at once. Starts JAX.
+
+Every program is one compiled loop over many operations, so that what is timed is the
+device and not the dispatch, and it runs on all devices at the same time: virtual CPU
+devices share cores and memory, and what counts is what each of them gets while the
+others work. The number of iterations is an argument, so one compilation serves both
+the trial and the measurement.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.meshes.build import Device, build_mesh
+
+
+Run = Callable[[int], object]
+
+JAX_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16"}
+OPS_IN_CHAIN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """How often and how long to run a program.
+
+    Attributes:
+        clock: seconds, rising.
+        target_seconds: about how long one timed run shall take.
+        repeats: timed runs, of which the median counts.
+    """
+
+    clock: Callable[[], float]
+    target_seconds: float = 0.02
+    repeats: int = 3
+
+    def seconds_each(self, run: Run) -> float:
+        """Seconds of one iteration of a program; its first call compiles it."""
+        jax.block_until_ready(run(1))
+        once = self._time(run, 1)
+        # The trial holds the dispatch, which a longer run shows to be small: hence two
+        # steps towards the target instead of one.
+        iterations = self._towards_target(once, 1)
+        if iterations > 1:
+            once = self._time(run, iterations) / iterations
+            iterations = self._towards_target(once, iterations)
+        return statistics.median(
+            self._time(run, iterations) / iterations for _ in range(self.repeats)
+        )
+
+    def _towards_target(self, seconds: float, at_least: int) -> int:
+        wanted = self.target_seconds / max(seconds, 1e-9)
+        return max(at_least, min(100_000, round(wanted)))
+
+    def _time(self, run: Run, iterations: int) -> float:
+        start = self.clock()
+        jax.block_until_ready(run(iterations))
+        return max(self.clock() - start, 1e-9)
+
+
+def _looped(
+    body: Callable[..., jax.Array], mesh: Mesh, arguments: Sequence[np.ndarray]
+) -> Run:
+    """A program that runs ``x = body(x, *rest)`` on every device of a mesh.
+
+    Args:
+        body: on one device's arrays.
+        mesh: over whose axes all devices lie.
+        arguments: the first is the loop's state; each device gets a copy of all.
+    """
+    spec = PartitionSpec(mesh.axis_names)
+    sharding = NamedSharding(mesh, spec)
+    count = mesh.devices.size
+
+    def on_all(array: np.ndarray) -> jax.Array:
+        block = np.expand_dims(array, 0)
+        shape = (count, *array.shape)
+        return jax.make_array_from_callback(shape, sharding, lambda _: block)
+
+    arrays = [on_all(array) for array in arguments]
+
+    def on_device(iterations: jax.Array, *blocks: jax.Array) -> jax.Array:
+        state, *rest = (jnp.squeeze(block, 0) for block in blocks)
+        end = jax.lax.fori_loop(0, iterations, lambda _, x: body(x, *rest), state)
+        return jnp.expand_dims(end, 0)
+
+    program = jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), *[spec] * len(arrays)),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )
+    return lambda iterations: program(jnp.int32(iterations), *arrays)
+
+
+def _orthogonal(rows: int, columns: int, dtype: str) -> np.ndarray:
+    """Part of a Hadamard matrix; times its transpose it is a projection.
+
+    Thousands of products with it neither overflow nor sink into denormal numbers,
+    which some processors multiply a hundred times slower. Powers of two only.
+    """
+    i = np.arange(rows, dtype=np.uint32)[:, None] & np.arange(columns, dtype=np.uint32)
+    signs = 1 - 2 * (np.bitwise_count(i) & 1).astype(np.int8)
+    scale = 1.0 / np.sqrt(max(rows, columns))
+    return np.asarray(signs * scale, dtype=jnp.dtype(dtype))
+
+
+def _everywhere(devices: Sequence[Device]) -> Mesh:
+    return build_mesh((("all", len(devices)),), devices)
+
+
+def matmul_run(devices: Sequence[Device], dtype: str, m: int, k: int, n: int) -> Run:
+    """(m, k) × (k, n) and back, (m, n) × (n, k): two products an iteration.
+
+    Args:
+        devices: all of which do it at once.
+        dtype: a key of ``JAX_DTYPES``.
+        m, k, n: powers of two.
+    """
+    there = _orthogonal(k, n, JAX_DTYPES[dtype])
+    x = np.random.default_rng(0).standard_normal((m, k)).astype(there.dtype)
+
+    def body(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
+        return (x @ there) @ back
+
+    back = np.ascontiguousarray(there.T)
+    return _looped(body, _everywhere(devices), [x, there, back])
+
+
+def add_run(devices: Sequence[Device], array_bytes: int) -> Run:
+    """The sum of two f32 arrays; three times ``array_bytes`` are moved."""
+    x = np.ones(array_bytes // 4, np.float32)
+    return _looped(lambda x, y: x + y, _everywhere(devices), [x, x * 1e-6])
+
+
+def exp_run(devices: Sequence[Device], array_bytes: int) -> Run:
+    """exp of an f32 array; twice ``array_bytes`` are moved."""
+    x = np.ones(array_bytes // 4, np.float32)
+    return _looped(lambda x: jnp.exp(-x), _everywhere(devices), [x])
+
+
+def chain_run(devices: Sequence[Device]) -> Run:
+    """``OPS_IN_CHAIN`` operations too small to take any time of their own."""
+    weight = _orthogonal(16, 16, "float32")
+
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(OPS_IN_CHAIN // 2):
+            x = jnp.tanh(x @ w)
+        return x
+
+    return _looped(body, _everywhere(devices), [weight, weight])
+
+
+def _all_reduce(x: jax.Array, size: int) -> jax.Array:
+    total: jax.Array = jax.lax.psum(x, "in")
+    return total * (1.0 / size)
+
+
+def _all_gather(x: jax.Array, size: int) -> jax.Array:
+    whole: jax.Array = jax.lax.all_gather(x, "in", tiled=True)
+    return whole[: x.shape[0]]
+
+
+def _reduce_scatter(x: jax.Array, size: int) -> jax.Array:
+    part: jax.Array = jax.lax.psum_scatter(x, "in", tiled=True)
+    return jnp.tile(part * (1.0 / size), size)
+
+
+def _all_to_all(x: jax.Array, size: int) -> jax.Array:
+    exchanged: jax.Array = jax.lax.all_to_all(x, "in", 0, 0, tiled=True)
+    return exchanged
+
+
+COLLECTIVES: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "all-to-all": _all_to_all,
+    "reduce-scatter": _reduce_scatter,
+}
+
+
+def collective_run(
+    devices: Sequence[Device],
+    collective: str,
+    group_size: int,
+    payload_bytes: int,
+) -> Run:
+    """One collective an iteration, in groups of neighbours, all groups at once.
+
+    Args:
+        devices: a multiple of ``group_size``.
+        collective: a key of ``COLLECTIVES``.
+        group_size: at least 2.
+        payload_bytes: as ``CollectiveTime`` defines it; a multiple of
+            ``4 * group_size``.
+    """
+    elements = payload_bytes // 4
+    if collective == "all-gather":
+        elements //= group_size
+    operation = COLLECTIVES[collective]
+    groups = len(devices) // group_size
+    mesh = build_mesh((("out", groups), ("in", group_size)), devices)
+    x = np.ones(elements, np.float32)
+    return _looped(lambda x: operation(x, group_size), mesh, [x])

@@ -1,0 +1,188 @@
+"""What is measured of a device, in which order, and when to stop. Starts JAX.
+
+Twenty seconds do not suffice for everything, so the probes are ordered by how much a
+plan depends on them, and the budget cuts the list. ``measure`` has the programs,
+``calibrate`` makes numbers of a device kind from the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import jax
+
+from whalejax.meshes import measure
+from whalejax.meshes.build import Device
+
+
+# (m, k, n), most telling first: a middling one, a small one, then what lies around.
+_CPU_SHAPES = (
+    (512, 256, 512),
+    (64, 64, 64),
+    (1024, 512, 512),
+    (256, 64, 256),
+    (64, 256, 256),
+    (4096, 64, 256),
+    (128, 1024, 512),
+    (2048, 256, 1024),
+)
+_ACCELERATOR_SHAPES = (
+    (4096, 1024, 4096),
+    (256, 256, 256),
+    (4096, 4096, 4096),
+    (1024, 1024, 1024),
+    (64, 4096, 4096),
+    (8192, 4096, 8192),
+    (2048, 64, 2048),
+    (64, 64, 64),
+    (512, 512, 512),
+    (8192, 1024, 1024),
+)
+_CPU_ARRAY_BYTES = (2**18, 2**24, 2**21)
+_ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
+_CPU_PAYLOAD_BYTES = (2**20, 2**14, 2**22)
+_ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
+_ROUNDS = 3
+EXP_BYTES = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A probe: one product of an (m, k) with a (k, n) matrix."""
+
+    dtype: str
+    m: int
+    k: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """A probe: ``"add"`` or ``"exp"`` over f32 arrays of this size."""
+
+    operation: str
+    array_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A probe: one of many tiny operations in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A probe: one collective in groups of this size."""
+
+    collective: str
+    group_size: int
+    payload_bytes: int
+
+
+Probe = Product | Elementwise | Chain | Collective
+Seconds = dict[Probe, float]
+
+
+def measure_devices(
+    devices: Sequence[Device],
+    budget_seconds: float,
+    clock: Callable[[], float],
+) -> Seconds:
+    """Time the probes in order until the budget is spent.
+
+    The essential ones run in any case; a later one is left out when the longest so far
+    would not fit into what remains. If time is left over, all are timed again and the
+    shorter time counts: a machine that did something else meanwhile was slower, never
+    faster.
+    """
+    start = clock()
+    target = min(0.02, budget_seconds / 400)
+    watch = measure.Stopwatch(clock=clock, target_seconds=target)
+    probes, essential = _probes(devices)
+    runs: dict[Probe, measure.Run] = {}
+    found: Seconds = {}
+    longest = 0.0
+    for number in range(_ROUNDS * len(probes)):
+        before = clock()
+        if number == len(probes):
+            longest = 0.0
+        if number >= essential and before - start + longest > budget_seconds:
+            break
+        probe = probes[number % len(probes)]
+        with jax.enable_x64(True) if _is_double(probe) else nullcontext():
+            if probe not in runs:
+                runs[probe] = _run_of(probe, devices)
+            seconds = watch.seconds_each(runs[probe]) / _operations_in(probe)
+        found[probe] = min(found.get(probe, seconds), seconds)
+        longest = max(longest, clock() - before)
+    return found
+
+
+def _is_double(probe: Probe) -> bool:
+    # Without the switch, JAX makes f32 of f64.
+    return isinstance(probe, Product) and probe.dtype == "f64"
+
+
+def _operations_in(probe: Probe) -> int:
+    """How many operations one iteration of the probe's program holds."""
+    if isinstance(probe, Product):
+        return 2
+    return measure.OPS_IN_CHAIN if isinstance(probe, Chain) else 1
+
+
+def _run_of(probe: Probe, devices: Sequence[Device]) -> measure.Run:
+    match probe:
+        case Product(dtype, m, k, n):
+            return measure.matmul_run(devices, dtype, m, k, n)
+        case Elementwise("add", array_bytes):
+            return measure.add_run(devices, array_bytes)
+        case Elementwise(_, array_bytes):
+            return measure.exp_run(devices, array_bytes)
+        case Chain():
+            return measure.chain_run(devices)
+        case Collective(collective, size, payload):
+            return measure.collective_run(devices, collective, size, payload)
+
+
+def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
+    """Everything worth measuring, most useful first, and how many are essential."""
+    on_cpu = devices[0].platform == "cpu"
+    shapes = _CPU_SHAPES if on_cpu else _ACCELERATOR_SHAPES
+    arrays = _CPU_ARRAY_BYTES if on_cpu else _ACCELERATOR_ARRAY_BYTES
+    dtypes = ["f32", "bf16"] + (["f64"] if devices[0].platform != "tpu" else [])
+    products: list[Probe] = []
+    for rank, shape in enumerate(shapes):
+        for dtype in dtypes if rank < 2 else dtypes[:2]:
+            products.append(Product(dtype, *shape))
+    memory = [Elementwise("add", size) for size in arrays]
+    collectives = _collective_probes(len(devices), on_cpu)
+    first = [
+        *products[: len(dtypes)],
+        memory[0],
+        Chain(),
+        Elementwise("exp", EXP_BYTES),
+        *collectives[:2],
+    ]
+    rest = _interleaved(collectives[2:], products[len(dtypes) :])
+    return [*first, *memory[1:], *rest], len(first)
+
+
+def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
+    """Groups of all devices, of 2 and of 4; each payload, each kind of collective."""
+    sizes = [g for g in dict.fromkeys((count, 2, 4)) if 1 < g and count % g == 0]
+    payloads = _CPU_PAYLOAD_BYTES if on_cpu else _ACCELERATOR_PAYLOAD_BYTES
+    cases = [(c, g, p) for p in payloads for g in sizes for c in measure.COLLECTIVES]
+    # In front what the essential part takes: one large and one small all-reduce.
+    head = [("all-reduce", g, p) for p in payloads[:2] for g in sizes[:1]]
+    return [
+        Collective(collective, size, payload // (4 * size) * 4 * size)
+        for collective, size, payload in dict.fromkeys(head + cases)
+    ]
+
+
+def _interleaved(a: list[Probe], b: list[Probe]) -> list[Probe]:
+    """Both lists, spread evenly: a budget that ends early cuts both alike."""
+    ranked = [(i / max(1, len(a)), probe) for i, probe in enumerate(a)]
+    ranked += [(i / max(1, len(b)), probe) for i, probe in enumerate(b)]
+    return [probe for _, probe in sorted(ranked, key=lambda pair: pair[0])]

@@ -1,0 +1,92 @@
+"""Errors that name every problem at once.
+
+A plan, a cluster file or a model can be wrong in several places; fixing them one run at
+a time wastes the user's day. Checks therefore collect what they find in a ``Problems``
+and raise once. The module stands at the bottom of the import order, so that every
+package of the product can use it.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+
+class WhaleError(ValueError):
+    """Something the user gave cannot be used; the message says what to do about it."""
+
+
+class Problems:
+    """Collects messages and raises one error that lists them all.
+
+    Used as a context manager it raises at the end of the block, unless the block
+    itself failed.
+
+    Args:
+        title: what was being checked, such as ``"cluster 'h100'"``.
+        kind: the exception to raise.
+
+    Example:
+        >>> problems = Problems("batch")
+        >>> problems.add("x: size 6 is not divisible by 4. Use 4 or 8.")
+        >>> bool(problems), len(problems)
+        (True, 1)
+        >>> print(problems.text())
+        batch: 1 problem
+          1. x: size 6 is not divisible by 4. Use 4 or 8.
+    """
+
+    def __init__(
+        self, title: str = "input", kind: type[WhaleError] = WhaleError
+    ) -> None:
+        self.title = title
+        self.kind = kind
+        self.messages: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Record one problem; a text that was recorded before counts once."""
+        if text not in self.messages:
+            self.messages.append(text)
+
+    def extend(self, other: Problems) -> None:
+        """Record every problem of another collection."""
+        for text in other.messages:
+            self.add(text)
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def __bool__(self) -> bool:
+        return bool(self.messages)
+
+    def text(self, title: str | None = None) -> str:
+        """The message: the title, how many problems, and each on a line of its own."""
+        count = len(self.messages)
+        noun = "problem" if count == 1 else "problems"
+        lines = [f"{self.title if title is None else title}: {count} {noun}"]
+        for number, message in enumerate(self.messages, start=1):
+            indented = message.replace("\n", "\n     ")
+            lines.append(f"  {number}. {indented}")
+        return "\n".join(lines)
+
+    def raise_if_any(
+        self, kind: type[WhaleError] | None = None, title: str | None = None
+    ) -> None:
+        """Raise one error with every problem, or return if there was none.
+
+        Raises:
+            WhaleError: or ``kind``, if at least one problem was recorded.
+        """
+        if self.messages:
+            raise (self.kind if kind is None else kind)(self.text(title))
+
+    def __enter__(self) -> Problems:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            self.raise_if_any()

@@ -1,0 +1,74 @@
+"""The parts of a cluster: nodes, levels of links, and the compiler's habits.
+
+Plain data without behaviour of their own, apart from ``Cluster`` so that the modules
+which build clusters and the one which checks them share no more than these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whalejax.meshes.kinds import DeviceKind, Platform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level of the topology: groups of ``size`` of the level below, joined.
+
+    A collective over the level takes ``rounds * (latency_seconds + payload_bytes *
+    (size - 1) / size / bandwidth_bytes_per_second)``, with two rounds for an
+    all-reduce and one otherwise, times ``slowdown_of`` the collective.
+
+    Attributes:
+        name: of the link, such as ``"nvlink"``.
+        size: how many groups are joined; the sizes multiply to the devices.
+        bandwidth_bytes_per_second: per device, one direction. On a ring of a torus
+            it is that of both links of the axis together.
+        latency_seconds: of one all-gather over the whole level.
+        torus: the level is one axis of a torus; adjoining ones form one torus.
+        slowdown: (collective, factor) pairs by which it was measured to differ from
+            the formula; names as in ``"all-to-all"``.
+    """
+
+    name: str
+    size: int
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    torus: bool = False
+    slowdown: tuple[tuple[str, float], ...] = ()
+
+    def slowdown_of(self, collective: str) -> float:
+        """The measured factor of one collective; 1.0 where nothing was measured."""
+        return dict(self.slowdown).get(collective, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Devices of one kind under one roof: a server, or a slice of a TPU pod."""
+
+    kind: DeviceKind
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerProfile:
+    """What the compiler of a platform makes of partial sums.
+
+    Attributes:
+        merge_partials: adds partial sums up before it reduces them over devices once.
+        reduce_scatter: emits reduce-scatter where the result is sharded, instead of an
+            all-reduce and a slice.
+    """
+
+    merge_partials: bool
+    reduce_scatter: bool
+
+
+# TPU and CPU as counted in compiled programs. GPU is an assumption: XLA has the same
+# passes for it, but no program of ours was counted on one yet.
+COMPILERS: Mapping[Platform, CompilerProfile] = {
+    "tpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
+    "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
+    "cpu": CompilerProfile(merge_partials=False, reduce_scatter=False),
+}

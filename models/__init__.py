@@ -1,0 +1,71 @@
+"""Reference models: what tests, benchmarks, notebooks and the command line run.
+
+This module is only the table of names. It imports neither JAX nor Flax, so that
+``whalejax --help`` can list the models at once; a model's module is imported when the
+model is asked for.
+
+>>> "gpt" in available()
+True
+"""
+
+if __name__ == "models":
+    raise ImportError("import whalejax.models, not models")
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from whalejax.models._names import pick
+
+
+if TYPE_CHECKING:
+    from whalejax.losses import Job
+
+_NAMES: Final = {
+    "bert-base": ("bert", "base"),
+    "bert-large": ("bert", "large"),
+    "bert-test": ("bert", "test"),
+    "gpt": ("gpt", "quick"),
+    "gpt-small": ("gpt", "small"),
+    "gpt-medium": ("gpt", "medium"),
+    "gpt-large": ("gpt", "large"),
+    "gpt-xl": ("gpt", "xl"),
+    "gpt-test": ("gpt", "test"),
+    "mlp": ("mlp", "default"),
+    "mlp-test": ("mlp", "test"),
+    "moe": ("moe", "small"),
+    "moe-test": ("moe", "test"),
+    "resnet50": ("resnet", "resnet50"),
+    "resnet-test": ("resnet", "test"),
+}
+
+
+def available() -> tuple[str, ...]:
+    """The names that ``job`` knows, sorted.
+
+    >>> available()[:2]
+    ('bert-base', 'bert-large')
+    """
+    return tuple(sorted(_NAMES))
+
+
+def job(name: str, **overrides: Any) -> "Job":
+    """The job of a reference model: its loss, model, batches and optimizer.
+
+    Args:
+        name: one of ``available()``.
+        overrides: ``batch_size``, ``learning_rate`` and ``seed``, and any field of the
+            model's configuration, such as ``layers=2`` or ``annotated=False``.
+
+    Returns:
+        What ``whalejax train`` runs.
+
+    Raises:
+        WhaleError: no model has that name, or the model has no such option.
+
+    >>> job("mlp", batch_size=64).batch_size
+    64
+    """
+    module_name, size = pick(name, _NAMES, "model")
+    module = importlib.import_module(f"whalejax.models.{module_name}")
+    made: Job = module.job(size, **overrides)
+    return made

@@ -1,0 +1,148 @@
+"""Layers that more than one NNX model uses: embeddings, attention, cross-entropy.
+
+They are apart from the models so that ``gpt`` and ``moe`` compute attention by the
+same lines and a test of one speaks for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+Array: TypeAlias = jax.Array
+
+
+def when(
+    annotated: bool, mark: AbstractContextManager[Any]
+) -> AbstractContextManager[Any]:
+    """The mark where the configuration is annotated, nothing otherwise.
+
+    >>> with when(False, contextlib.nullcontext()):
+    ...     pass
+    """
+    return mark if annotated else contextlib.nullcontext()
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    """Cross-entropy of integer targets in nats, in float32 or wider.
+
+    Args:
+        logits: ``[..., classes]``, any floating dtype.
+        targets: ``[...]``, integers below ``classes``.
+
+    Returns:
+        ``[...]``, not reduced.
+
+    >>> float(cross_entropy(jnp.zeros((1, 4)), jnp.zeros((1,), "int32"))[0])
+    1.3862943649291992
+    """
+    nats: Array = optax.softmax_cross_entropy_with_integer_labels(
+        widened(logits), targets
+    )
+    return nats
+
+
+def widened(x: Array) -> Array:
+    """The array in float32, or in its own dtype where that is wider.
+
+    >>> widened(jnp.zeros((2,), "bfloat16")).dtype
+    dtype('float32')
+    """
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+
+
+def embedding(
+    count: int, features: int, *, dtype: str | None, param_dtype: str, rngs: nnx.Rngs
+) -> nnx.Embed:
+    """A table of vectors whose compute dtype follows its parameter.
+
+    ``nnx.Embed`` fixes the compute dtype when it is built; parameters cast to bfloat16
+    afterwards would come out as float32 and widen everything behind them.
+    """
+    table = nnx.Embed(
+        count,
+        features,
+        param_dtype=jnp.dtype(param_dtype),
+        embedding_init=nnx.initializers.normal(0.02),
+        rngs=rngs,
+    )
+    table.dtype = None if dtype is None else jnp.dtype(dtype)
+    return table
+
+
+def causal_attention(query: Array, key: Array, value: Array) -> Array:
+    """Softmax attention in which no position sees a later one.
+
+    Args:
+        query: ``[batch, sequence, heads, head_dim]``.
+        key: the same shape.
+        value: the same shape.
+
+    Returns:
+        ``[batch, sequence, heads, head_dim]`` in the dtype of ``value``.
+    """
+    length, head_dim = query.shape[1], query.shape[3]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
+    scores = widened(scores)
+    seen = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    # Every position sees itself, so no row is -inf throughout.
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
+
+
+class CausalSelfAttention(nnx.Module):
+    """Multi-head causal self-attention.
+
+    The three projections are separate kernels of shape ``[embed, heads, head_dim]``,
+    so heads are a dimension of their own and can be sharded. ``fused`` makes one
+    kernel ``[embed, 3 * heads * head_dim]`` instead, in which no dimension is heads.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        fused: bool = False,
+        output_scale: float = 0.02,
+        dtype: str | None,
+        param_dtype: str,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.heads, self.head_dim = heads, embed // heads
+        self.fused = fused
+        common: dict[str, Any] = {
+            "dtype": None if dtype is None else jnp.dtype(dtype),
+            "param_dtype": jnp.dtype(param_dtype),
+            "kernel_init": nnx.initializers.normal(0.02),
+            "rngs": rngs,
+        }
+        if fused:
+            self.query_key_value = nnx.Linear(embed, 3 * embed, **common)
+        else:
+            inner = (heads, self.head_dim)
+            self.query = nnx.LinearGeneral(embed, inner, **common)
+            self.key = nnx.LinearGeneral(embed, inner, **common)
+            self.value = nnx.LinearGeneral(embed, inner, **common)
+        common["kernel_init"] = nnx.initializers.normal(output_scale)
+        self.output = nnx.LinearGeneral(
+            (heads, self.head_dim), embed, axis=(-2, -1), **common
+        )
+
+    def __call__(self, x: Array) -> Array:
+        """Attend from each position of ``x`` ``[batch, sequence, embed]``."""
+        if self.fused:
+            batch, length, _ = x.shape
+            shape = (batch, length, 3, self.heads, self.head_dim)
+            joint = self.query_key_value(x).reshape(shape)
+            query, key, value = (joint[:, :, i] for i in range(3))
+        else:
+            query, key, value = self.query(x), self.key(x), self.value(x)
+        return self.output(causal_attention(query, key, value))

@@ -1,0 +1,324 @@
+"""GPT: a pre-norm, decoder-only transformer in Flax NNX.
+
+The quick-start model: with its default configuration it has about 3M parameters and
+reads bytes. It runs on one device as it is; two lines annotate it:
+
+- in ``GPT.hidden``: ``with when(..., wh.replicate()):`` around embedding, blocks and
+  last norm makes them data-parallel;
+- in ``loss_fn``: ``with when(..., wh.split()):`` around head and cross-entropy splits
+  them, along the dimension that costs least.
+
+``GPTConfig(annotated=False)`` leaves both out and the planner decides everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import whalejax as wh
+from whalejax.models import text
+from whalejax.models._batches import Batch, chain_tokens, default_batch_size, lengths
+from whalejax.models._layers import (
+    Array,
+    CausalSelfAttention,
+    cross_entropy,
+    embedding,
+    when,
+)
+from whalejax.models._names import change, pick
+
+
+_BYTES: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """Sizes and switches of a GPT; the defaults are the quick start's.
+
+    Attributes:
+        vocab: different tokens; 256 reads bytes.
+        sequence: longest sequence, in tokens.
+        embed: width of the residual stream.
+        heads: attention heads; divides ``embed``.
+        mlp: width inside the feed-forward layers.
+        layers: number of blocks.
+        dropout_rate: after the embedding and before each residual addition; its keys
+            live in the model as NNX RNG state.
+        tied_embedding: the head is the embedding table, transposed.
+        fused_qkv: one attention kernel for query, key and value.
+        scan_layers: stack the blocks' parameters and scan over them.
+        remat: recompute each block in the backward pass.
+        annotated: put the marks in.
+        dtype: compute dtype; follows parameters and inputs where None.
+        param_dtype: dtype of the parameters.
+    """
+
+    vocab: int = _BYTES
+    sequence: int = 128
+    embed: int = 240
+    heads: int = 8
+    mlp: int = 960
+    layers: int = 4
+    dropout_rate: float = 0.0
+    tied_embedding: bool = False
+    fused_qkv: bool = False
+    scan_layers: bool = False
+    remat: bool = False
+    annotated: bool = True
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+
+def _published(embed: int, heads: int, layers: int) -> GPTConfig:
+    """A GPT-2 size; the vocabulary of 50,257 is padded to a multiple of 128."""
+    return GPTConfig(
+        vocab=50_304,
+        sequence=1024,
+        embed=embed,
+        heads=heads,
+        mlp=4 * embed,
+        layers=layers,
+        tied_embedding=True,
+    )
+
+
+SIZES: Final[Mapping[str, GPTConfig]] = {
+    "quick": GPTConfig(),
+    "test": GPTConfig(vocab=512, sequence=24, embed=48, mlp=320, layers=2),
+    "small": _published(768, 12, 12),
+    "medium": _published(1024, 16, 24),
+    "large": _published(1280, 20, 36),
+    "xl": _published(1600, 25, 48),
+}
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each normed before and added to its input."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+        param_dtype = jnp.dtype(config.param_dtype)
+        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        # Two additions a block: the stream's variance stays near 1 at any depth.
+        output_scale = 0.02 * (2 * config.layers) ** -0.5
+        self.attention_norm = nnx.LayerNorm(config.embed, rngs=rngs, **kinds)
+        self.attention = CausalSelfAttention(
+            config.embed,
+            config.heads,
+            fused=config.fused_qkv,
+            output_scale=output_scale,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.LayerNorm(config.embed, rngs=rngs, **kinds)
+        self.up = nnx.Linear(
+            config.embed,
+            config.mlp,
+            kernel_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+            **kinds,
+        )
+        self.down = nnx.Linear(
+            config.mlp,
+            config.embed,
+            kernel_init=nnx.initializers.normal(output_scale),
+            rngs=rngs,
+            **kinds,
+        )
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """One block over ``x`` ``[batch, sequence, embed]``."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        hidden = jax.nn.gelu(self.up(self.mlp_norm(x)))
+        return x + self.dropout(self.down(hidden))
+
+
+class GPT(nnx.Module):
+    """The whole model: tokens in, logits out.
+
+    >>> model = GPT(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 24), "int32")).shape
+    (2, 24, 512)
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.tokens = embedding(
+            config.vocab,
+            config.embed,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        self.positions = nnx.Param(
+            nnx.initializers.normal(0.02)(
+                rngs.params(),
+                (config.sequence, config.embed),
+                jnp.dtype(config.param_dtype),
+            )
+        )
+        self.dropout = _dropout(config, rngs)
+        self.blocks = _make_blocks(config, rngs)
+        kinds: dict[str, Any] = {
+            "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+            "param_dtype": jnp.dtype(config.param_dtype),
+        }
+        self.norm = nnx.LayerNorm(config.embed, rngs=rngs, **kinds)
+        if not config.tied_embedding:
+            self.head = nnx.Linear(
+                config.embed,
+                config.vocab,
+                use_bias=False,
+                kernel_init=nnx.initializers.normal(0.02),
+                rngs=rngs,
+                **kinds,
+            )
+
+    def __call__(self, tokens: Array) -> Array:
+        """Logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch, sequence]``."""
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: Array) -> Array:
+        """The residual stream before the head, ``[batch, sequence, embed]``."""
+        with when(self.config.annotated, wh.replicate()):
+            x = self.tokens(tokens)
+            x = x + self.positions[: tokens.shape[1]].astype(x.dtype)[None]
+            hidden: Array = self.norm(self._run_blocks(self.dropout(x)))
+            return hidden
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits ``[batch, sequence, vocab]`` of the residual stream."""
+        if self.config.tied_embedding:
+            return self.tokens.attend(hidden)
+        return self.head(hidden)
+
+    def _run_blocks(self, x: Array) -> Array:
+        apply: Callable[[Block, Array], Array] = Block.__call__
+        if self.config.remat:
+            apply = nnx.remat(apply)
+        if not self.config.scan_layers:
+            for block in self.blocks:
+                x = apply(block, x)
+            return x
+        scanned = nnx.scan(
+            lambda carry, block: apply(block, carry),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+        )
+        result: Array = scanned(x, self.blocks)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Dropout; without a rate it holds no RNG state that would have to be kept."""
+    return nnx.Dropout(
+        config.dropout_rate, rngs=rngs if config.dropout_rate > 0 else None
+    )
+
+
+def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
+    if not config.scan_layers:
+        return nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked(split: nnx.Rngs) -> Block:
+        return Block(config, rngs=split)
+
+    return stacked(rngs)
+
+
+def loss_fn(model: GPT, batch: Mapping[str, Any]) -> Array | wh.WeightedLoss:
+    """Mean cross-entropy of the next token, in nats.
+
+    Args:
+        model: the GPT.
+        batch: ``tokens`` ``int32[batch, sequence + 1]`` and, where sequences are
+            padded, ``mask`` ``[batch, sequence]``, true where the target is real.
+
+    Returns:
+        The mean over all targets, or a weighted loss over the real ones.
+
+    >>> model = GPT(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> loss_fn(model, {"tokens": jnp.zeros((2, 25), "int32")}).shape
+    ()
+    """
+    tokens = jnp.asarray(batch["tokens"])
+    hidden = model.hidden(tokens[:, :-1])
+    with when(model.config.annotated, wh.split()):
+        nats = cross_entropy(model.logits(hidden), tokens[:, 1:])
+        if "mask" not in batch:
+            return jnp.mean(nats)
+        real = jnp.asarray(batch["mask"]).astype(nats.dtype)
+        return wh.WeightedLoss(jnp.sum(nats * real), jnp.sum(real))
+
+
+def job(
+    size: str = "quick",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 1.5e-3,
+    warmup_steps: int = 10,
+    padded: bool = False,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of a GPT: on the standard library's bytes, or on made-up tokens.
+
+    Args:
+        size: one of ``SIZES``.
+        batch_size: sequences in a global batch; 32, at test size 16.
+        learning_rate: reached after the warm-up, then constant.
+        warmup_steps: steps over which the learning rate rises.
+        padded: sequences of differing length with a ``mask`` in the batch.
+        seed: which sequence of batches.
+        changes: fields of ``GPTConfig``.
+
+    Raises:
+        WhaleError: unknown size or field.
+
+    >>> job("test").batch_at(0)["tokens"].shape
+    (16, 25)
+    """
+    options = ("batch_size", "learning_rate", "warmup_steps", "padded", "seed")
+    config = change(pick(size, SIZES, "GPT size"), changes, options=options)
+
+    def batch(step: int, count: int) -> Batch:
+        made = dict(_tokens(config, step, count, seed))
+        if padded:
+            real = lengths(step, count, longest=config.sequence, seed=seed)
+            made["mask"] = np.arange(config.sequence)[None, :] < real[:, None]
+        return made
+
+    schedule = optax.warmup_constant_schedule(
+        learning_rate / warmup_steps, learning_rate, warmup_steps
+    )
+    return wh.Job(
+        loss_fn=loss_fn,
+        make_model=lambda key: GPT(config, rngs=nnx.Rngs(key)),
+        batch=batch,
+        optimizer=optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(schedule, b2=0.95, weight_decay=0.01),
+        ),
+        batch_size=default_batch_size(size, batch_size, 32),
+        name="gpt" if size == "quick" else f"gpt-{size}",
+    )
+
+
+def _tokens(config: GPTConfig, step: int, count: int, seed: int) -> Batch:
+    if config.vocab == _BYTES:
+        return text.standard_library(config.sequence, seed=seed).batch(step, count)
+    length = config.sequence + 1
+    tokens = chain_tokens(step, count, length=length, vocab=config.vocab, seed=seed)
+    return {"tokens": tokens}

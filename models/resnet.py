@@ -1,0 +1,246 @@
+"""ResNet with bottleneck blocks and batch normalisation, in Flax NNX.
+
+It shows statistics over the batch: every ``nnx.BatchNorm`` averages over all samples it
+is given and keeps running means in the model, which the loss call updates. It runs on
+one device as it is; two lines annotate it:
+
+- in ``ResNet.features``: ``with when(..., wh.replicate()):`` makes the backbone
+  data-parallel;
+- in ``loss_fn``: ``with when(..., wh.split()):`` around classifier and cross-entropy
+  splits them, which pays when there are many classes.
+
+``ResNetConfig(annotated=False)`` leaves both out. After He et al., "Deep Residual
+Learning for Image Recognition" (2015), with the stride in the 3×3 convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import whalejax as wh
+from whalejax.models._batches import Batch, default_batch_size, generator
+from whalejax.models._layers import Array, cross_entropy, when, widened
+from whalejax.models._names import change, pick
+
+
+_EXPANSION: Final = 4
+_CHANNELS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResNetConfig:
+    """Sizes and switches of a ResNet; the defaults are ResNet-50's.
+
+    Attributes:
+        blocks: bottleneck blocks of each stage; a stage halves the image and doubles
+            the channels, except the first.
+        width: channels inside the first stage's blocks; four times that come out.
+        classes: width of the classifier.
+        image_size: height and width of the images in the job's batches, in pixels.
+        annotated: put the marks in.
+        dtype: compute dtype; follows the parameters where None.
+        param_dtype: dtype of the parameters.
+    """
+
+    blocks: tuple[int, ...] = (3, 4, 6, 3)
+    width: int = 64
+    classes: int = 1000
+    image_size: int = 224
+    annotated: bool = True
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+
+SIZES: Final[Mapping[str, ResNetConfig]] = {
+    "resnet50": ResNetConfig(),
+    "test": ResNetConfig(blocks=(1, 2), width=24, classes=40, image_size=20),
+}
+
+
+def _kinds(config: ResNetConfig) -> dict[str, Any]:
+    return {
+        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+    }
+
+
+class NormedConv(nnx.Module):
+    """A convolution without bias, then batch normalisation."""
+
+    def __init__(
+        self,
+        config: ResNetConfig,
+        inputs: int,
+        outputs: int,
+        *,
+        kernel: int,
+        stride: int = 1,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.conv = nnx.Conv(
+            inputs,
+            outputs,
+            (kernel, kernel),
+            strides=stride,
+            use_bias=False,
+            kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+            rngs=rngs,
+            **_kinds(config),
+        )
+        self.norm = nnx.BatchNorm(outputs, momentum=0.9, rngs=rngs, **_kinds(config))
+        param_dtype = jnp.dtype(config.param_dtype)
+        # Statistics are computed in float32 or wider; running means in a narrower
+        # dtype than the statistics would change the model's types in the first step.
+        self.norm.mean = nnx.BatchStat(widened(self.norm.mean[...].astype(param_dtype)))
+        self.norm.var = nnx.BatchStat(widened(self.norm.var[...].astype(param_dtype)))
+
+    def __call__(self, x: Array) -> Array:
+        """Images ``[batch, height, width, channels]`` in and out."""
+        y: Array = self.norm(self.conv(x))
+        return y
+
+
+class Bottleneck(nnx.Module):
+    """1×1, 3×3 and 1×1 convolutions around a shortcut."""
+
+    def __init__(
+        self, config: ResNetConfig, inputs: int, width: int, stride: int, rngs: nnx.Rngs
+    ) -> None:
+        outputs = _EXPANSION * width
+        self.reduce = NormedConv(config, inputs, width, kernel=1, rngs=rngs)
+        self.spatial = NormedConv(
+            config, width, width, kernel=3, stride=stride, rngs=rngs
+        )
+        self.expand = NormedConv(config, width, outputs, kernel=1, rngs=rngs)
+        self.projects = stride != 1 or inputs != outputs
+        if self.projects:
+            self.shortcut = NormedConv(
+                config, inputs, outputs, kernel=1, stride=stride, rngs=rngs
+            )
+
+    def __call__(self, x: Array) -> Array:
+        """One block over ``x`` ``[batch, height, width, channels]``."""
+        residual = self.shortcut(x) if self.projects else x
+        y = jax.nn.relu(self.reduce(x))
+        y = jax.nn.relu(self.spatial(y))
+        return jax.nn.relu(self.expand(y) + residual)
+
+
+class ResNet(nnx.Module):
+    """The whole model: images in, logits out.
+
+    >>> model = ResNet(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 20, 20, 3))).shape
+    (2, 40)
+    """
+
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.stem = NormedConv(
+            config, _CHANNELS, config.width, kernel=7, stride=2, rngs=rngs
+        )
+        blocks: list[Bottleneck] = []
+        channels = config.width
+        for stage, count in enumerate(config.blocks):
+            width = config.width * 2**stage
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                blocks.append(Bottleneck(config, channels, width, stride, rngs))
+                channels = _EXPANSION * width
+        self.blocks = nnx.List(blocks)
+        self.classifier = nnx.Linear(
+            channels, config.classes, rngs=rngs, **_kinds(config)
+        )
+
+    def __call__(self, images: Array) -> Array:
+        """Logits ``[batch, classes]`` of images ``[batch, height, width, 3]``."""
+        return self.classifier(self.features(images))
+
+    def features(self, images: Array) -> Array:
+        """What the classifier sees, ``[batch, channels]``."""
+        with when(self.config.annotated, wh.replicate()):
+            x = images.astype(self.stem.conv.kernel.dtype)
+            x = jax.nn.relu(self.stem(x))
+            x = nnx.max_pool(  # type: ignore[no-untyped-call]
+                x, (3, 3), strides=(2, 2), padding="SAME"
+            )
+            for block in self.blocks:
+                x = block(x)
+            return jnp.mean(x, axis=(1, 2))
+
+
+def loss_fn(model: ResNet, batch: Mapping[str, Any]) -> Array:
+    """Mean cross-entropy of the class, in nats; updates the running statistics.
+
+    Args:
+        model: the ResNet, in training mode.
+        batch: ``images`` ``float[batch, height, width, 3]`` and ``labels``
+            ``int32[batch]``.
+
+    >>> model = ResNet(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> batch = {"images": jnp.ones((2, 20, 20, 3)), "labels": jnp.zeros(2, "int32")}
+    >>> loss_fn(model, batch).shape
+    ()
+    """
+    features = model.features(jnp.asarray(batch["images"]))
+    with when(model.config.annotated, wh.split()):
+        logits = model.classifier(features)
+        return jnp.mean(cross_entropy(logits, jnp.asarray(batch["labels"])))
+
+
+def job(
+    size: str = "resnet50",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 0.025,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of a ResNet on made-up images whose brightness tells the class.
+
+    Args:
+        size: one of ``SIZES``.
+        batch_size: images in a global batch; 64, at test size 16.
+        learning_rate: of SGD with momentum 0.9.
+        seed: which sequence of batches.
+        changes: fields of ``ResNetConfig``, such as ``classes=100_000``.
+
+    Raises:
+        WhaleError: unknown size or field.
+
+    >>> job("test").batch_at(0)["images"].shape
+    (16, 20, 20, 3)
+    """
+    options = ("batch_size", "learning_rate", "seed")
+    config = change(pick(size, SIZES, "ResNet size"), changes, options=options)
+    return wh.Job(
+        loss_fn=loss_fn,
+        make_model=lambda key: ResNet(config, rngs=nnx.Rngs(key)),
+        batch=lambda step, count: image_batch(config, step, count, seed=seed),
+        optimizer=optax.sgd(learning_rate, momentum=0.9),
+        batch_size=default_batch_size(size, batch_size, 64),
+        name=size if size == "resnet50" else f"resnet-{size}",
+    )
+
+
+def image_batch(config: ResNetConfig, step: int, size: int, *, seed: int) -> Batch:
+    """Noise images, each shifted in one colour channel by its label.
+
+    >>> image_batch(SIZES["test"], 0, 2, seed=0)["labels"].shape
+    (2,)
+    """
+    random = generator(seed, step)
+    labels = random.integers(0, config.classes, size=size).astype(np.int32)
+    shape = (size, config.image_size, config.image_size, _CHANNELS)
+    images = random.standard_normal(shape, dtype=np.float32)
+    shift = 2.0 * labels / config.classes - 1.0
+    images[..., 0] += shift[:, None, None].astype(np.float32)
+    return {"images": images, "labels": labels}

@@ -1,0 +1,124 @@
+"""Real text that every machine with Python has: its standard library's source files.
+
+Training examples need data, and a download would make the first run depend on the
+network. The bytes of some hundred hand-written modules are enough for a byte-level
+model to learn from for minutes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from whalejax.meshes.problems import WhaleError
+from whalejax.models._batches import Batch, generator
+
+
+_NOT_LIBRARY: Final = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+_DEFAULT_MAX_BYTES: Final = 8_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Windows of a byte sequence, chosen by a counter.
+
+    Attributes:
+        data: the whole text, uint8.
+        sequence: bytes that a model sees at once; windows hold one more.
+        seed: which sequence of batches.
+    """
+
+    data: npt.NDArray[np.uint8]
+    sequence: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.data.size <= self.sequence:
+            raise WhaleError(
+                f"the text holds {self.data.size} bytes; windows of sequence + 1 = "
+                f"{self.sequence + 1} bytes were asked for. Give more text or a "
+                "shorter sequence."
+            )
+
+    def batch(self, step: int, size: int) -> Batch:
+        """The global batch of one step, the same in every process.
+
+        Args:
+            step: which batch, from 0.
+            size: windows in it.
+
+        Returns:
+            ``{"tokens": int32[size, sequence + 1]}``; the first rows do not depend on
+            ``size``.
+
+        >>> text = Text(data=np.arange(100, dtype=np.uint8), sequence=4)
+        >>> text.batch(0, 2)["tokens"].shape
+        (2, 5)
+        """
+        last = self.data.size - self.sequence
+        starts = generator(self.seed, step).integers(0, last, size=size)
+        index = starts[:, None] + np.arange(self.sequence + 1)[None, :]
+        return {"tokens": self.data[index].astype(np.int32)}
+
+
+def standard_library(
+    sequence: int,
+    *,
+    seed: int = 0,
+    max_bytes: int = _DEFAULT_MAX_BYTES,
+    root: Path | None = None,
+) -> Text:
+    """The Python standard library's source, as text to train on.
+
+    Args:
+        sequence: bytes that a model sees at once.
+        seed: which sequence of batches.
+        max_bytes: read this much at most, files in the order of their paths.
+        root: the folder to read; the running interpreter's library where left out.
+
+    Raises:
+        WhaleError: the folder holds no source file, or too little text.
+
+    >>> standard_library(128).batch(0, 4)["tokens"].shape
+    (4, 129)
+    """
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
+    return Text(data=_source_bytes(folder, max_bytes), sequence=sequence, seed=seed)
+
+
+@functools.cache
+def _source_bytes(folder: Path, max_bytes: int) -> npt.NDArray[np.uint8]:
+    parts: list[bytes] = []
+    total = 0
+    for path in _source_files(folder):
+        content = path.read_bytes()[: max_bytes - total]
+        parts.append(content)
+        total += len(content)
+        if total >= max_bytes:
+            break
+    if total == 0:
+        raise WhaleError(
+            f"no Python source was found under {folder}: expected *.py files of the "
+            "standard library, found 0 bytes. Some distributions ship it compiled "
+            "only; give a folder that holds source, as in "
+            'text.standard_library(128, root=Path("src")).'
+        )
+    data = np.frombuffer(b"".join(parts), np.uint8)
+    data.setflags(write=False)
+    return data
+
+
+def _source_files(folder: Path) -> list[Path]:
+    """Library files by relative path, so that two machines read the same text."""
+    found = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    library = [path for path in found if not _NOT_LIBRARY.intersection(path.parts)]
+    by_name = sorted(library, key=lambda path: path.as_posix())
+    return [folder / path for path in by_name if (folder / path).is_file()]

@@ -1,0 +1,297 @@
+"""From a captured loss and a cluster to a Plan: the planner's front door.
+
+Checks what can be checked before searching, searches, and writes down what was
+decided with everything needed to explain it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import Problems
+from whalejax.planner.dimensions import Dimensions, analyse
+from whalejax.planner.explain import gigabytes, leaf_note
+from whalejax.planner.graph import Graph
+from whalejax.planner.layout import spec_of
+from whalejax.planner.plan import (
+    BatchLeaf,
+    Candidate,
+    LeafPlan,
+    Plan,
+    PlanError,
+    RegionTable,
+    RoleInfo,
+)
+from whalejax.planner.regions import with_expert_regions
+from whalejax.planner.search import Request, Scored, Search, ranked
+from whalejax.planner.virtual_devices import virtual_devices
+
+
+KEPT_CANDIDATES = 12
+"""Weighed plans that a plan remembers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Analysed:
+    """A graph with its dimensions, and experts set apart."""
+
+    graph: Graph
+    dims: Dimensions
+
+
+def analyse_graph(graph: Graph) -> Analysed:
+    """Find dimensions and TaskGraphs that no mark names.
+
+    Lowering repeats this on its own trace, so it must depend on the graph alone.
+    """
+    dims = analyse(graph)
+    return Analysed(graph=with_expert_regions(graph, dims), dims=dims)
+
+
+def decide(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+) -> Plan:
+    """Choose how to run a model on a cluster.
+
+    Args:
+        graph: the captured loss.
+        cluster: the machine.
+        request: optimizer state, micro-batches and the default strategy.
+        precision: noted in the plan.
+        batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
+            layouts are filled in here.
+
+    Raises:
+        PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
+            found is listed.
+    """
+    _check_marks(graph, request.num_devices)
+    analysed = analyse_graph(graph)
+    search = Search(analysed.graph, analysed.dims, cluster, request)
+    fitting = search.run()
+    if not fitting:
+        raise PlanError(_nothing_fits(search, cluster, request))
+    return _plan(analysed, search, fitting, cluster, request, precision, batch)
+
+
+def _check_marks(graph: Graph, num_devices: int) -> None:
+    problems = Problems()
+    for text in graph.undeclared_marks:
+        problems.add(
+            f"the mark {text} covers no operation of the loss: nothing inside it was "
+            "reached while tracing. Remove it or move it around what it should cover"
+        )
+    problems.raise_if_any(PlanError, title="the marks cannot be obeyed")
+    marked = [g for g in graph.task_graphs if g.marks]
+    if marked:
+        virtual_devices(marked, num_devices)
+    staged = [g.name for g in marked if any(_is_stage(m.kind) for m in g.marks)]
+    if staged:
+        raise PlanError(
+            f"{', '.join(staged)}: stage and pipeline were read and are well formed, "
+            "but this version of WhaleJAX cannot run pipelines. Remove these marks; "
+            "replicate and split run"
+        )
+
+
+def _is_stage(kind: str) -> bool:
+    return kind in ("stage", "pipeline")
+
+
+def _nothing_fits(search: Search, cluster: Cluster, request: Request) -> str:
+    if not search.scored:
+        reasons = "; ".join(
+            f"{why} ({count} meshes)" for why, count in sorted(search.refused.items())
+        )
+        size = search.graph.batch_size * search.graph.num_micro_batches
+        count = request.num_micro_batches or 1
+        return (
+            f"no layout of {request.num_devices} devices serves this model: {reasons}. "
+            f"The global batch is {size} in {count} micro-batches: each micro-batch "
+            f"must divide by the devices that share it. Change the batch to a multiple "
+            f"of {request.num_devices * count}, use fewer devices, or drop marks"
+        )
+    nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
+    lacking = nearest.memory.total_bytes - cluster.memory_bytes
+    terms = ", ".join(
+        f"{f.name.removesuffix('_bytes')} {gigabytes(getattr(nearest.memory, f.name))}"
+        for f in dataclasses.fields(nearest.memory)
+    )
+    return (
+        f"no plan fits: the nearest ({nearest.layout}) needs "
+        f"{gigabytes(nearest.memory.total_bytes)} and lacks {gigabytes(lacking)} "
+        f"({lacking} bytes) of {gigabytes(cluster.memory_bytes)} per device ({terms}). "
+        f"{len(search.scored)} plans were weighed. Use more devices or a smaller batch"
+    )
+
+
+def _plan(
+    analysed: Analysed,
+    search: Search,
+    fitting: list[Scored],
+    cluster: Cluster,
+    request: Request,
+    precision: str,
+    batch: Sequence[BatchLeaf],
+) -> Plan:
+    best = fitting[0]
+    graph, dims = analysed.graph, analysed.dims
+    leaves = tuple(
+        dataclasses.replace(leaf, note=leaf_note(leaf, tensor, best.mesh, dims))
+        for leaf, tensor in zip(best.leaves, graph.params, strict=True)
+    )
+    storage_axes = [a for a in ("data", "fsdp") if best.mesh[a] > 1]
+    names = tuple(dims.roles[r].name for r in search.facts.storage)
+    return Plan(
+        model_hash=graph.model_hash,
+        cluster=cluster,
+        axes=tuple((a, n) for a, n in best.mesh.items() if n > 1),
+        num_micro_batches=best.num_micro_batches,
+        zero=best.zero,
+        precision=precision,
+        default=request.default or "",
+        roles=tuple(
+            RoleInfo(
+                name=r.name, size=r.size, aliases=r.aliases, unshardable=r.unshardable
+            )
+            for r in dims.roles
+        ),
+        compute=_region_tables(analysed, best),
+        storage=tuple((axis, names) for axis in storage_axes),
+        leaves=leaves,
+        batch=_batch(analysed, best, batch),
+        collectives=tuple(c for c in best.collectives if c.count),
+        time=best.time,
+        memory=best.memory,
+        candidates=_candidates(search, fitting),
+        notes=_notes(analysed, search, best, leaves),
+    )
+
+
+def _region_tables(analysed: Analysed, best: Scored) -> tuple[RegionTable, ...]:
+    dims = analysed.dims
+    return tuple(
+        RegionTable(
+            task_graph=analysed.graph.task_graphs[index].name,
+            marks=tuple(str(m) for m in analysed.graph.task_graphs[index].marks),
+            axes=tuple(
+                (axis, tuple(dims.roles[r].name for r in table.get(axis, ())))
+                for axis, size in best.mesh.items()
+                if size > 1
+            ),
+        )
+        for index, table in best.tables.items()
+    )
+
+
+def _batch(
+    analysed: Analysed, best: Scored, batch: Sequence[BatchLeaf]
+) -> tuple[BatchLeaf, ...]:
+    graph, dims = analysed.graph, analysed.dims
+    homes: dict[int, int] = {}
+    for op in graph.ops:
+        for t in op.operands:
+            homes.setdefault(t, op.task_graph)
+    tensors = [t for t in graph.tensors if t.kind == "batch"]
+    return tuple(
+        dataclasses.replace(
+            leaf,
+            spec=spec_of(
+                dims.layouts[t.id],
+                dims.sizes[t.id],
+                best.tables[homes.get(t.id, next(iter(best.tables)))],
+                best.mesh,
+            ),
+        )
+        for leaf, t in zip(batch, tensors, strict=True)
+    )
+
+
+def _candidates(search: Search, fitting: list[Scored]) -> tuple[Candidate, ...]:
+    best = fitting[0]
+    found: dict[str, Candidate] = {}
+    for s in fitting:
+        slower = s.time.step_seconds - best.time.step_seconds
+        if s is best:
+            verdict = "chosen"
+        elif slower > 0:
+            verdict = f"{slower * 1e3:.2f} ms slower ({_deciding_term(best, s)})"
+        else:
+            verdict = "equally fast, more memory or communication"
+        found.setdefault(s.layout, _candidate(s, verdict))
+    limit = search.cluster.memory_bytes
+    for s in ranked([s for s in search.scored if not s.fits]):
+        over = s.memory.total_bytes - limit
+        text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
+        found.setdefault(s.layout, _candidate(s, text))
+    kept = list(found.values())
+    refused = [c for c in kept if c.verdict.startswith("lacks")][:4]
+    return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
+
+
+def _candidate(s: Scored, verdict: str) -> Candidate:
+    return Candidate(
+        layout=s.layout,
+        step_seconds=s.time.step_seconds,
+        memory_bytes=s.memory.total_bytes,
+        verdict=verdict,
+    )
+
+
+def _deciding_term(best: Scored, other: Scored) -> str:
+    """The term of time by which the other loses most."""
+    names = [f.name for f in dataclasses.fields(best.time)]
+    worst = max(names, key=lambda n: getattr(other.time, n) - getattr(best.time, n))
+    return worst.removesuffix("_seconds")
+
+
+def _notes(
+    analysed: Analysed, search: Search, best: Scored, leaves: Sequence[LeafPlan]
+) -> tuple[str, ...]:
+    graph, dims = analysed.graph, analysed.dims
+    notes = [
+        f"no rule for the primitive {name!r}: everything around it stays whole"
+        for name in graph.unknown_primitives
+    ]
+    marked = [g for g in graph.task_graphs if g.marks]
+    if marked:
+        notes.append(f"{len(marked)} marked TaskGraphs obeyed")
+    minor = sorted(dims.roles[r].name for r in search.options.minor)
+    if minor and best.mesh["tensor"] > 1:
+        notes.append(
+            f"not expressible as a PartitionSpec (minor part of a fused dimension): "
+            f"{', '.join(minor)}"
+        )
+    if best.num_micro_batches > 1:
+        notes.extend(_micro_batch_notes(analysed, best))
+    whole = [leaf for leaf in leaves if leaf.note]
+    if whole:
+        notes.append(f"{len(whole)} parameters stay whole in part; see why(path)")
+    return tuple(notes)
+
+
+def _micro_batch_notes(analysed: Analysed, best: Scored) -> list[str]:
+    """Statistics over the batch that accumulation makes per micro-batch."""
+    graph, dims = analysed.graph, analysed.dims
+    batch = {r.index for r in dims.batch}
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        held = {r for t in op.operands for atoms in dims.layouts[t] for r in atoms}
+        left = {r for t in op.results for atoms in dims.layouts[t] for r in atoms}
+        statistic = any(graph.tensors[t].shape for t in op.results)
+        if statistic and (held - left) & batch:
+            found[op.scope or op.kind] = None
+    size = graph.batch_size * graph.num_micro_batches // best.num_micro_batches
+    return [
+        f"{scope}: its statistics over the batch are per micro-batch of {size} "
+        f"({best.num_micro_batches} per step), as on one device with as much "
+        "accumulation. For the global batch: num_micro_batches=1"
+        for scope in list(found)[:8]
+    ]

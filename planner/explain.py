@@ -1,0 +1,257 @@
+"""Plans in words: the table that ``print(plan)`` shows, and ``why``.
+
+Plain text with no dependency, so that a plan can be read wherever it can be loaded;
+richer displays stand in ``whalejax.show`` and read the same data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.graph import Tensor
+from whalejax.planner.layout import Spec, shards
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.plan import LeafPlan, Plan
+
+
+def gigabytes(nbytes: float) -> str:
+    """Bytes with three digits and a decimal unit: ``"12.6 MB"``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size) < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds with three digits: ``"412 ms"``."""
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def spec_text(spec: Spec) -> str:
+    """A layout as people write it: ``"(data+fsdp, –)"``."""
+    return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"
+
+
+def layout_text(plan: Plan) -> str:
+    """Mesh, ZeRO level and micro-batches in one line."""
+    words = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"
+    if plan.zero:
+        words += f" · ZeRO-{plan.zero} over data"
+    parts = plan.num_micro_batches
+    return f"{words} · {parts} micro-batch{'es' if parts > 1 else ''}"
+
+
+def leaf_note(
+    leaf: LeafPlan, tensor: Tensor, mesh: Mapping[str, int], dims: Dimensions
+) -> str:
+    """Why dimensions of a parameter stay whole in storage, or an empty text."""
+    if shards(leaf.param_spec, mesh) > 1 or max(mesh.values()) == 1:
+        return ""
+    wanted = [axis for axis in ("fsdp", "tensor", "expert") if mesh[axis] > 1]
+    if not wanted:
+        return ""
+    reasons = []
+    for dim, names in enumerate(leaf.roles):
+        if not names:
+            continue
+        role = dims.find(names[0])
+        size = tensor.shape[dim]
+        label = f"dim {dim} ({names[0]}, {size})"
+        if role is not None and role.unshardable:
+            reasons.append(f"{label}: {role.unshardable}")
+            continue
+        failing = [a for a in wanted if size % mesh[a]]
+        if failing:
+            axis = failing[0]
+            reasons.append(f"{label}: {axis} {mesh[axis]} does not divide {size}")
+        else:
+            reasons.append(f"{label}: not among the dimensions that were chosen")
+    return "; ".join(reasons)
+
+
+def no_such_leaf(plan: Plan, path: str) -> str:
+    """Message for a path that no parameter has."""
+    paths = [leaf.path for leaf in plan.leaves]
+    near = difflib.get_close_matches(path, paths, n=3, cutoff=0.3) or paths[:3]
+    return (
+        f"no parameter has the path {path!r} (the model has {len(paths)}). "
+        f"Nearest: {', '.join(near)}"
+    )
+
+
+def _bar(value: float, total: float, width: int = 24) -> str:
+    return "█" * max(1 if value > 0 else 0, round(width * value / max(total, 1e-30)))
+
+
+def _terms(value: object, suffix: str) -> list[tuple[str, float]]:
+    """Non-zero terms of a dataclass, largest first, with short names."""
+    assert dataclasses.is_dataclass(value)
+    pairs = [
+        (f.name.removesuffix(suffix), float(getattr(value, f.name)))
+        for f in dataclasses.fields(value)
+    ]
+    return sorted([p for p in pairs if p[1] > 0], key=lambda p: -p[1])
+
+
+def table(plan: Plan) -> str:
+    """The plan as a table for a terminal."""
+    time, memory = plan.time, plan.memory
+    step = time.step_seconds
+    lines = [f"Plan  {plan.cluster.describe()} · {layout_text(plan)}"]
+    terms = ", ".join(f"{n} {milliseconds(s)}" for n, s in _terms(time, "_seconds"))
+    lines.append(f"step    {milliseconds(step)} predicted ({terms})")
+    terms = ", ".join(f"{n} {gigabytes(b)}" for n, b in _terms(memory, "_bytes"))
+    lines.append(
+        f"memory  {gigabytes(memory.total_bytes)} of "
+        f"{gigabytes(plan.cluster.memory_bytes)} per device predicted ({terms})"
+    )
+    for region in plan.compute:
+        marks = " > ".join(region.marks) or "unmarked"
+        axes = "; ".join(f"{a}: {', '.join(r) or '–'}" for a, r in region.axes)
+        lines.append(f"compute {region.task_graph} [{marks}]  {axes or 'one device'}")
+    lines.append("")
+    lines.extend(_leaf_rows(plan))
+    lines.append("")
+    lines.extend(_collective_rows(plan))
+    lines.extend(f"note    {note}" for note in plan.notes)
+    lines.extend(_runner_up(plan))
+    return "\n".join(lines)
+
+
+def _starred(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def _leaf_rows(plan: Plan) -> list[str]:
+    folded: Counter[tuple[str, ...]] = Counter()
+    for leaf in plan.leaves:
+        nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
+        local = nbytes // shards(leaf.param_spec, plan.axis_sizes)
+        shape = "×".join(str(n) for n in leaf.shape) or "scalar"
+        row = (_starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
+        folded[row] += 1
+    head = ("parameter", "shape", "spec", "per device")
+    rows = [head]
+    for (path, *rest), count in folded.items():
+        label = f"{path} ×{count}" if count > 1 else path
+        rows.append((label, rest[0], rest[1], rest[2]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _itemsize(dtype: str) -> int:
+    import numpy as np
+
+    if dtype == "bfloat16":
+        return 2
+    return int(np.dtype(dtype).itemsize)
+
+
+def _collective_rows(plan: Plan) -> list[str]:
+    total: Counter[tuple[str, str, str]] = Counter()
+    count: Counter[tuple[str, str, str]] = Counter()
+    for c in plan.collectives:
+        times = c.count * (1 if c.phase == "update" else plan.num_micro_batches)
+        key = (c.kind, "+".join(c.axes), c.what)
+        total[key] += c.payload_bytes * times
+        count[key] += times
+    return [
+        f"traffic {kind} over {axes} for {what}: {count[kind, axes, what]} a step, "
+        f"{gigabytes(total[kind, axes, what])}"
+        for kind, axes, what in sorted(total, key=lambda k: -total[k])
+    ]
+
+
+def _runner_up(plan: Plan) -> list[str]:
+    others = [c for c in plan.candidates if c.verdict != "chosen"]
+    if not others:
+        return []
+    c = others[0]
+    return [
+        f"next    {c.layout}: {milliseconds(c.step_seconds)}, "
+        f"{gigabytes(c.memory_bytes)} per device; {c.verdict}"
+    ]
+
+
+def why(plan: Plan, leaf: LeafPlan) -> str:
+    """Why a parameter is laid out as it is.
+
+    Args:
+        plan: the plan.
+        leaf: one of its leaves.
+    """
+    nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
+    mesh = plan.axis_sizes
+    lines = [
+        f"{leaf.path}  {'×'.join(map(str, leaf.shape)) or 'scalar'} {leaf.dtype}, "
+        f"{gigabytes(nbytes)}, "
+        f"{gigabytes(nbytes // shards(leaf.param_spec, mesh))} per device"
+    ]
+    roles = {r.name: r for r in plan.roles}
+    for dim, names in enumerate(leaf.roles):
+        lines.append(_why_dim(plan, leaf, dim, names, roles))
+    lines.append(f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
+                 f"{spec_text(leaf.param_spec)}, optimizer state as "
+                 f"{spec_text(leaf.optimizer_spec)}")
+    if leaf.note:
+        lines.append(f"  whole because {leaf.note}")
+    lines.append("  plans that were weighed:")
+    for c in plan.candidates:
+        lines.append(
+            f"    {c.layout}: {milliseconds(c.step_seconds)}, "
+            f"{gigabytes(c.memory_bytes)} per device; {c.verdict}"
+        )
+    return "\n".join(lines)
+
+
+def _why_dim(
+    plan: Plan, leaf: LeafPlan, dim: int, names: tuple[str, ...], roles: Mapping[str, object]
+) -> str:
+    label = " × ".join(names) or "size 1"
+    compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
+    reasons = []
+    if compute:
+        homes = [
+            r.task_graph
+            for r in plan.compute
+            if any(a in compute and set(n) & set(names) for a, n in r.axes)
+        ]
+        reasons.append(f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}")
+    added = [a for a in stored if a not in compute]
+    if added:
+        reasons.append(f"stored in shards over {'+'.join(added)}, gathered for use")
+    if not reasons:
+        reasons.append(_whole_reason(plan, leaf, dim, names, roles))
+    return f"  dim {dim} is {label} ({leaf.shape[dim]}): {'; '.join(reasons)}"
+
+
+def _whole_reason(
+    plan: Plan, leaf: LeafPlan, dim: int, names: tuple[str, ...], roles: Mapping[str, object]
+) -> str:
+    role = roles.get(names[0]) if names else None
+    blocked = getattr(role, "unshardable", "")
+    if blocked:
+        return f"whole: {blocked}"
+    model = [(a, n) for a, n in plan.axes if a in ("fsdp", "expert", "tensor")]
+    if not model:
+        return "whole: no axis of this mesh shards parameters (only data)"
+    failing = [(a, n) for a, n in model if leaf.shape[dim] % n]
+    if failing:
+        return "whole: " + ", ".join(
+            f"{a} {n} does not divide {leaf.shape[dim]}" for a, n in failing
+        )
+    return "whole: another dimension of it, or a cheaper one, took the axis"

@@ -1,0 +1,242 @@
+"""The model as plain data: tensors, operations, marks and TaskGraphs.
+
+Capture (``whalejax.capture``) writes these from a traced loss; the planner reads
+nothing else of the model. It is a module of its own because it is the one border
+between JAX and the planner: no JAX type crosses it.
+
+Every operation is described the way an einsum is: a *factor* is one index letter and
+lists in which dimensions of which operands and results that letter stands. Sharding,
+collectives, FLOPs and memory all follow from the factors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+LOOPS = ("scan", "while", "cond")
+"""Kinds of operations that tie values across a loop or branches and compute nothing."""
+
+TensorKind = Literal["param", "state", "batch", "rng", "const", "value"]
+MarkKind = Literal["replicate", "split", "stage", "pipeline"]
+FactorKind = Literal["linked", "unshardable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One annotation of the user's, as found on the way to an operation.
+
+    Attributes:
+        kind: which of the four primitives.
+        attributes: its arguments as (name, text) pairs, sorted by name; arguments
+            that were left out are absent.
+    """
+
+    kind: MarkKind
+    attributes: tuple[tuple[str, str], ...] = ()
+
+    def get(self, name: str) -> str | None:
+        """The text of one argument, or None where it was left out."""
+        return dict(self.attributes).get(name)
+
+    @property
+    def devices(self) -> int | None:
+        """The device count that was asked for, if any."""
+        text = self.get("devices")
+        return None if text is None else int(text)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{name}={text}" for name, text in self.attributes)
+        return f"{self.kind}({inner})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A value of the traced program; ``Graph.tensors[id]`` is the tensor ``id``.
+
+    Attributes:
+        id: its index in ``Graph.tensors``.
+        shape: dimensions, unsharded.
+        dtype: the numpy name, such as ``"float32"``.
+        itemsize_bytes: bytes of one element.
+        kind: a leaf of the program (param, state, batch, rng), a constant, or a
+            value computed on the way.
+        path: the leaf's path such as ``"blocks.0.mlp.up.kernel"``; empty for values.
+        names: the user's logical name of each dimension (Flax metadata) or None.
+        pinned: mesh axes that the user's metadata fixes for each dimension, or None.
+        differentiable: a gradient flows through it (it is a trained parameter, or an
+            inexact value that depends on one).
+    """
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize_bytes: int
+    kind: TensorKind = "value"
+    path: str = ""
+    names: tuple[str | None, ...] = ()
+    pinned: tuple[str | None, ...] = ()
+    differentiable: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, unsharded tensor."""
+        return self.size * self.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """One index letter of an operation.
+
+    Attributes:
+        members: (slot, dimension) pairs that share the letter. Slots count the
+            operands first and then the results. All have the same size, above 1.
+        kind: ``linked``: the members are one dimension and may be sharded together
+            (it is contracted where no result holds it); ``unshardable``: the
+            operation needs the whole of this dimension on every device.
+    """
+
+    members: tuple[tuple[int, int], ...]
+    kind: FactorKind = "linked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An operation of the forward loss.
+
+    Attributes:
+        kind: the primitive's name, such as ``"dot_general"``.
+        position: where the equation stands: indices of equations and of the inner
+            jaxprs between, outermost first. Lowering finds the equation by it.
+        operands: tensor ids.
+        results: tensor ids.
+        factors: its index letters. A dimension above size 1 that stands in no factor
+            is free: it is neither tied to another nor forbidden to shard.
+        reshape: the operation only regroups dimensions in row-major order; operand 0
+            and result 0 hold the same elements in the same order.
+        elementwise: the result needs one pass over the operands and fuses.
+        flops: floating-point operations of one execution, unsharded, forward; only
+            matrix products and convolutions count.
+        matmul: (m, k, n, batch) of the product, unsharded, or None.
+        saves: slots whose values the backward pass reads.
+        trip: how often it runs in one forward pass (the product of scan lengths).
+        task_graph: index into ``Graph.task_graphs``.
+        remat: id of the innermost checkpointed region around it, or None.
+        scope: name stack as text, for reports.
+        unknown: no rule is known for the primitive; all its dimensions stay whole.
+    """
+
+    kind: str
+    position: tuple[int, ...]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    factors: tuple[Factor, ...] = ()
+    reshape: bool = False
+    elementwise: bool = False
+    flops: int = 0
+    matmul: tuple[int, int, int, int] | None = None
+    saves: tuple[int, ...] = ()
+    trip: int = 1
+    task_graph: int = 0
+    remat: int | None = None
+    scope: str = ""
+    unknown: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """A region of the forward loss that one strategy applies to.
+
+    Regions with the same marks at the same place of a repeated block are one
+    TaskGraph; ``Op.task_graph`` says which operations belong to it.
+
+    Attributes:
+        index: its place in ``Graph.task_graphs``; 0 is what no mark covers.
+        marks: the marks around it, outermost first; empty for what is unmarked.
+        name: a unique short name, such as ``"split"`` or ``"split.2"``.
+        scope: where it stands in the model (name stack text) for reports.
+        repeats: how many separate places of the program it stands for.
+        path: the indices of the enclosing mark instances, outermost first; two
+            TaskGraphs inside one ``pipeline`` share a prefix.
+    """
+
+    index: int
+    marks: tuple[Mark, ...] = ()
+    name: str = "default"
+    scope: str = ""
+    repeats: int = 1
+    path: tuple[int, ...] = ()
+
+    @property
+    def strategy(self) -> Mark | None:
+        """The innermost ``replicate`` or ``split`` mark, or None."""
+        for mark in reversed(self.marks):
+            if mark.kind in ("replicate", "split"):
+                return mark
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReduction:
+    """A reduction over the batch that is not the loss's own final mean.
+
+    Attributes:
+        scope: where in the model.
+        what: ``"statistic"`` (batch normalisation), ``"auxiliary"`` (a term of the
+            loss that is not linear in the samples) or ``"weight"``.
+    """
+
+    scope: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A captured forward loss.
+
+    Attributes:
+        tensors: every tensor; a tensor's id is its index.
+        ops: operations in program order, calls inlined, scan bodies once.
+        task_graphs: regions; index 0 is what no mark covers.
+        loss: id of the scalar loss (its total, where the user gave a weight).
+        batch_size: size of the batch dimension that was traced.
+        batch_dims: (tensor id, dimension) of the batch dimension of each batch leaf.
+        num_micro_batches: into how many parts the global batch was cut before tracing.
+        weighted: the user divides by a weight of their own (``WeightedLoss``).
+        model_hash: short hash of leaf paths, shapes and dtypes, batch and marks.
+        unknown_primitives: names of primitives without a rule, each once.
+        undeclared_marks: text of marks that were entered and cover no operation.
+    """
+
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    task_graphs: tuple[TaskGraph, ...]
+    loss: int
+    batch_size: int
+    batch_dims: tuple[tuple[int, int], ...]
+    num_micro_batches: int = 1
+    weighted: bool = False
+    model_hash: str = ""
+    unknown_primitives: tuple[str, ...] = ()
+    undeclared_marks: tuple[str, ...] = field(default=())
+
+    @property
+    def params(self) -> tuple[Tensor, ...]:
+        """The trained leaves, in the order of the parameter tree."""
+        return tuple(t for t in self.tensors if t.kind == "param")
+
+    def weight_tensors(self) -> tuple[bool, ...]:
+        """For every tensor: it depends on parameters and on nothing else."""
+        weight = [t.kind == "param" for t in self.tensors]
+        for op in self.ops:
+            if op.operands and all(weight[t] for t in op.operands):
+                for t in op.results:
+                    weight[t] = True
+        return tuple(weight)

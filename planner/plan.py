@@ -1,0 +1,358 @@
+"""The Plan: what was decided, in plain data that travels as JSON.
+
+A plan names mesh axes, the tables that say which logical dimension each axis shards
+in each TaskGraph, the layout of every leaf, and what all of it is predicted to cost.
+Nothing in it refers to JAX, so a plan made on a laptop can be read, compared and
+checked anywhere; ``whalejax.compile`` turns it into a program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.cost import Collective
+from whalejax.planner.layout import Spec
+from whalejax.planner.serial import DataError, decode, encode
+
+
+PLAN_VERSION = 1
+"""Version of the file format."""
+
+
+class PlanError(WhaleError):
+    """A plan that cannot be made, read or used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Predicted seconds of one step; they add up to it.
+
+    Attributes:
+        compute_seconds: products and memory traffic, forward and backward.
+        launch_seconds: fixed costs of starting kernels.
+        gradient_seconds: exposed part of the gradient reduction.
+        parameter_seconds: exposed part of gathering parameters.
+        activation_seconds: collectives on activations inside TaskGraphs.
+        border_seconds: changes of layout between TaskGraphs and at cuts.
+        update_seconds: the optimizer.
+    """
+
+    compute_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    parameter_seconds: float = 0.0
+    activation_seconds: float = 0.0
+    border_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+    def __add__(self, other: TimeTerms) -> TimeTerms:
+        return TimeTerms(
+            **{
+                f.name: getattr(self, f.name) + getattr(other, f.name)
+                for f in dataclasses.fields(self)
+            }
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """The whole step."""
+        return float(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    @property
+    def communication_seconds(self) -> float:
+        """All exposed collectives."""
+        return (
+            self.gradient_seconds
+            + self.parameter_seconds
+            + self.activation_seconds
+            + self.border_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTerms:
+    """Predicted bytes on the fullest device; they add up to its peak.
+
+    Attributes:
+        params_bytes: stored parameters (the master copy).
+        gradients_bytes: gradients, as accumulated.
+        optimizer_bytes: optimizer state.
+        state_bytes: what is neither trained nor computed (batch statistics, keys).
+        activations_bytes: what the backward pass reads again.
+        working_bytes: gathered parameters, casts and the largest temporaries.
+    """
+
+    params_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    state_bytes: int = 0
+    activations_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the step."""
+        return int(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafPlan:
+    """One parameter.
+
+    Attributes:
+        path: dotted path in the model.
+        shape, dtype: of the whole leaf.
+        roles: name of the logical dimensions of each dimension, major atom first.
+        compute_spec: layout in which the forward pass uses it.
+        param_spec: layout in which it is stored.
+        gradient_spec: layout in which its gradient is accumulated.
+        optimizer_spec: layout of the optimizer's copies of it.
+        note: why something about it stays whole, or empty.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    roles: tuple[tuple[str, ...], ...]
+    compute_spec: Spec
+    param_spec: Spec
+    gradient_spec: Spec
+    optimizer_spec: Spec
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLeaf:
+    """One leaf of the global batch: its path, shape, dtype and layout."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleInfo:
+    """A logical dimension: its name, size, other names, and why it stays whole."""
+
+    name: str
+    size: int
+    aliases: tuple[str, ...] = ()
+    unshardable: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionTable:
+    """Compute table of one TaskGraph: mesh axis to the names of its roles.
+
+    Attributes:
+        task_graph: its name.
+        marks: the user's marks on it, as text.
+        axes: (axis, roles) pairs; an axis that is absent shards nothing there.
+    """
+
+    task_graph: str
+    marks: tuple[str, ...]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that was weighed: its layout in words, predicted time and memory.
+
+    Attributes:
+        layout: such as ``"data 2 × tensor 4, ZeRO-1"``.
+        step_seconds, memory_bytes: predictions.
+        verdict: why it was not taken.
+    """
+
+    layout: str
+    step_seconds: float
+    memory_bytes: int
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to run one model on one cluster.
+
+    Attributes:
+        version: of the format.
+        model_hash: of the model, batch and marks it was made for.
+        cluster: the machine it was made for.
+        axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
+        num_micro_batches: parts of the global batch, one after the other.
+        zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
+            Over ``fsdp`` parameters are always sharded (ZeRO-3).
+        precision: ``"f32"`` (as the model says) or ``"bf16"``.
+        default: the strategy of what no mark covers, as text, or empty.
+        roles: the logical dimensions.
+        compute: one table for each TaskGraph.
+        storage: for the axes that shard storage only, roles in order of preference.
+        leaves: every parameter.
+        batch: every leaf of the batch.
+        collectives: what one step communicates, folded.
+        time, memory: predictions by term.
+        candidates: what else was weighed, best first.
+        notes: what a user should know.
+        runnable: ``whalejax.compile`` can run it.
+    """
+
+    version: int = PLAN_VERSION
+    model_hash: str
+    cluster: Cluster
+    axes: tuple[tuple[str, int], ...]
+    num_micro_batches: int
+    zero: int
+    precision: str
+    default: str
+    roles: tuple[RoleInfo, ...]
+    compute: tuple[RegionTable, ...]
+    storage: tuple[tuple[str, tuple[str, ...]], ...]
+    leaves: tuple[LeafPlan, ...]
+    batch: tuple[BatchLeaf, ...]
+    collectives: tuple[Collective, ...]
+    time: TimeTerms
+    memory: MemoryTerms
+    candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    runnable: bool = True
+
+    @property
+    def hash(self) -> str:
+        """Short hash of everything that changes the program."""
+        data = encode(self)
+        for prediction in ("time", "memory", "candidates", "notes", "collectives"):
+            del data[prediction]
+        data["cluster"] = self.cluster.hash
+        text = json.dumps(data, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axes and sizes, outermost first."""
+        return dict(self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices the plan uses."""
+        count = 1
+        for _, size in self.axes:
+            count *= size
+        return count
+
+    def leaf(self, path: str) -> LeafPlan:
+        """The plan of one parameter.
+
+        Raises:
+            PlanError: no parameter has that path; the nearest are named.
+        """
+        from whalejax.planner.explain import no_such_leaf
+
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise PlanError(no_such_leaf(self, path))
+
+    def why(self, path: str) -> str:
+        """Why a parameter is laid out as it is, what else was weighed and its cost.
+
+        Args:
+            path: dotted path of a parameter.
+
+        Raises:
+            PlanError: no parameter has that path.
+        """
+        from whalejax.planner.explain import why
+
+        return why(self, self.leaf(path))
+
+    def __str__(self) -> str:
+        from whalejax.planner.explain import table
+
+        return table(self)
+
+    def partition_specs(self) -> dict[str, Any]:
+        """The stored layout of every parameter.
+
+        Returns:
+            Path to ``jax.sharding.PartitionSpec``.
+        """
+        from whalejax.meshes.build import partition_spec
+
+        return {leaf.path: partition_spec(leaf.param_spec) for leaf in self.leaves}
+
+    def mesh(self, devices: Any = None) -> Any:
+        """The ``jax.sharding.Mesh`` of the plan.
+
+        Args:
+            devices: the devices to use, in node order; all of them if left out.
+        """
+        from whalejax.meshes.build import build_mesh
+
+        return build_mesh(self.axes, devices)
+
+    def document(self) -> dict[str, Any]:
+        """The plan as plain JSON data, with its hash for checking."""
+        return {"whalejax_plan": PLAN_VERSION, "hash": self.hash, **encode(self)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the file appears whole or not at all."""
+        target = Path(path)
+        text = json.dumps(self.document(), indent=1)
+        handle, name = tempfile.mkstemp(dir=target.parent or ".", suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the file is no plan, is damaged, was edited, or was written by a
+                newer version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise PlanError(f"{path}: there is no such plan file") from error
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(
+                f"{path} is not a plan: it is not JSON ({error}). "
+                "Make it again with whalejax plan"
+            ) from error
+        return _read(cls, data, str(path))
+
+
+def _read(cls: type[Plan], data: Any, path: str) -> Plan:
+    if not isinstance(data, dict) or "whalejax_plan" not in data:
+        raise PlanError(f"{path} is not a plan: it has no entry 'whalejax_plan'")
+    version = data.pop("whalejax_plan")
+    if version != PLAN_VERSION:
+        raise PlanError(
+            f"{path} has plan format {version}; this WhaleJAX reads {PLAN_VERSION}. "
+            "Upgrade whalejax, or make the plan again with whalejax plan"
+        )
+    stated = data.pop("hash", None)
+    try:
+        plan: Plan = decode(cls, data)
+    except (DataError, WhaleError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} is a damaged plan: {error}. Make it again with whalejax plan"
+        ) from error
+    if plan.hash != stated:
+        raise PlanError(
+            f"{path} was changed by hand or damaged: its content has hash {plan.hash}, "
+            f"the file says {stated}. Make it again with whalejax plan"
+        )
+    return plan

@@ -1,0 +1,339 @@
+"""The search: every mesh, table and ZeRO level, and the cheapest that fits.
+
+Exact enumeration over the factorisations of the devices into ``data``, ``fsdp``,
+``expert`` and ``tensor``, over the logical dimensions that each model axis may shard in
+each TaskGraph, and over what is sharded in storage. The cost of a TaskGraph under one
+table depends on nothing outside it but the layouts at its borders, so tables are
+costed once for each mesh and combined by adding.
+
+Among plans within half a percent of the fastest, the one with less memory is taken, and
+among equals the one that communicates less: predictions are not finer than that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.choices import Options, choices, sharded_by_split
+from whalejax.planner.cost import (
+    Collective,
+    RowCost,
+    Setting,
+    move_cost,
+    move_specs,
+    row_cost,
+    row_hits,
+    seconds_of,
+)
+from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.graph import Graph
+from whalejax.planner.layout import Table
+from whalejax.planner.leaves import LeafFacts, plan_leaves
+from whalejax.planner.memory import (
+    OptimizerBytes,
+    Residents,
+    memory_of,
+    residents,
+)
+from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
+from whalejax.planner.rows import Rows, build_rows
+from whalejax.planner.update import storage_collectives, update_seconds
+
+
+PLANNED_AXES = ("data", "fsdp", "expert", "tensor")
+"""Mesh axes that the search gives sizes to, outermost first."""
+
+TIE = 0.005
+"""Plans closer than this part of the best step time count as equally fast."""
+
+OVERLAP = {"cpu": 0.0, "gpu": 0.5, "tpu": 0.5}
+"""Part of gradient and parameter traffic that hides behind compute, by platform. On
+the CPU all devices share the cores and nothing hides; the others are an assumption
+that stands until fitted to measured runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to plan for, beside the graph and the cluster.
+
+    Attributes:
+        optimizer: bytes of its state.
+        state_bytes: bytes that are neither trained nor computed.
+        num_micro_batches: fixed by the user, or None for the search to choose.
+        default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
+            or None to leave them to the search.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        num_devices: devices to use.
+        mesh: axis sizes that the user fixed; others are searched.
+        zero: ZeRO level over ``data`` that the user fixed, or None.
+    """
+
+    optimizer: OptimizerBytes
+    state_bytes: int = 0
+    num_micro_batches: int | None = None
+    default: str | None = None
+    cast_bytes: float = 1.0
+    num_devices: int
+    mesh: Mapping[str, int] | None = None
+    zero: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One evaluated plan.
+
+    Attributes:
+        mesh: axis sizes, outermost first, all axes present.
+        zero: ZeRO level over ``data``.
+        num_micro_batches: parts of the batch.
+        tables: compute table of each TaskGraph.
+        leaves: parameter layouts.
+        collectives: of one step.
+        time, memory: predictions.
+        fits: memory is within the device's.
+    """
+
+    mesh: Mapping[str, int]
+    zero: int
+    num_micro_batches: int
+    tables: Mapping[int, Table]
+    leaves: tuple[LeafPlan, ...]
+    collectives: tuple[Collective, ...]
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload of all collectives in a step, for breaking ties."""
+        return sum(c.payload_bytes * c.count for c in self.collectives)
+
+    @property
+    def layout(self) -> str:
+        """The layout in words."""
+        axes = [f"{a} {n}" for a, n in self.mesh.items() if n > 1]
+        words = " × ".join(axes) or "one device"
+        if self.zero:
+            words += f", ZeRO-{self.zero}"
+        if self.num_micro_batches > 1:
+            words += f", {self.num_micro_batches} micro-batches"
+        return words
+
+
+def meshes(num_devices: int) -> Iterator[dict[str, int]]:
+    """Every factorisation into data, fsdp, expert and tensor, outermost first."""
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    for tensor, expert in itertools.product(divisors, divisors):
+        rest, over = divmod(num_devices, tensor * expert)
+        if over:
+            continue
+        for fsdp in divisors:
+            if rest % fsdp == 0:
+                yield {
+                    "data": rest // fsdp,
+                    "fsdp": fsdp,
+                    "expert": expert,
+                    "tensor": tensor,
+                }
+
+
+class Search:
+    """One search over one captured model.
+
+    Attributes:
+        graph, dims, rows: what is planned.
+        scored: every plan that was evaluated, after ``run``.
+        refused: for each reason, how many meshes it ruled out.
+    """
+
+    def __init__(
+        self, graph: Graph, dims: Dimensions, cluster: Cluster, request: Request
+    ) -> None:
+        self.graph = graph
+        self.dims = dims
+        self.cluster = cluster
+        self.request = request
+        self.rows: Rows = build_rows(graph, dims)
+        self.residents: Residents = residents(graph, dims, self.rows.weight)
+        self.facts = LeafFacts.of(graph, dims, self.rows.weight)
+        self.options: Options = choices(graph, dims, self.rows, request.default)
+        self.batch_roles = frozenset(r.index for r in dims.batch)
+        self.scored: list[Scored] = []
+        self.refused: dict[str, int] = {}
+
+    def run(self) -> list[Scored]:
+        """Evaluate everything.
+
+        Returns:
+            The plans that fit, best first; empty if none does (``scored`` then holds
+            those that do not fit).
+        """
+        fixed = dict(self.request.mesh or {})
+        for mesh in meshes(self.request.num_devices):
+            if any(mesh.get(axis, 1) != size for axis, size in fixed.items()):
+                continue
+            for tables in self._tables(mesh):
+                self._score(mesh, tables)
+        return ranked([s for s in self.scored if s.fits])
+
+    def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
+        reason = sharded_by_split(self.options, mesh)
+        if reason:
+            self.refused[reason] = self.refused.get(reason, 0) + 1
+            return
+        lists = [self.options.tables(g, mesh, self.dims) for g in self.options.order]
+        for combination in itertools.product(*lists):
+            tables = dict(zip(self.options.order, combination, strict=True))
+            if self._batch_divides(mesh, tables):
+                yield tables
+            else:
+                why = "the batch does not divide"
+                self.refused[why] = self.refused.get(why, 0) + 1
+
+    def _batch_divides(
+        self, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> bool:
+        count = self.request.num_micro_batches or 1
+        size = self.graph.batch_size * self.graph.num_micro_batches // count
+        for table in tables.values():
+            parts = math.prod(
+                n for a, n in mesh.items() if set(table.get(a, ())) & self.batch_roles
+            )
+            if size % parts:
+                return False
+        return True
+
+    def _score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
+        levels = (0, 1, 2) if mesh["data"] > 1 else (0,)
+        if self.request.zero is not None:
+            levels = (self.request.zero,)
+        for zero in levels:
+            best: Scored | None = None
+            for count in self._micro_batches(mesh, tables):
+                best = self._evaluate(mesh, tables, zero, count)
+                if best.fits:
+                    break
+            if best is not None:
+                self.scored.append(best)
+
+    def _micro_batches(
+        self, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> Iterator[int]:
+        fixed = self.request.num_micro_batches
+        if fixed is not None:
+            yield fixed
+            return
+        parts = max(
+            math.prod(
+                n for a, n in mesh.items() if set(t.get(a, ())) & self.batch_roles
+            )
+            for t in tables.values()
+        )
+        most = self.graph.batch_size // parts
+        yield from (m for m in range(1, most + 1) if most % m == 0)
+
+    def _evaluate(
+        self, mesh: dict[str, int], tables: dict[int, Table], zero: int, count: int
+    ) -> Scored:
+        request = self.request
+        # The graph was traced at one part of its batch; what is searched is how many
+        # parts there are in all.
+        s = Setting(
+            mesh,
+            count // self.graph.num_micro_batches,
+            self.cluster,
+            self.dims,
+            self.batch_roles,
+        )
+        leaves = plan_leaves(self.facts, tables, mesh, zero)
+        memory = memory_of(
+            leaves,
+            self.facts.nbytes,
+            self.residents,
+            tables,
+            s,
+            request.optimizer,
+            request.state_bytes,
+            request.cast_bytes,
+        )
+        fits = memory.total_bytes <= self.cluster.memory_bytes
+        time, collectives = self._time(tables, leaves, zero, count, s)
+        return Scored(
+            mesh=mesh,
+            zero=zero,
+            num_micro_batches=count,
+            tables=tables,
+            leaves=leaves,
+            collectives=collectives,
+            time=time,
+            memory=memory,
+            fits=fits,
+        )
+
+    def _time(
+        self,
+        tables: Mapping[int, Table],
+        leaves: tuple[LeafPlan, ...],
+        zero: int,
+        count: int,
+        s: Setting,
+    ) -> tuple[TimeTerms, tuple[Collective, ...]]:
+        compute = launches = 0.0
+        found: list[Collective] = []
+        for cost in self._costs(tables, s):
+            compute += cost.compute_seconds
+            launches += cost.launches
+            found.extend(cost.collectives)
+        storage = storage_collectives(
+            leaves, self.facts, s, self.request.cast_bytes
+        )
+        found = [*found, *storage.in_micro_batch]
+        seconds = {
+            "gradient": 0.0,
+            "activation": 0.0,
+            "border": 0.0,
+            "parameter": 0.0,
+        }
+        for c in found:
+            seconds[c.what] += seconds_of(c, s) * count
+        for c in storage.in_update:
+            seconds[c.what] += seconds_of(c, s)
+        exposed = 1.0 - OVERLAP[self.cluster.platform]
+        overhead = self.cluster.slowest.op_overhead_seconds
+        terms = TimeTerms(
+            compute_seconds=compute * count,
+            launch_seconds=launches * count * overhead,
+            gradient_seconds=seconds["gradient"] * exposed,
+            parameter_seconds=seconds["parameter"] * exposed,
+            activation_seconds=seconds["activation"],
+            border_seconds=seconds["border"],
+            update_seconds=update_seconds(
+                leaves, self.facts, self.request.optimizer, self.cluster, s
+            ),
+        )
+        return terms, (*found, *storage.in_update)
+
+    def _costs(self, tables: Mapping[int, Table], s: Setting) -> Iterator[RowCost]:
+        for row in self.rows.ops:
+            yield row_cost(row, row_hits(row, tables[row.task_graph], s), s)
+        for move in self.rows.moves:
+            source, target = move_specs(move, tables, s)
+            if source != target:
+                yield move_cost(move, source, target, s)
+
+
+def ranked(scored: list[Scored]) -> list[Scored]:
+    """Best first: the fastest, ties broken by memory, then by communication."""
+    left = sorted(scored, key=lambda s: s.time.step_seconds)
+    found: list[Scored] = []
+    while left:
+        limit = left[0].time.step_seconds * (1 + TIE)
+        tied = [s for s in left if s.time.step_seconds <= limit]
+        best = min(tied, key=lambda s: (s.memory.total_bytes, s.wire_bytes))
+        found.append(best)
+        left.remove(best)
+    return found

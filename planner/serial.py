@@ -1,0 +1,90 @@
+"""Frozen dataclasses to plain JSON data and back, strictly.
+
+Plans are written to files that people edit, copy between machines and keep; reading
+one back must refuse what it does not know, with the path of the wrong entry. The
+standard library writes dataclasses but does not read them, hence this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+class DataError(ValueError):
+    """The data does not describe the class it should."""
+
+
+def encode(value: Any) -> Any:
+    """Plain JSON data (dicts, lists, numbers, text, None) of a dataclass tree."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(kind: Any, data: Any, path: str = "") -> Any:
+    """Rebuild a value of the annotated type from plain data.
+
+    Args:
+        kind: a type as written in an annotation: a dataclass, a tuple, a union with
+            None, a Literal or a plain type.
+        data: from ``json.loads``.
+        path: where the data stands, for messages.
+
+    Raises:
+        DataError: names the entry, what stood there and what was expected.
+    """
+    origin = get_origin(kind)
+    if hasattr(kind, "from_json"):
+        return kind.from_json(data)
+    if dataclasses.is_dataclass(kind):
+        return _decode_class(kind, data, path)
+    if origin is tuple:
+        return _decode_tuple(get_args(kind), data, path)
+    if origin in (types.UnionType, Union):
+        if data is None and type(None) in get_args(kind):
+            return None
+        inner = next(a for a in get_args(kind) if a is not type(None))
+        return decode(inner, data, path)
+    if origin is Literal:
+        if data not in get_args(kind):
+            raise DataError(f"{path} is {data!r}; expected one of {get_args(kind)}")
+        return data
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise DataError(f"{path} is {data!r}; expected {kind.__name__}")
+    return data
+
+
+def _decode_class(kind: Any, data: Any, path: str) -> Any:
+    if not isinstance(data, dict):
+        raise DataError(f"{path or 'the file'} is {data!r:.60}; expected an object")
+    hints = get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    unknown = sorted(set(data) - set(names))
+    missing = sorted(set(names) - set(data))
+    if unknown or missing:
+        raise DataError(
+            f"{path or 'the top level'} has unknown entries {unknown} "
+            f"and lacks {missing}"
+        )
+    return kind(**{n: decode(hints[n], data[n], f"{path}.{n}") for n in names})
+
+
+def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise DataError(f"{path} is {data!r:.60}; expected a list")
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(decode(args[0], x, f"{path}[{i}]") for i, x in enumerate(data))
+    if len(args) != len(data):
+        raise DataError(f"{path} has {len(data)} entries; expected {len(args)}")
+    pairs = zip(args, data, strict=True)
+    return tuple(decode(a, x, f"{path}[{i}]") for i, (a, x) in enumerate(pairs))

@@ -1,0 +1,111 @@
+"""Measures what WhaleJAX costs before the first step: imports and planning.
+
+Every figure is a median over fresh processes, because a second import is free. The last
+line printed is one JSON object:
+
+    import_s      `import whalejax`, in seconds
+    imports_jax   whether that imported JAX
+    front_end_s   `whalejax.planning` and `whalejax.train`, after `import jax, flax`
+    plan_s        planning the quick-start GPT for 8 described devices, tracing
+                  included, in a process that has imported both
+
+    python scripts/bench_import.py [--repeats N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+# Each prints one JSON object; `start` and `stop` enclose what is timed.
+BARE_IMPORT: Final = """
+import json, sys, time
+start = time.perf_counter()
+import whalejax
+stop = time.perf_counter()
+print(json.dumps({"seconds": stop - start, "jax": "jax" in sys.modules}))
+"""
+
+FRONT_END: Final = """
+import json, time
+import jax, flax
+start = time.perf_counter()
+import whalejax.planning, whalejax.train
+stop = time.perf_counter()
+print(json.dumps({"seconds": stop - start}))
+"""
+
+PLANNING: Final = """
+import json, time
+import jax
+from flax import nnx
+import whalejax as wh
+import whalejax.planning
+from whalejax import models
+
+job = models.job("gpt")
+model = nnx.eval_shape(lambda: job.make_model(jax.random.key(0)))
+batch = job.batch_at(0)
+start = time.perf_counter()
+wh.plan(
+    job.loss_fn,
+    model,
+    batch,
+    optimizer=job.optimizer,
+    cluster=wh.cluster("h100:8"),
+)
+stop = time.perf_counter()
+print(json.dumps({"seconds": stop - start}))
+"""
+
+
+def in_fresh_process(code: str) -> dict[str, Any]:
+    """Runs code in a new interpreter and returns the object on its last line."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        sys.exit(f"a measurement failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def median_seconds(code: str, repeats: int) -> float:
+    """The median of what ``repeats`` fresh processes report, after one unreported."""
+    in_fresh_process(code)  # fills the disk cache and writes the byte code
+    measured = [in_fresh_process(code)["seconds"] for _ in range(repeats)]
+    print(f"  {min(measured):.4f} to {max(measured):.4f} s in {repeats} processes")
+    return statistics.median(measured)
+
+
+def main() -> None:
+    """Measures, and prints the figures as one line of JSON."""
+    parser = argparse.ArgumentParser(description="Times imports and planning.")
+    parser.add_argument("--repeats", type=int, default=5, help="processes per figure")
+    repeats = parser.parse_args().repeats
+    figures: dict[str, float | bool] = {}
+    print("import whalejax")
+    figures["import_s"] = round(median_seconds(BARE_IMPORT, repeats), 4)
+    figures["imports_jax"] = in_fresh_process(BARE_IMPORT)["jax"]
+    print("the front end, after jax and flax")
+    figures["front_end_s"] = round(median_seconds(FRONT_END, repeats), 4)
+    print("planning the quick-start GPT")
+    figures["plan_s"] = round(median_seconds(PLANNING, repeats), 4)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What every test stands on: eight virtual CPU devices and strict promotion.
+
+The environment is set while pytest starts, before any test module imports JAX, and the
+subprocesses that tests start inherit it. Whatever the caller has set already is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT_DEVICES}"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiled programs are kept between runs; JAX's key holds its version and all options.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes silent rank and dtype promotion an error.
+
+    Mark a test ``relaxed_promotion`` where code that is not ours promotes. JAX is not
+    imported for the sake of tests that do without it.
+    """
+    with contextlib.ExitStack() as stack:
+        relaxed = request.node.get_closest_marker("relaxed_promotion") is not None
+        if "jax" in sys.modules and not relaxed:
+            import jax
+
+            stack.enter_context(jax.numpy_rank_promotion("raise"))
+            stack.enter_context(jax.numpy_dtype_promotion("strict"))
+        yield

@@ -1,0 +1,235 @@
+"""The documents tell the truth: their Python runs, their commands and links exist.
+
+Every ``python`` block of a document runs, in order and in one namespace, in a process
+with eight devices and an empty working folder. Commands in ``bash`` and ``console``
+blocks are not run, since some train for minutes; their scripts, subcommands and options
+are looked up instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+DOCUMENTS: Final = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+SHELL_LANGUAGES: Final = ("bash", "sh", "shell", "console")
+# Programs that are not ours and need no looking up.
+FOREIGN_PROGRAMS: Final = ("cd", "export", "git", "pip", "source", "uv")
+SEPARATORS: Final = ("&&", "||", "|", ";")
+HelpOf = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block of a document."""
+
+    path: Path
+    language: str
+    line: int  # of the first line inside the fence, counted from 1
+    text: str
+
+
+def blocks_of(path: Path, text: str) -> Iterator[Block]:
+    """Yields the fenced blocks of a Markdown text."""
+    fence = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+    for match in fence.finditer(text):
+        yield Block(
+            path=path,
+            language=match[1],
+            line=text.count("\n", 0, match.start(2)) + 1,
+            text=match[2],
+        )
+
+
+def blocks(*languages: str) -> list[Block]:
+    """The blocks of all documents that are in one of the languages."""
+    return [
+        block
+        for path in DOCUMENTS
+        for block in blocks_of(path, path.read_text())
+        if block.language in languages
+    ]
+
+
+# Python.
+
+# Line numbers in a traceback are those of the document.
+RUN_BLOCKS = """
+import json, sys
+namespace = {"__name__": "__main__"}
+for line, text in json.load(sys.stdin):
+    code = compile("\\n" * (line - 1) + text, sys.argv[1], "exec")
+    exec(code, namespace)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [path for path, _ in groupby(block.path for block in blocks("python"))],
+    ids=lambda path: path.name,
+)
+def test_python_of_a_document_runs(path: Path, tmp_path: Path) -> None:
+    chosen = [block for block in blocks("python") if block.path == path]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_BLOCKS, path.name],
+        input=json.dumps([(block.line, block.text) for block in chosen]),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Commands.
+
+
+@pytest.fixture(scope="module")
+def help_of() -> HelpOf:
+    """What ``whalejax SUBCOMMAND --help`` prints; of the whole where it is empty."""
+
+    @cache
+    def text(subcommand: str) -> str:
+        words = [subcommand] if subcommand else []
+        done = subprocess.run(
+            [sys.executable, "-m", "whalejax", *words, "--help"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done.stdout if done.returncode == 0 else ""
+
+    return text
+
+
+def commands_of(block: Block) -> Iterator[list[str]]:
+    """Yields the words of each command; comments and variables in front left out."""
+    text = block.text.replace("\\\n", " ")
+    for line in text.splitlines():
+        if block.language == "console":
+            if not line.startswith("$ "):
+                continue  # what the command printed
+            line = line.removeprefix("$ ")
+        words = shlex.split(line, comments=True)
+        for is_separator, group in groupby(words, SEPARATORS.__contains__):
+            command = list(group)
+            while command and re.match(r"[A-Z_]+=", command[0]):
+                del command[0]
+            if command and not is_separator:
+                yield command
+
+
+def options_in(words: list[str]) -> list[str]:
+    """The options among the words, up to a bare ``--`` and without their values."""
+    if "--" in words:
+        words = words[: words.index("--")]
+    return [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+
+
+def unknown_in(words: list[str], help_of: HelpOf) -> Iterator[str]:
+    """Yields what of a command does not exist."""
+    program, rest = words[0], words[1:]
+    if program in ("python", "python3") and rest[:2] == ["-m", "whalejax"]:
+        program, rest = "whalejax", rest[2:]
+    elif program in ("python", "python3") and rest and rest[0].endswith(".py"):
+        program, rest = rest[0], rest[1:]
+    if program in FOREIGN_PROGRAMS:
+        return
+    if program == "whalejax":
+        subcommand = rest[0] if rest and not rest[0].startswith("-") else ""
+        if not re.search(rf"^\W*{subcommand}\b", help_of(""), re.MULTILINE):
+            yield f"whalejax has no subcommand {subcommand!r}"
+            return
+        known = help_of(subcommand)
+    elif (ROOT / program).is_file() and program.removeprefix("./").startswith(
+        "scripts/"
+    ):
+        known = (ROOT / program).read_text()
+        if program.endswith("scripts/run"):  # it hands its options on
+            known += help_of("train")
+    else:
+        yield f"no such program here: {program}"
+        return
+    for option in options_in(rest):
+        if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", known):
+            yield f"{program} knows no option {option}"
+
+
+def test_commands_of_the_documents_exist(help_of: HelpOf) -> None:
+    unknown = [
+        f"{block.path.name}:{block.line}: {shlex.join(words)}: {problem}"
+        for block in blocks(*SHELL_LANGUAGES)
+        for words in commands_of(block)
+        for problem in unknown_in(words, help_of)
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+FAKE_HELP: Final = {
+    "": "usage: whalejax SUBCOMMAND\n  train  trains\n  plan   plans\n",
+    "train": "  --steps N\n",
+    "plan": "  -o PATH\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("scripts/test --full", []),
+        ("scripts/test --all", ["scripts/test knows no option --all"]),
+        ("scripts/test -- --anything", []),
+        ("scripts/run --steps 5", []),
+        ("scripts/run --stepz 5", ["scripts/run knows no option --stepz"]),
+        ("python scripts/bench_import.py --repeats 3", []),
+        ("python scripts/no.py", ["no such program here: scripts/no.py"]),
+        ("XLA_FLAGS=--x whalejax train gpt --steps=3  # fast", []),
+        ("whalejax train gpt --step 3", ["whalejax knows no option --step"]),
+        ("whalejax trein", ["whalejax has no subcommand 'trein'"]),
+        ("cd a && whalejax plan gpt -o p.json", []),
+        ("python -m whalejax plan -p", ["whalejax knows no option -p"]),
+        ("frobnicate", ["no such program here: frobnicate"]),
+    ],
+)
+def test_unknown_command_is_seen(line: str, expected: list[str]) -> None:
+    block = Block(path=ROOT / "x.md", language="bash", line=1, text=line)
+    found = [
+        problem
+        for words in commands_of(block)
+        for problem in unknown_in(words, lambda name: FAKE_HELP[name])
+    ]
+    assert found == expected
+
+
+def test_blocks_are_found() -> None:
+    text = "a\n```bash\nscripts/run \\\n  -x\n```\n```console\n$ cd b\nout\n```\n"
+    shell, console = blocks_of(ROOT / "x.md", text)
+    assert (shell.language, shell.line) == ("bash", 3)
+    assert list(commands_of(shell)) == [["scripts/run", "-x"]]
+    assert list(commands_of(console)) == [["cd", "b"]]
+
+
+# Links.
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_of_a_document_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert not [link for link in local if not (path.parent / link).exists()]

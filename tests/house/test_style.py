@@ -1,0 +1,102 @@
+"""The limits a reader relies on: sizes, docstrings, finished code, real links."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+ROOMS: Final = ("whalejax", "planner", "meshes", "models")
+LINKED_ROOMS: Final = ("planner", "meshes", "models")
+PythonFiles = Callable[..., list[Path]]
+LONGEST_MODULE_LINES: Final = 600
+LONGEST_FUNCTION_LINES: Final = 80
+# Spelled in two halves, so that this file does not hold what it looks for.
+UNFINISHED: Final = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
+
+
+def long_functions(source: str, limit: int) -> list[str]:
+    """The functions of more than ``limit`` lines, docstring and decorators counted."""
+    return [
+        f"line {node.lineno}: {node.name} has {length} lines"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for length in [(node.end_lineno or node.lineno) - node.lineno + 1]
+        if length > limit
+    ]
+
+
+def test_modules_are_short(python_files: PythonFiles) -> None:
+    long = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in python_files(*ROOMS, "tests", "scripts")
+        if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE_LINES
+    }
+    assert not long
+
+
+def test_functions_are_short(python_files: PythonFiles) -> None:
+    long = {
+        path.relative_to(ROOT).as_posix(): found
+        for path in python_files(*ROOMS, "tests", "scripts")
+        if (found := long_functions(path.read_text(), LONGEST_FUNCTION_LINES))
+    }
+    assert not long
+
+
+def test_a_long_function_is_seen() -> None:
+    source = "def f():\n" + "    x = 1\n" * 80
+    assert long_functions(source, 80) == ["line 1: f has 81 lines"]
+
+
+def test_modules_say_what_they_are_for(python_files: PythonFiles) -> None:
+    silent = [
+        path.relative_to(ROOT).as_posix()
+        for path in python_files(*ROOMS, "tests", "scripts")
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not silent
+
+
+def test_nothing_is_left_unfinished(python_files: PythonFiles) -> None:
+    texts = [
+        *python_files(*ROOMS, "tests", "scripts"),
+        *(path for path in (ROOT / "scripts").iterdir() if path.is_file()),
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.toml"),
+    ]
+    marks = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in dict.fromkeys(texts)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if any(word in line for word in UNFINISHED)
+    ]
+    assert not marks, "\n".join(marks)
+
+
+@pytest.mark.parametrize("room", LINKED_ROOMS)
+def test_room_is_a_relative_link(room: str) -> None:
+    link = ROOT / "whalejax" / room
+    assert link.is_symlink()
+    assert link.readlink().as_posix() == f"../{room}"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+@pytest.mark.parametrize("room", LINKED_ROOMS)
+def test_git_holds_the_room_as_a_link(room: str) -> None:
+    git = ["git", "-c", "safe.directory=*", "ls-files", "--stage", "--"]
+    listing = subprocess.run(
+        [*git, f"whalejax/{room}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert listing.stdout.startswith("120000 "), listing.stdout or "not tracked"
+
+
+@pytest.mark.parametrize("script", ["scripts/run", "scripts/test", ".ci/run"])
+def test_script_is_executable(script: str) -> None:
+    assert (ROOT / script).stat().st_mode & 0o111 == 0o111

@@ -1,0 +1,197 @@
+"""Seconds from datasheets and from measured points."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whalejax.meshes import (
+    BandwidthPoint,
+    DeviceKind,
+    MatmulPoint,
+    WhaleError,
+    device_kind,
+)
+from whalejax.meshes.dtypes import dtype_name
+from whalejax.meshes.kinds import effective_size
+
+
+def _kind(**changes: Any) -> DeviceKind:
+    values: dict[str, Any] = {
+        "name": "k",
+        "platform": "gpu",
+        "memory_bytes": 2**30,
+        "memory_bytes_per_second": 1e9,
+        "flops_per_second": (("f32", 1e12),),
+    }
+    return DeviceKind(**(values | changes))
+
+
+def _points(*sides_and_rates: tuple[int, float]) -> tuple[MatmulPoint, ...]:
+    return tuple(
+        MatmulPoint(dtype="f32", m=s, k=s, n=s, flops_per_second=r)
+        for s, r in sides_and_rates
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tflops"), [("bf16", 125), ("float16", 125), ("f8", 125), ("tf32", 15.7)]
+)
+def test_a_type_without_a_peak_takes_the_documented_stand_in(
+    dtype: str, tflops: float
+) -> None:
+    assert device_kind("v100-32").peak_flops(dtype) == tflops * 1e12
+
+
+def test_bf16_falls_back_to_f32_last() -> None:
+    assert _kind().peak_flops("bf16") == 1e12
+
+
+def test_f64_has_no_stand_in() -> None:
+    with pytest.raises(WhaleError) as error:
+        _kind().peak_flops("float64")
+    assert str(error.value) == (
+        "k has no FLOP/s for f64; it has f32. Add kinds.k.flops_per_second.f64 to the "
+        "cluster's TOML file, or compute in one of those types"
+    )
+
+
+def test_unknown_element_type() -> None:
+    with pytest.raises(WhaleError) as error:
+        dtype_name("string")
+    assert str(error.value) == (
+        "element type 'string' has no FLOP/s; expected one of f64, f32, tf32, bf16, "
+        "f16, f8 or numpy's name of a floating or integer type"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("bfloat16", "bf16"), ("int32", "f32"), ("float8_e5m2", "f8"), ("bool", "f32")],
+)
+def test_numpy_names(name: str, short: str) -> None:
+    assert dtype_name(name) == short
+
+
+def test_without_points_peak_times_efficiency() -> None:
+    kind = _kind(efficiency=0.5)
+    assert kind.matmul_seconds("f32", 100, 100, 100, count=3) == pytest.approx(
+        3 * 2e6 / 0.5e12
+    )
+
+
+def test_half_size_penalizes_small_shapes() -> None:
+    kind = _kind(matmul_half_size=256.0)
+    assert kind.matmul_flops_per_second("f32", 256, 256, 256) == pytest.approx(0.5e12)
+    assert kind.matmul_flops_per_second("f32", 64, 4096, 4096) < 0.5e12
+
+
+def test_points_are_met_and_interpolated_in_logarithms() -> None:
+    kind = _kind(matmul_points=_points((64, 1e9), (1024, 16e9)))
+    rate = kind.matmul_flops_per_second
+    assert rate("f32", 64, 64, 64) == pytest.approx(1e9)
+    assert rate("f32", 256, 256, 256) == pytest.approx(4e9)
+    assert rate("f32", 8, 8, 8) == pytest.approx(1e9)
+    assert rate("f32", 9999, 9999, 9999) == pytest.approx(16e9)
+
+
+def test_points_of_equal_size_are_averaged() -> None:
+    kind = _kind(matmul_points=_points((64, 1e9), (64, 4e9)))
+    assert kind.matmul_flops_per_second("f32", 64, 64, 64) == pytest.approx(2e9)
+
+
+def test_a_type_with_a_peak_does_not_borrow_the_points_of_another() -> None:
+    points = _points((64, 1e9))
+    both = _kind(flops_per_second=(("f32", 1e12), ("bf16", 9e12)), matmul_points=points)
+    assert both.matmul_flops_per_second("bf16", 64, 64, 64) == 9e12
+    alone = _kind(matmul_points=points)
+    assert alone.matmul_flops_per_second("bf16", 64, 64, 64) == pytest.approx(1e9)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([16, 64, 256, 1024]), st.floats(1e6, 1e15)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.floats(1, 1e5),
+)
+def test_interpolation_stays_between_the_points(
+    points: list[tuple[int, float]], side: float
+) -> None:
+    rate = _kind(matmul_points=_points(*points)).matmul_flops_per_second(
+        "f32", side, side, side
+    )
+    rates = [r for _, r in points]
+    assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)
+
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(1, 1e6))
+def test_effective_size_lies_between_the_smallest_side_and_three_times_it(
+    m: float, k: float, n: float
+) -> None:
+    size = effective_size(m, k, n)
+    assert min(m, k, n) * (1 - 1e-9) <= size <= 3 * min(m, k, n) * (1 + 1e-9)
+
+
+def test_elementwise_takes_measured_bandwidth_by_size() -> None:
+    points = (
+        BandwidthPoint(moved_bytes=10**6, bytes_per_second=4e9),
+        BandwidthPoint(moved_bytes=10**8, bytes_per_second=1e9),
+    )
+    kind = _kind(memory_points=points)
+    assert kind.elementwise_seconds(0) == 0
+    assert kind.elementwise_seconds(1e6) == pytest.approx(1e6 / 4e9)
+    assert kind.elementwise_seconds(1e7) == pytest.approx(1e7 / 2e9)
+    assert kind.elementwise_seconds(1e9) == pytest.approx(1.0)
+
+
+def test_transcendentals_add_to_the_memory() -> None:
+    kind = _kind(transcendentals_per_second=1e6)
+    assert kind.elementwise_seconds(1e9, transcendentals=5e5) == pytest.approx(1.5)
+    assert _kind().elementwise_seconds(1e9, transcendentals=5e5) == pytest.approx(1.0)
+
+
+def test_all_unfit_numbers_are_named_at_once() -> None:
+    with pytest.raises(WhaleError) as error:
+        _kind(
+            platform="npu",
+            memory_bytes=0,
+            memory_bytes_per_second=math.inf,
+            flops_per_second=(("f32", -1.0), ("int4", 1.0)),
+            efficiency=1.5,
+            op_overhead_seconds=-1e-6,
+            matmul_points=(
+                MatmulPoint(dtype="f31", m=0, k=1, n=1, flops_per_second=1.0),
+            ),
+        )
+    assert str(error.value) == (
+        "device kind 'k': 9 problems\n"
+        "  1. platform: got 'npu', expected one of cpu, gpu, tpu\n"
+        "  2. memory_bytes: got 0, expected a number above zero\n"
+        "  3. memory_bytes_per_second: got inf, expected a number above zero\n"
+        "  4. flops_per_second.f32: got -1.0, expected a number above zero\n"
+        "  5. matmul_points.0: got 0, expected a number above zero\n"
+        "  6. flops_per_second: got 'int4', expected one of f64, f32, tf32, bf16, f16, "
+        "f8\n"
+        "  7. matmul_points: got 'f31', expected one of f64, f32, tf32, bf16, f16, f8\n"
+        "  8. efficiency: got 1.5, expected a fraction above 0, at most 1\n"
+        "  9. op_overhead_seconds: got -1e-06, expected a number of at least zero"
+    )
+
+
+def test_a_kind_without_any_rate() -> None:
+    with pytest.raises(WhaleError, match=r"flops_per_second: got none, expected at"):
+        _kind(flops_per_second=())
+
+
+def test_kinds_compare_and_replace_by_their_fields() -> None:
+    kind = _kind(matmul_points=_points((64, 1e9)))
+    assert kind == _kind(matmul_points=_points((64, 1e9)))
+    assert hash(kind) == hash(dataclasses.replace(kind))
+    assert dataclasses.replace(kind, memory_bytes=5).memory_bytes == 5

@@ -1,0 +1,98 @@
+"""What a user imports: ``import whalejax as wh``.
+
+A lazy table and nothing else: a public name is imported when it is first used, so that
+``import whalejax`` costs no JAX, and neither does ``whalejax.planner``, whose import
+runs this module first. No module here bears a public name; it would shadow it.
+
+>>> import whalejax as wh
+>>> "plan" in dir(wh)
+True
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from whalejax.annotations import pipeline as pipeline
+    from whalejax.annotations import replicate as replicate
+    from whalejax.annotations import split as split
+    from whalejax.annotations import stage as stage
+    from whalejax.losses import Aux as Aux
+    from whalejax.losses import Job as Job
+    from whalejax.losses import WeightedLoss as WeightedLoss
+    from whalejax.meshes import Cluster as Cluster
+    from whalejax.meshes import WhaleError as WhaleError
+    from whalejax.meshes import cluster as cluster
+    from whalejax.planner import Plan as Plan
+    from whalejax.planning import plan as plan
+    from whalejax.train import TrainState as TrainState
+    from whalejax.train import TrainStep as TrainStep
+    from whalejax.train import compile as compile
+
+__version__ = "0.1.0"
+
+_MODULE_OF_NAME = {
+    "Aux": "whalejax.losses",
+    "Cluster": "whalejax.meshes",
+    "Job": "whalejax.losses",
+    "Plan": "whalejax.planner",
+    "TrainState": "whalejax.train",
+    "TrainStep": "whalejax.train",
+    "WeightedLoss": "whalejax.losses",
+    "WhaleError": "whalejax.meshes",
+    "cluster": "whalejax.meshes",
+    "compile": "whalejax.train",
+    "pipeline": "whalejax.annotations",
+    "plan": "whalejax.planning",
+    "replicate": "whalejax.annotations",
+    "split": "whalejax.annotations",
+    "stage": "whalejax.annotations",
+}
+
+__all__ = [
+    "Aux",
+    "Cluster",
+    "Job",
+    "Plan",
+    "TrainState",
+    "TrainStep",
+    "WeightedLoss",
+    "WhaleError",
+    "__version__",
+    "cluster",
+    "compile",
+    "pipeline",
+    "plan",
+    "replicate",
+    "split",
+    "stage",
+]
+
+
+def __getattr__(name: str) -> object:
+    module_name = _MODULE_OF_NAME.get(name)
+    if module_name is None:
+        raise AttributeError(_unknown(name), name=name)
+    import importlib
+
+    value: object = getattr(importlib.import_module(module_name), name)
+    globals()[name] = value  # the next use does not come through here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _unknown(name: str) -> str:
+    """Returns the error text for a name the table does not hold."""
+    import difflib
+
+    folded = {public.casefold() for public in _MODULE_OF_NAME}
+    close = difflib.get_close_matches(name.casefold(), folded, n=3)
+    near = [public for public in _MODULE_OF_NAME if public.casefold() in close]
+    if near:
+        return f"whalejax has no {name!r}; the nearest names are {', '.join(near)}"
+    return f"whalejax has no {name!r}; it has {', '.join(_MODULE_OF_NAME)}"

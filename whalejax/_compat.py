@@ -1,0 +1,178 @@
+"""Everything that touches JAX's internals or differs between JAX 0.10 and 0.12.
+
+The rest of the package speaks to jaxprs through these few functions, so that a new
+JAX release is met in one file. It is tested at both ends of the supported window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax._src import source_info_util
+
+
+Recursion = Literal["inline", "remat", "scan", "cond", "while", "opaque"]
+
+_RECURSIONS: Final[dict[str, Recursion]] = {
+    "jit": "inline",
+    "pjit": "inline",
+    "closed_call": "inline",
+    "call": "inline",
+    "core_call": "inline",
+    "eval_jaxpr": "inline",
+    "remat": "remat",
+    "remat2": "remat",
+    "checkpoint": "remat",
+    "scan": "scan",
+    "cond": "cond",
+    "while": "while",
+    "custom_jvp_call": "opaque",
+    "custom_vjp_call": "opaque",
+    "custom_vjp_call_jaxpr": "opaque",
+    "custom_vmap_call": "opaque",
+    "composite": "opaque",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanParts:
+    """How a scan's inputs and outputs divide: consts, carries, slices."""
+
+    num_consts: int
+    num_carries: int
+    length: int
+
+
+def recursion(equation: Any) -> Recursion | None:
+    """How an evaluator descends into an equation, or None where it does not.
+
+    ``opaque`` calls carry a derivative rule of their own: their body may be looked at,
+    but must be run by binding the call itself.
+    """
+    return _RECURSIONS.get(equation.primitive.name)
+
+
+def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
+    """The jaxprs inside a call-like equation, in the order that positions count.
+
+    A ``cond`` gives its branches, a ``while`` its condition and then its body, every
+    other call its one body. They may be open or closed: see ``open_jaxpr``.
+    """
+    params = equation.params
+    kind = recursion(equation)
+    if kind is None:
+        return ()
+    if kind == "cond":
+        return tuple(params["branches"])
+    if kind == "while":
+        return (params["cond_jaxpr"], params["body_jaxpr"])
+    return (next(params[n] for n in ("jaxpr", "call_jaxpr", "call") if n in params),)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr's body and the values of its ``constvars``.
+
+    JAX 0.10 has open and closed jaxprs; 0.12 has one class that can hold constants.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def scan_parts(equation: Any) -> ScanParts:
+    """Divide a scan's inputs and outputs by comparing outer and inner ranks.
+
+    0.12 dropped ``num_consts`` and ``num_carry``. A sliced input or stacked output has
+    exactly one dimension more outside than inside.
+    """
+    body, _ = open_jaxpr(inner_jaxprs(equation)[0])
+    num_slices = sum(
+        _rank(outer) != _rank(inner)
+        for outer, inner in zip(equation.invars, body.invars, strict=True)
+    )
+    num_carries = sum(
+        _rank(outer) == _rank(inner)
+        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
+    )
+    return ScanParts(
+        num_consts=len(equation.invars) - num_slices - num_carries,
+        num_carries=num_carries,
+        length=int(equation.params["length"]),
+    )
+
+
+def while_parts(equation: Any) -> tuple[int, int]:
+    """How many constants a while's condition and body take, in this order."""
+    return int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])
+
+
+def scope_text(equation: Any) -> str:
+    """An equation's name stack as text, relative to the jaxpr that holds it."""
+    return str(equation.source_info.name_stack)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a constant written into the equation."""
+    return isinstance(atom, jax.extend.core.Literal)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether a dtype is that of random keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def dtype_name(dtype: Any) -> str:
+    """A dtype's name, such as ``"float32"`` or, for random keys, ``"key<fry>"``."""
+    return str(dtype)
+
+
+def itemsize_bytes(dtype: Any) -> int:
+    """Bytes of one element; a random key counts its raw words."""
+    if is_key_dtype(dtype):
+        words = jax.eval_shape(jax.random.key_data, abstract((), dtype))
+        return int(words.size) * int(words.dtype.itemsize)
+    return int(dtype.itemsize)
+
+
+def trace(function: Any, arguments: Sequence[Any]) -> Any:
+    """The jaxpr of a flat function at abstract arguments."""
+    return jax.make_jaxpr(function)(*arguments)
+
+
+def _rank(atom: Any) -> int:
+    return len(atom.aval.shape)
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is real or complex floating point, so that it has gradients."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def bind(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Run one equation as it is, with its own derivative rule where it has one."""
+    params = equation.primitive.get_bind_params(equation.params)
+    result = equation.primitive.bind(*values, **params)
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+@contextlib.contextmanager
+def equation_context(equation: Any) -> Iterator[None]:
+    """Keep an equation's name stack and source line on what is traced inside."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with (
+        source_info_util.user_context(info.traceback, name_stack=stack),
+        equation.ctx.manager,
+    ):
+        yield
+
+
+def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An array's shape and dtype; JAX leaves the constructor untyped."""
+    make: Any = jax.ShapeDtypeStruct
+    made: jax.ShapeDtypeStruct = make(tuple(shape), dtype)
+    return made

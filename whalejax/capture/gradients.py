@@ -1,0 +1,70 @@
+"""Through which values a gradient flows, and what the backward pass reads.
+
+It is apart from the walk because it needs the whole program: a loop's carry may depend
+on parameters only through the end of the loop's body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.capture.walk import OpDraft, Walk
+
+
+def differentiable(walk: Walk, loss: int) -> list[bool]:
+    """For every tensor: it depends on a trained parameter and the loss on it.
+
+    Args:
+        walk: the walked program; parameters bear kind ``param``.
+        loss: id of the loss's total.
+    """
+    reached = _forward(walk)
+    needed = _backward(walk, loss, reached)
+    return [
+        tensor.kind == "param" or (reached[t] and needed[t])
+        for t, tensor in enumerate(walk.tensors)
+    ]
+
+
+def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
+    """The slots of an operation that its backward pass reads."""
+    if not any(flows[t] for t in op.results):
+        return ()
+    slots = (slot for slot, wrt in op.behaviour.saves if flows[op.operands[wrt]])
+    return tuple(sorted(set(slots)))
+
+
+def _forward(walk: Walk) -> list[bool]:
+    reached = [tensor.kind == "param" for tensor in walk.tensors]
+    inexact = [tensor.inexact for tensor in walk.tensors]
+    changed = True
+    while changed:
+        changed = False
+        for op in walk.ops:
+            if op.behaviour.stops_gradient:
+                continue
+            if any(reached[t] for t in op.operands):
+                for t in op.results:
+                    reached[t] = inexact[t]
+        for produced, consumed in walk.loops:
+            if reached[produced] and inexact[consumed] and not reached[consumed]:
+                reached[consumed] = changed = True
+    return reached
+
+
+def _backward(walk: Walk, loss: int, reached: Sequence[bool]) -> list[bool]:
+    needed = [False] * len(walk.tensors)
+    needed[loss] = True
+    changed = True
+    while changed:
+        changed = False
+        for op in reversed(walk.ops):
+            if op.behaviour.stops_gradient:
+                continue
+            if any(needed[t] for t in op.results):
+                for t in op.operands:
+                    needed[t] = needed[t] or reached[t]
+        for produced, consumed in walk.loops:
+            if needed[consumed] and reached[produced] and not needed[produced]:
+                needed[produced] = changed = True
+    return needed

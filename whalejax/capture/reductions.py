@@ -1,0 +1,174 @@
+"""Reductions over the batch that are not the loss's own final mean.
+
+A mean over samples may be computed in parts and added up. Batch normalisation, a
+balance term of a mixture of experts or a division by the number of valid tokens may
+not: computed on a part of the batch they give another result. This module finds them
+by following the batch dimension forward through the operations' factors. It reads the
+graph alone, and is apart from tracing because only reports and checks need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from whalejax.capture.trace import Captured
+from whalejax.planner.graph import BatchReduction, Graph, Op
+
+
+_LINEAR: Final = frozenset(
+    (
+        "add add_any sub neg convert_element_type copy name reduce_sum reshape squeeze "
+        "expand_dims broadcast_in_dim transpose scan while cond slice concatenate pad "
+        "split rev real imag stop_gradient optimization_barrier sharding_constraint "
+        "reduce_precision device_put gather dynamic_slice dynamic_update_slice"
+    ).split()
+)
+_LINEAR_IN_ONE: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
+
+Sources = frozenset[int]
+"""Indices of the operations that reduced over the batch."""
+
+_NONE: Final[Sources] = frozenset()
+
+
+def batch_reductions(captured: Captured) -> tuple[BatchReduction, ...]:
+    """Find what a part of the batch would compute differently from the whole.
+
+    Args:
+        captured: a traced loss.
+
+    Returns:
+        Each place and kind once, in program order; only what the loss or the model's
+        state depends on.
+    """
+    num_state = len(captured.adapter.rest_paths)
+    first_state = len(captured.results) - num_state
+    loss = [t for t in captured.results[:2] if t is not None]
+    state = [t for t in captured.results[first_state:] if t is not None]
+    follow = _Follow(captured.graph, [*loss, *state])
+    follow.run()
+    follow.finish(loss, state)
+    found = (
+        BatchReduction(scope=captured.graph.ops[index].scope, what=what)
+        for index, what in sorted(follow.found.items())
+    )
+    return tuple(dict.fromkeys(found))
+
+
+class _Follow:
+    """Follows the batch dimension, and values that were reduced over it.
+
+    A reduced value is harmless while it is only added, scaled and handed out as the
+    loss. It is a statistic where it meets the samples again or ends in the state, and
+    a term that is not linear in the samples where the loss bends it.
+    """
+
+    def __init__(self, graph: Graph, roots: Iterable[int]) -> None:
+        self.graph = graph
+        self.found: dict[int, str] = {}
+        self._matters = _reaching(graph, roots)
+        self._batch: dict[int, set[int]] = {}
+        self._reduced: dict[int, Sources] = {}
+        self._bent: dict[int, str] = {}
+        for tensor, dim in graph.batch_dims:
+            self._batch.setdefault(tensor, set()).add(dim)
+
+    def run(self) -> None:
+        """Go once through the program."""
+        for index, op in enumerate(self.graph.ops):
+            mixes, across = self._spread(op)
+            if not any(t in self._matters for t in op.results):
+                continue
+            sources = self._carried(op)
+            if not any(self._batch.get(t) for t in op.results):
+                sources |= {index} if mixes else _NONE
+                self._reduced.update(dict.fromkeys(op.results, sources))
+            elif mixes:
+                self.found.setdefault(index, "statistic" if across else "auxiliary")
+            else:
+                self._blame(sources, "statistic")
+
+    def finish(self, loss: Iterable[int], state: Iterable[int]) -> None:
+        """Judge what never met the samples again by where it ends."""
+        for t in state:
+            self._blame(self._reduced.get(t, _NONE), "statistic")
+        for t in loss:
+            for index in self._reduced.get(t, _NONE):
+                if index in self._bent:
+                    self.found.setdefault(index, self._bent[index])
+
+    def _blame(self, sources: Iterable[int], what: str) -> None:
+        for index in sources:
+            self.found.setdefault(index, what)
+
+    def _bend(self, sources: Iterable[int], what: str) -> None:
+        for index in sources:
+            self._bent.setdefault(index, what)
+
+    def _carried(self, op: Op) -> Sources:
+        """Reductions that the results depend on; notes where that is not linear."""
+        parts = [self._reduced.get(t, _NONE) for t in op.operands]
+        every = _NONE.union(*parts)
+        used = sum(bool(part) for part in parts)
+        if not used or op.kind in _LINEAR:
+            return every
+        if op.kind in _LINEAR_IN_ONE and used == 1:
+            return every
+        if op.kind == "select_n" and not parts[0]:
+            return every
+        if op.kind == "div" and len(parts) == 2:
+            self._bend(parts[1], "weight" if parts[0] else "auxiliary")
+        elif op.kind != "div" or op.saves:  # op.saves: a number over this operand
+            self._bend(every, "auxiliary")
+        return every
+
+    def _spread(self, op: Op) -> tuple[bool, bool]:
+        """Pass the batch dimension on.
+
+        Returns:
+            Whether the operation mixes samples, and whether it does so along a batch
+            dimension that it needs whole and keeps, as a running sum does.
+        """
+        slots = op.operands + op.results
+        count = len(op.operands)
+        mixes = across = False
+        for factor in op.factors:
+            if not any(
+                s < count and d in self._batch.get(slots[s], ())
+                for s, d in factor.members
+            ):
+                continue
+            onward = [(slots[s], d) for s, d in factor.members if s >= count]
+            for tensor, dim in onward:
+                self._batch.setdefault(tensor, set()).add(dim)
+            across |= factor.kind == "unshardable"
+            mixes |= across or not onward
+        if op.reshape:
+            self._reshape(op)
+        return mixes and bool(op.results), across
+
+    def _reshape(self, op: Op) -> None:
+        """The batch stays in the dimension that holds its stride in the result."""
+        before = self.graph.tensors[op.operands[0]].shape
+        after = self.graph.tensors[op.results[0]].shape
+        for dim in self._batch.get(op.operands[0], ()):
+            front = 1
+            for size in before[:dim]:
+                front *= size
+            reached = 1
+            for out, size in enumerate(after):
+                reached *= size
+                if reached > front and size > 1:
+                    self._batch.setdefault(op.results[0], set()).add(out)
+                    break
+
+
+def _reaching(graph: Graph, roots: Iterable[int]) -> set[int]:
+    """Every tensor that one of the roots depends on."""
+    wanted = set(roots)
+    for _ in range(2):  # a loop's carry is wanted only once its body was seen
+        for op in reversed(graph.ops):
+            if any(t in wanted for t in op.results):
+                wanted.update(op.operands)
+    return wanted

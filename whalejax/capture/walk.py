@@ -1,0 +1,474 @@
+"""From a jaxpr to a flat list of operations, calls inlined.
+
+Positions: an equation's position is its index in its jaxpr; inside a call-like
+equation at position ``p`` the k-th equation of the j-th inner jaxpr has position
+``(*p, j, k)``. So the third equation of a jitted function that is called by equation 5
+of the program stands at ``(5, 0, 2)``. ``cond`` counts its branches, ``while`` its
+condition (0) and body (1), every other call has one inner jaxpr (0). An evaluator that
+recurses with ``recursion`` and ``inner_jaxprs`` meets the same positions.
+
+A loop's carries and slices are tied together by operations of kind ``scan`` and
+``while`` at the loop's own position, which compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from whalejax import _compat
+from whalejax._compat import inner_jaxprs as inner_jaxprs
+from whalejax._compat import recursion as recursion
+from whalejax.annotations import parse_scope
+from whalejax.capture.behaviour import Behaviour, Equation
+from whalejax.capture.rules import behaviour
+from whalejax.planner.graph import Factor, Mark, TensorKind
+
+
+Position = tuple[int, ...]
+Label = tuple[Mark, Position]
+"""A mark and the place of the jaxpr in which it was opened."""
+
+Value = int | None
+"""A tensor's id; None for a scalar that is written into the program."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorDraft:
+    """A tensor before it is known whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize_bytes: int
+    inexact: bool
+    kind: TensorKind = "value"
+    path: str = ""
+    names: tuple[str | None, ...] = ()
+    pinned: tuple[str | None, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class OpDraft:
+    """An operation before regions and gradients are known; slots leave literals out."""
+
+    kind: str
+    position: Position
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    behaviour: Behaviour
+    trip: int
+    remat: int | None
+    labels: tuple[Label, ...]
+    scope: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What surrounds the equations of one inner jaxpr."""
+
+    prefix: Position = ()
+    labels: tuple[Label, ...] = ()
+    scope: str = ""
+    trip: int = 1
+    remat: int | None = None
+
+    def inside(self, position: Position, index: int) -> Context:
+        """The surroundings inside a call's inner jaxpr."""
+        return replace(self, prefix=(*position, index))
+
+
+@dataclass(slots=True)
+class Walk:
+    """The result of walking, and the state while walking.
+
+    Attributes:
+        tensors: by id; the program's inputs come first.
+        ops: in program order.
+        outputs: for every equation by position, call-like ones included, the tensor
+            ids of its results.
+        loops: (carry as produced, carry as consumed) pairs of every loop.
+        notes: what could not be counted, in words.
+    """
+
+    tensors: list[TensorDraft] = field(default_factory=list)
+    ops: list[OpDraft] = field(default_factory=list)
+    outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
+    loops: list[tuple[int, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _constants: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _dtypes: dict[Any, tuple[str, int, bool]] = field(default_factory=dict)
+    _remats: int = 0
+
+    def run(self, jaxpr: Any) -> tuple[Value, ...]:
+        """Walk a whole program; the first tensors are its inputs in order."""
+        body, _ = _compat.open_jaxpr(jaxpr)
+        inputs = [self._tensor(var.aval) for var in body.invars]
+        return self._body(jaxpr, inputs, Context())
+
+    # Values.
+
+    def _tensor(self, aval: Any, kind: TensorKind = "value") -> int:
+        return self._shaped(tuple(aval.shape), aval.dtype, kind)
+
+    def _shaped(
+        self, shape: tuple[int, ...], dtype: Any, kind: TensorKind = "value"
+    ) -> int:
+        facts = self._dtypes.get(dtype)
+        if facts is None:
+            facts = self._dtypes[dtype] = (
+                _compat.dtype_name(dtype),
+                _compat.itemsize_bytes(dtype),
+                _compat.is_inexact(dtype),
+            )
+        name, itemsize, inexact = facts
+        self.tensors.append(
+            TensorDraft(
+                shape=shape,
+                dtype=name,
+                itemsize_bytes=itemsize,
+                inexact=inexact,
+                kind=kind,
+            )
+        )
+        return len(self.tensors) - 1
+
+    def _constant(self, value: Any, aval: Any) -> int:
+        known = self._constants.get(id(value))
+        if known is None:
+            known = self._constants[id(value)] = (value, self._tensor(aval, "const"))
+        return known[1]
+
+    def _read(self, atom: Any, env: dict[Any, Value]) -> Value:
+        if not _compat.is_literal(atom):
+            return env[atom]
+        return self._constant(atom.val, atom.aval) if atom.aval.shape else None
+
+    # Equations.
+
+    def _body(
+        self, jaxpr: Any, inputs: Sequence[Value], context: Context
+    ) -> tuple[Value, ...]:
+        body, constants = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Value] = dict(zip(body.invars, inputs, strict=True))
+        for var, value in zip(body.constvars, constants, strict=True):
+            env[var] = self._constant(value, var.aval)
+        scopes: dict[str, Context] = {}
+        for index, equation in enumerate(body.eqns):
+            text = _compat.scope_text(equation)
+            here = scopes.get(text)
+            if here is None:
+                here = scopes[text] = _scoped(context, text)
+            operands = tuple(self._read(atom, env) for atom in equation.invars)
+            position = (*context.prefix, index)
+            results = self._equation(equation, position, operands, here)
+            env.update(zip(equation.outvars, results, strict=True))
+            self.outputs[position] = results
+        return tuple(self._read(atom, env) for atom in body.outvars)
+
+    def _equation(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        kind = recursion(equation)
+        if kind is None:
+            return self._primitive(equation, position, operands, here)
+        descend: Callable[..., tuple[Value, ...]] = {
+            "inline": self._call,
+            "opaque": self._call,
+            "remat": self._remat,
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+        }[kind]
+        return descend(equation, position, operands, here)
+
+    def _primitive(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        view = Equation(
+            name=equation.primitive.name,
+            params=equation.params,
+            inputs=tuple(tuple(_shape(atom)) for atom in equation.invars),
+            outputs=tuple(tuple(_shape(var)) for var in equation.outvars),
+        )
+        rule = behaviour(view)
+        results = tuple(self._tensor(var.aval) for var in equation.outvars)
+        if rule.parts is not None:
+            self._equal_parts(rule.parts, view, position, operands, results, here)
+        else:
+            self._emit(view.name, position, operands, results, rule, here)
+        return results
+
+    def _emit(
+        self,
+        kind: str,
+        position: Position,
+        operands: Sequence[Value],
+        results: Sequence[int],
+        rule: Behaviour,
+        here: Context,
+    ) -> None:
+        self.ops.append(
+            OpDraft(
+                kind=kind,
+                position=position,
+                operands=tuple(t for t in operands if t is not None),
+                results=tuple(results),
+                behaviour=_renumbered(rule, operands, len(results)),
+                trip=here.trip,
+                remat=here.remat,
+                labels=here.labels,
+                scope=here.scope,
+            )
+        )
+
+    def _equal_parts(
+        self,
+        parts: tuple[int, int],
+        view: Equation,
+        position: Position,
+        operands: tuple[Value, ...],
+        results: tuple[int, ...],
+        here: Context,
+    ) -> None:
+        """Write an equal split as a reshape that makes the parts a dimension."""
+        axis, count = parts
+        (whole,) = operands
+        if whole is None:
+            return
+        shape, out = view.inputs[0], view.outputs[0]
+        apart = (*shape[:axis], count, *out[axis:])
+        source = self.tensors[whole]
+        self.tensors.append(replace_shape(source, apart))
+        middle = len(self.tensors) - 1
+        self._emit("reshape", position, [whole], [middle], _RESHAPE, here)
+        factors = [Factor(members=((0, axis),), kind="unshardable")]
+        for dim, size in enumerate(out):
+            if size > 1:
+                inside = dim if dim < axis else dim + 1
+                slots = range(1, len(results) + 1)
+                factors.append(
+                    Factor(members=((0, inside), *((slot, dim) for slot in slots)))
+                )
+        rule = Behaviour(factors=tuple(factors))
+        self._emit(view.name, position, [middle], results, rule, here)
+
+    # Calls and loops.
+
+    def _call(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        (inner,) = inner_jaxprs(equation)
+        return self._body(inner, operands, here.inside(position, 0))
+
+    def _remat(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        number, self._remats = self._remats, self._remats + 1
+        (inner,) = inner_jaxprs(equation)
+        context = replace(here.inside(position, 0), remat=number)
+        return self._body(inner, operands, context)
+
+    def _scan(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        parts = _compat.scan_parts(equation)
+        (inner,) = inner_jaxprs(equation)
+        variables = _compat.open_jaxpr(inner)[0].invars
+        first_slice = parts.num_consts + parts.num_carries
+        consts = operands[: parts.num_consts]
+        entering = [self._tensor(v.aval) for v in variables[parts.num_consts :]]
+        carried, slices = entering[: parts.num_carries], entering[parts.num_carries :]
+        self._tie_all(
+            "scan", position, operands[parts.num_consts : first_slice], carried, here
+        )
+        for stacked, one in zip(operands[first_slice:], slices, strict=True):
+            if stacked is not None:
+                self._tie("scan", position, [stacked], one, here, shift=1)
+        context = replace(here.inside(position, 0), trip=here.trip * parts.length)
+        produced = self._body(inner, (*consts, *entering), context)
+        results = [self._tensor(v.aval) for v in equation.outvars]
+        self._close("scan", position, produced, carried, results, here)
+        stacks = results[parts.num_carries :]
+        for last, stack in zip(produced[parts.num_carries :], stacks, strict=True):
+            if last is not None:
+                self._tie("scan", position, [last], stack, here, shift=-1)
+        layers = [t for t in (*operands[first_slice:], *stacks) if t is not None]
+        if layers and parts.length > 1:
+            factor = Factor(
+                members=tuple((slot, 0) for slot in range(len(layers))),
+                kind="unshardable",
+            )
+            rule = Behaviour(factors=(factor,), stops_gradient=True)
+            self._emit("scan", position, layers, [], rule, here)
+        return tuple(results)
+
+    def _while(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        num_condition, num_body = _compat.while_parts(equation)
+        condition, body = inner_jaxprs(equation)
+        first = num_condition + num_body
+        of_condition, of_body = operands[:num_condition], operands[num_condition:first]
+        carried = [self._tensor(v.aval) for v in equation.outvars]
+        self._tie_all("while", position, operands[first:], carried, here)
+        self._body(condition, (*of_condition, *carried), here.inside(position, 0))
+        produced = self._body(body, (*of_body, *carried), here.inside(position, 1))
+        results = [self._tensor(v.aval) for v in equation.outvars]
+        self._close("while", position, produced, carried, results, here)
+        place = f" at {here.scope}" if here.scope else ""
+        self.notes.append(
+            f"a while loop{place} runs an unknown number of times; its work is counted "
+            "once"
+        )
+        return tuple(results)
+
+    def _cond(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        branches = [
+            self._body(branch, operands[1:], here.inside(position, index))
+            for index, branch in enumerate(inner_jaxprs(equation))
+        ]
+        results = [self._tensor(v.aval) for v in equation.outvars]
+        for place, result in enumerate(results):
+            sources = [branch[place] for branch in branches]
+            self._tie("cond", position, sources, result, here)
+        return tuple(results)
+
+    def _close(
+        self,
+        kind: str,
+        position: Position,
+        produced: Sequence[Value],
+        carried: Sequence[int],
+        results: Sequence[int],
+        here: Context,
+    ) -> None:
+        """Tie a loop's carries: as produced, as consumed, and as they come out."""
+        for out, back, result in zip(produced, carried, results, strict=False):
+            self._tie(kind, position, [out, back], result, here)
+            if out is not None:
+                self.loops.append((out, back))
+
+    def _tie_all(
+        self,
+        kind: str,
+        position: Position,
+        sources: Sequence[Value],
+        results: Sequence[int],
+        here: Context,
+    ) -> None:
+        for source, result in zip(sources, results, strict=True):
+            self._tie(kind, position, [source], result, here)
+
+    def _tie(
+        self,
+        kind: str,
+        position: Position,
+        sources: Sequence[Value],
+        result: int,
+        here: Context,
+        *,
+        shift: int = 0,
+    ) -> None:
+        """Say that a result holds its sources' dimensions, moved by ``shift``."""
+        kept = [t for t in sources if t is not None]
+        shape = self.tensors[result].shape
+        factors: list[Factor] = []
+        for dim, size in enumerate(shape):
+            inner = dim + shift
+            if size > 1 and inner >= 0:
+                sides = ((slot, inner) for slot in range(len(kept)))
+                factors.append(Factor(members=(*sides, (len(kept), dim))))
+        rule = Behaviour(factors=tuple(factors) if kept else ())
+        self._emit(kind, position, kept, [result], rule, here)
+
+
+_RESHAPE = Behaviour(reshape=True)
+
+
+def replace_shape(tensor: TensorDraft, shape: tuple[int, ...]) -> TensorDraft:
+    """A computed value like another one, of another shape."""
+    return TensorDraft(
+        shape=shape,
+        dtype=tensor.dtype,
+        itemsize_bytes=tensor.itemsize_bytes,
+        inexact=tensor.inexact,
+    )
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
+
+
+def _scoped(context: Context, text: str) -> Context:
+    """The context of equations under a relative name stack."""
+    if not text:
+        return context
+    marks = tuple(
+        (mark, context.prefix)
+        for mark in map(parse_scope, text.split("/"))
+        if mark is not None
+    )
+    return replace(
+        context,
+        labels=context.labels + marks,
+        scope=f"{context.scope}/{text}" if context.scope else text,
+    )
+
+
+def _renumbered(
+    rule: Behaviour, operands: Sequence[Value], num_results: int
+) -> Behaviour:
+    """The rule with slots counted without literals."""
+    if None not in operands:
+        return rule
+    slots: dict[int, int] = {}
+    for slot, tensor in enumerate(operands):
+        if tensor is not None:
+            slots[slot] = len(slots)
+    kept = len(slots)
+    slots.update((len(operands) + k, kept + k) for k in range(num_results))
+    factors: list[Factor] = []
+    for factor in rule.factors:
+        members = tuple((slots[s], d) for s, d in factor.members if s in slots)
+        if members:
+            factors.append(Factor(members=members, kind=factor.kind))
+    return replace(
+        rule,
+        factors=tuple(factors),
+        saves=tuple(
+            (slots[slot], slots[wrt])
+            for slot, wrt in rule.saves
+            if slot in slots and wrt in slots
+        ),
+    )

@@ -1,0 +1,257 @@
+"""What a loss function may return, and the job that the command line runs.
+
+``normalise`` turns every allowed return value into one shape, so that no executor has
+to know more than "a total, a weight, metrics, updated variables". It is a module of
+its own because models import it: importing it starts no JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whalejax.meshes.problems import WhaleError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """A loss that is ``total / weight``, such as a mean over valid tokens.
+
+    Every executor adds the totals and the weights of all micro-batches and devices
+    and divides the sums.
+
+    Attributes:
+        total: scalar sum of the losses.
+        weight: scalar, how many terms the sum has; a constant to the gradient.
+
+    >>> (WeightedLoss(3.0, 2.0) + WeightedLoss(1.0, 2.0)).mean
+    1.0
+    """
+
+    total: Any
+    weight: Any
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
+
+    def __add__(self, other: WeightedLoss) -> WeightedLoss:
+        return WeightedLoss(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def mean(self) -> Any:
+        """The loss itself: total over weight."""
+        return self.total / self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aux:
+    """What a loss function hands out beside the loss, as ``(loss, Aux(...))``.
+
+    Attributes:
+        metrics: values to report, by name; averaged over micro-batches.
+        variables: updated Linen collections such as ``{"batch_stats": ...}``.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossResult:
+    """A loss function's return value in its one normal shape.
+
+    Attributes:
+        total: real floating-point scalar.
+        weight: real scalar; 1.0 where the loss is a plain mean over samples.
+        weighted: the user gave the weight.
+        metrics: values to report, by name.
+        variables: updated collections; empty where none were returned.
+        rest: the model's untrained leaves after the call; set by the adapter.
+    """
+
+    total: Any
+    weight: Any = 1.0
+    weighted: bool = False
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    rest: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that ``whalejax train file.py:function`` needs.
+
+    Attributes:
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        make_model: builds the model; takes a key or nothing.
+        batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
+            dimension 0 is walked through, over and over.
+        optimizer: an optax gradient transformation.
+        batch_size: samples in a global batch, unless the command line says otherwise.
+        name: what reports call it.
+    """
+
+    loss_fn: Callable[..., Any]
+    make_model: Callable[..., Any]
+    batch: Any
+    optimizer: Any
+    batch_size: int | None = None
+    name: str = "job"
+
+    def batch_at(self, step: int, size: int | None = None) -> Any:
+        """The global batch of one step.
+
+        Args:
+            step: counted from 0.
+            size: samples; ``batch_size`` where left out.
+
+        Raises:
+            WhaleError: no size is known, or an array holds no sample.
+
+        >>> import numpy as np
+        >>> job = Job(len, len, {"x": np.arange(3)}, None, batch_size=2)
+        >>> job.batch_at(1)["x"].tolist()
+        [2, 0]
+        """
+        size = self.batch_size if size is None else size
+        if size is None:
+            raise WhaleError(
+                f"{self.name}: no batch size is known. Give Job(batch_size=...) or "
+                "--batch on the command line."
+            )
+        if callable(self.batch):
+            return self.batch(step, size)
+        import jax
+        import numpy as np
+
+        def rows(path: Any, leaf: Any) -> Any:
+            if not getattr(leaf, "shape", ()) or leaf.shape[0] == 0:
+                raise WhaleError(
+                    f"{self.name}: batch{jax.tree_util.keystr(path)} has shape "
+                    f"{np.shape(leaf)}; expected samples along dimension 0."
+                )
+            return leaf[(np.arange(size) + step * size) % leaf.shape[0]]
+
+        return jax.tree_util.tree_map_with_path(rows, self.batch)
+
+
+def normalise(result: Any) -> LossResult:
+    """Bring a loss function's return value into its normal shape.
+
+    Args:
+        result: a scalar, a ``WeightedLoss``, or a pair of one of these and an ``Aux``,
+            a mapping of metrics, or any other pytree (reported as ``aux``).
+
+    Returns:
+        The parts, unchanged in value.
+
+    Raises:
+        WhaleError: the loss is no real floating-point scalar, or the tuple is no pair.
+
+    >>> normalise(2.5).total
+    2.5
+    """
+    if isinstance(result, tuple):
+        if len(result) != 2:
+            raise WhaleError(
+                f"loss_fn returned a tuple of {len(result)} values; expected the loss "
+                "alone or a pair (loss, aux). Put what else there is into "
+                "wh.Aux(metrics={...})."
+            )
+        loss, aux = result
+    else:
+        loss, aux = result, None
+    metrics, variables = _aux_parts(aux)
+    if isinstance(loss, WeightedLoss):
+        _check_scalar("WeightedLoss.total", loss.total, must_be_inexact=True)
+        _check_scalar("WeightedLoss.weight", loss.weight, must_be_inexact=False)
+        return LossResult(
+            total=loss.total,
+            weight=loss.weight,
+            weighted=True,
+            metrics=metrics,
+            variables=variables,
+        )
+    _check_scalar("the loss", loss, must_be_inexact=True)
+    return LossResult(total=loss, metrics=metrics, variables=variables)
+
+
+def _aux_parts(aux: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    if aux is None:
+        return {}, {}
+    variables: Mapping[str, Any] = {}
+    if isinstance(aux, Aux):
+        metrics, variables = aux.metrics, aux.variables
+    elif isinstance(aux, Mapping):
+        metrics = aux
+    else:
+        metrics = {"aux": aux}
+    for name in metrics:
+        if name == "loss":
+            raise WhaleError(
+                "loss_fn returned a metric named 'loss'; that name is taken by the "
+                "loss itself. Give the metric another name."
+            )
+    return metrics, variables
+
+
+def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
+    import jax.numpy as jnp
+    import numpy as np
+
+    if value is None or isinstance(value, (str, Mapping, list, tuple, Aux)):
+        raise WhaleError(
+            f"loss_fn: {what} is {type(value).__name__}; expected a scalar array, a "
+            "wh.WeightedLoss, or a pair (loss, aux)."
+        )
+    shape = tuple(np.shape(value))
+    if shape:
+        raise WhaleError(
+            f"loss_fn: {what} has shape {shape}; expected a scalar of shape (). Take "
+            "the mean over samples, as in `losses.mean()`."
+        )
+    dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise WhaleError(
+            f"loss_fn: {what} has the complex dtype {dtype}; expected a real "
+            "floating-point scalar. Take its real part or its absolute value."
+        )
+    if must_be_inexact and not jnp.issubdtype(dtype, jnp.floating):
+        raise WhaleError(
+            f"loss_fn: {what} has dtype {dtype}; expected a floating-point scalar, "
+            "because gradients are taken of it."
+        )
+
+
+@functools.cache
+def _register_pytrees() -> None:
+    """Make both return types pytrees, at the first instance of either."""
+    import jax
+
+    jax.tree_util.register_pytree_with_keys(
+        WeightedLoss,
+        lambda loss: (
+            (
+                (jax.tree_util.GetAttrKey("total"), loss.total),
+                (jax.tree_util.GetAttrKey("weight"), loss.weight),
+            ),
+            None,
+        ),
+        lambda _, parts: WeightedLoss(*parts),
+    )
+    jax.tree_util.register_pytree_with_keys(
+        Aux,
+        lambda aux: (
+            (
+                (jax.tree_util.GetAttrKey("metrics"), aux.metrics),
+                (jax.tree_util.GetAttrKey("variables"), aux.variables),
+            ),
+            None,
+        ),
+        lambda _, parts: Aux(**dict(zip(("metrics", "variables"), parts, strict=True))),
+    )

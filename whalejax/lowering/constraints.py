@@ -1,0 +1,184 @@
+"""Where a plan constrains the layout of values, equation by equation.
+
+The compiler's propagation fills in what lies between, but only constraints make it
+follow the plan: results of products, lookups and everything else that mixes
+dimensions; both sides of every border where the layout changes; every parameter at its
+use. Positions are those of capture, so the evaluator finds each equation again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from whalejax.planner.decide import Analysed
+from whalejax.planner.graph import LOOPS
+from whalejax.planner.layout import Spec, Table, spec_of
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.plan import Plan
+
+
+Position = tuple[int, ...]
+Outputs = Mapping[Position, tuple[int | None, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What to constrain while evaluating a traced loss.
+
+    Attributes:
+        results: (position, result) to the layout it must have.
+        operands: (position, operand) to the layouts it passes through, in order.
+        gathers: (position, operand) of parameters: stored layout, then used layout;
+            what is gathered for them is gathered again in the backward pass.
+        regather: some parameter is stored in more shards than it is used in.
+    """
+
+    results: Mapping[tuple[Position, int], Spec] = field(default_factory=dict)
+    operands: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
+        default_factory=dict
+    )
+    gathers: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
+        default_factory=dict
+    )
+    regather: bool = False
+
+
+def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
+    """The plan's compute tables in the roles of a fresh trace, by TaskGraph index.
+
+    Roles are found by name; a name that the trace does not have shards nothing.
+    """
+    by_name = {region.task_graph: region for region in plan.compute}
+    fallback = plan.compute[0]
+    tables: dict[int, Table] = {}
+    for task_graph in analysed.graph.task_graphs:
+        region = by_name.get(task_graph.name, fallback)
+        table: dict[str, tuple[int, ...]] = {}
+        for axis, names in region.axes:
+            roles = [analysed.dims.find(name) for name in names]
+            table[axis] = tuple(r.index for r in roles if r is not None)
+        tables[task_graph.index] = table
+    return tables
+
+
+class _Collector:
+    """Walks the operations once and writes down their constraints."""
+
+    def __init__(
+        self, plan: Plan, analysed: Analysed, outputs: Outputs
+    ) -> None:
+        self.outputs = outputs
+        self.graph = analysed.graph
+        self.dims = analysed.dims
+        self.mesh = plan.axis_sizes
+        self.tables = tables_of(plan, analysed)
+        self.weight = self.graph.weight_tensors()
+        self.stored = self._stored(plan)
+        self.results: dict[tuple[Position, int], Spec] = {}
+        self.operands: dict[tuple[Position, int], tuple[Spec, ...]] = {}
+        self.gathers: dict[tuple[Position, int], tuple[Spec, ...]] = {}
+        self.regather = False
+        self.home: dict[int, int] = {}
+
+    def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
+        """For every tensor of weights: its roles to the axes that store them."""
+        found: dict[int, dict[int, tuple[str, ...]]] = {}
+        leaves = {leaf.path: leaf for leaf in plan.leaves}
+        for t in self.graph.params:
+            spec = leaves[t.path].param_spec
+            layout = self.dims.layouts[t.id]
+            found[t.id] = {
+                atoms[0]: axes
+                for atoms, axes in zip(layout, spec, strict=True)
+                if atoms and axes
+            }
+        for op in self.graph.ops:
+            for t in op.results:
+                if self.weight[t]:
+                    source = next((o for o in op.operands if o in found), None)
+                    found[t] = {} if source is None else found[source]
+        return found
+
+    def collect(self) -> Constraints:
+        seen: set[Position] = set()
+        for index, op in enumerate(self.graph.ops):
+            if op.kind in LOOPS:
+                self._pass_homes(op.operands, op.results, op.task_graph)
+                continue
+            table = self.tables[op.task_graph]
+            # An operation may be written as two at one position; only the first reads
+            # what the equation reads.
+            if op.position not in seen:
+                for slot, tensor in enumerate(op.operands):
+                    self._operand(index, slot, tensor, table)
+            seen.add(op.position)
+            produced = self.outputs.get(op.position, ())
+            for tensor in op.results:
+                self.home[tensor] = op.task_graph
+                mixes = not (op.elementwise or op.reshape)
+                if mixes and not self.weight[tensor] and tensor in produced:
+                    slot = produced.index(tensor)
+                    self.results[op.position, slot] = self._spec(tensor, table)
+        return Constraints(
+            results=self.results,
+            operands=self.operands,
+            gathers=self.gathers,
+            regather=self.regather,
+        )
+
+    def _pass_homes(
+        self, operands: tuple[int, ...], results: tuple[int, ...], task_graph: int
+    ) -> None:
+        for tensor in (*operands, *results):
+            self.home.setdefault(tensor, task_graph)
+
+    def _spec(self, tensor: int, table: Table) -> Spec:
+        layout, sizes = self.dims.layouts[tensor], self.dims.sizes[tensor]
+        return spec_of(layout, sizes, table, self.mesh)
+
+    def _operand(self, index: int, slot: int, tensor: int, table: Table) -> None:
+        op = self.graph.ops[index]
+        key = (op.position, slot)
+        if self.weight[tensor]:
+            if not all(self.weight[t] for t in op.results):
+                self._gather(key, tensor, table)
+            return
+        seen = self.dims.seen.get((index, slot))
+        home = self.home.setdefault(tensor, op.task_graph)
+        if seen is None and home == op.task_graph:
+            return
+        before = self._spec(tensor, self.tables[home])
+        after = spec_of(
+            seen or self.dims.layouts[tensor],
+            self.dims.sizes[tensor],
+            table,
+            self.mesh,
+        )
+        if before != after:
+            self.operands[key] = (before, after)
+
+    def _gather(self, key: tuple[Position, int], tensor: int, table: Table) -> None:
+        layout = self.dims.layouts[tensor]
+        if not layout:
+            return
+        used = self._spec(tensor, table)
+        by_role = self.stored.get(tensor, {})
+        stored = tuple(by_role.get(atoms[0], ()) if atoms else () for atoms in layout)
+        if stored != used:
+            self.gathers[key] = (stored, used)
+            self.regather = True
+
+
+def constraints_of(plan: Plan, analysed: Analysed, outputs: Outputs) -> Constraints:
+    """The constraints that make a traced loss follow a plan.
+
+    Args:
+        plan: the plan.
+        analysed: a trace of the same model, analysed.
+        outputs: for each equation by position, the tensors it gives.
+    """
+    return _Collector(plan, analysed, outputs).collect()

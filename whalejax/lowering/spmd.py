@@ -1,0 +1,283 @@
+"""The ``spmd`` executor: one program for all devices, layouts by constraint.
+
+Builds the pure step function of a plan without stages: micro-batches in a scan,
+gradients summed and divided by the summed weights, the optimizer on its own shards.
+Everything runs under automatic axes, so statistics over the batch (batch
+normalisation, valid-token means, auxiliary losses) are those of the whole micro-batch
+on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from whalejax.lowering.constraints import Constraints
+from whalejax.lowering.evaluate import evaluate, keep_all_but_gathered, named
+from whalejax.optimizers import followed
+from whalejax.planner.layout import Spec
+
+
+if TYPE_CHECKING:
+    from whalejax.adapters import Adapter
+    from whalejax.capture import Captured
+    from whalejax.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What micro-batches add up to.
+
+    Attributes:
+        total: sum of the losses' totals.
+        weight: sum of their weights.
+        metrics: sum of each metric.
+        gradients: sum of the gradients of the totals, in flat order.
+    """
+
+    total: Any
+    weight: Any
+    metrics: Any
+    gradients: tuple[Any, ...]
+
+
+jax.tree_util.register_dataclass(
+    Sums, data_fields=["total", "weight", "metrics", "gradients"], meta_fields=[]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A plan, a trace and a mesh: what the step function is built from.
+
+    Attributes:
+        plan: the plan.
+        captured: the loss, traced at micro-batch shape.
+        adapter: how the model divides into parameters and the rest.
+        constraints: layouts inside the loss.
+        mesh: the devices.
+        optimizer: an optax transformation.
+        batch_axes: the batch dimension of each flat batch leaf.
+    """
+
+    plan: Plan
+    captured: Captured
+    adapter: Adapter
+    constraints: Constraints
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    batch_axes: tuple[int | None, ...]
+
+    def constrain(self, leaves: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
+        """Fix the layout of flat leaves."""
+        return [
+            jax.lax.with_sharding_constraint(x, named(spec, self.mesh))
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
+
+    def loss(
+        self, params: Sequence[Any], rest: Any, batch: Sequence[Any], rng: Any
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
+        """The traced loss of one micro-batch under the plan's constraints.
+
+        Returns:
+            Total, and (weight, metrics, new rest).
+        """
+        leaves = jax.tree.leaves(rest)
+        arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
+        jaxpr, constraints = self.captured.jaxpr, self.constraints
+
+        def run(*args: Any) -> list[Any]:
+            return evaluate(jaxpr, args, constraints, self.mesh)
+
+        if constraints.regather:
+            run = jax.checkpoint(run, policy=keep_all_but_gathered())
+        total, *others = self.captured.out_tree.unflatten(run(*arguments))
+        return total, tuple(others)
+
+
+def micro_batches(
+    leaves: Sequence[Any], axes: Sequence[int | None], count: int
+) -> list[Any]:
+    """Cut a global batch into micro-batches along a new leading dimension.
+
+    Micro-batch ``m`` takes samples ``m, m + count, m + 2·count …``: which samples meet
+    in a micro-batch then depends on ``count`` alone, and a batch dimension that is
+    sharded over devices stays sharded, with no communication.
+
+    Args:
+        leaves: arrays of the global batch.
+        axes: the batch dimension of each; a leaf with None is the same in all.
+        count: number of micro-batches.
+    """
+    found = []
+    for leaf, axis in zip(leaves, axes, strict=True):
+        shape = leaf.shape
+        if axis is None:
+            found.append(jnp.broadcast_to(leaf, (count, *shape)))
+            continue
+        cut = (*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])
+        found.append(jnp.moveaxis(leaf.reshape(cut), axis + 1, 0))
+    return found
+
+
+def gradients_of(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+) -> tuple[Sums, Any]:
+    """Loss and gradients of the global batch, and the new rest.
+
+    Args:
+        program: what to run.
+        params, batch: flat leaves.
+        rest: what is not trained, in the adapter's structure.
+        rng: the run's key, or None where the loss takes none.
+        step: number of the step; keys fold it in, and the micro-batch's index.
+    """
+    adapter = program.adapter
+    at_step = adapter.fold_rest(rest, step)
+    rng = None if rng is None else jax.random.fold_in(rng, step)
+    specs = [leaf.gradient_spec for leaf in program.plan.leaves]
+    differentiate = jax.value_and_grad(program.loss, has_aux=True)
+
+    def one(rest: Any, batch: Sequence[Any], index: Any) -> Any:
+        folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), index)
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        (total, (weight, metrics, fresh)), gradients = differentiate(
+            list(params), folded, batch, key
+        )
+        fresh = adapter.restore_keys(fresh, rest)
+        gradients = program.constrain(gradients, specs)
+        sums = Sums(
+            total=total,
+            weight=jnp.asarray(weight, total.dtype),
+            metrics=metrics,
+            gradients=tuple(gradients),
+        )
+        return sums, fresh
+
+    count = program.plan.num_micro_batches
+    if count == 1:
+        return one(rest, batch, 0)
+    return _accumulate(program, one, rest, batch, count)
+
+
+def losses_of(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    batch: Sequence[Any],
+    rng: Any,
+    step: Any,
+) -> Sums:
+    """The summed losses of the global batch, without gradients.
+
+    Args:
+        program, params, rest, batch, rng, step: as for ``gradients_of``.
+    """
+    adapter = program.adapter
+    at_step = adapter.fold_rest(rest, step)
+    rng = None if rng is None else jax.random.fold_in(rng, step)
+
+    def one(index: Any, batch: Sequence[Any]) -> Sums:
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        folded = adapter.fold_rest(at_step, index)
+        total, (weight, metrics, _) = program.loss(params, folded, batch, key)
+        weight = jnp.asarray(weight, total.dtype)
+        return Sums(total=total, weight=weight, metrics=metrics, gradients=())
+
+    count = program.plan.num_micro_batches
+    if count == 1:
+        return one(0, batch)
+    parts = micro_batches(batch, program.batch_axes, count)
+    parts = program.constrain(parts, [((), *leaf.spec) for leaf in program.plan.batch])
+    all_sums = jax.lax.map(lambda pair: one(*pair), (jnp.arange(count), parts))
+    return jax.tree.map(lambda x: x.sum(0), all_sums)
+
+
+def _accumulate(
+    program: Program,
+    one: Callable[..., Any],
+    rest: Any,
+    batch: Sequence[Any],
+    count: int,
+) -> tuple[Sums, Any]:
+    parts = micro_batches(batch, program.batch_axes, count)
+    specs = [((), *leaf.spec) for leaf in program.plan.batch]
+    parts = program.constrain(parts, specs)
+    shapes, _ = jax.eval_shape(one, rest, [p[0] for p in parts], 0)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    specs = [leaf.gradient_spec for leaf in program.plan.leaves]
+    zeros = Sums(
+        total=zeros.total,
+        weight=zeros.weight,
+        metrics=zeros.metrics,
+        gradients=tuple(program.constrain(zeros.gradients, specs)),
+    )
+
+    def body(carry: Any, step: Any) -> tuple[Any, None]:
+        sums, rest = carry
+        index, part = step
+        added, rest = one(rest, part, index)
+        return (jax.tree.map(jnp.add, sums, added), rest), None
+
+    carry, _ = jax.lax.scan(body, (zeros, rest), (jnp.arange(count), parts))
+    return carry
+
+
+def update(
+    program: Program, params: Sequence[Any], state: Any, gradients: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """The optimizer's step, each device on the shards it owns.
+
+    Args:
+        program: what to run.
+        params: flat parameters, as stored.
+        state: optimizer state.
+        gradients: flat gradients of the mean loss.
+
+    Returns:
+        New parameters, as stored, and new optimizer state.
+    """
+    owned = [leaf.optimizer_spec for leaf in program.plan.leaves]
+    stored = [leaf.param_spec for leaf in program.plan.leaves]
+    structure = jax.tree.structure(program.adapter.params)
+    unflatten = structure.unflatten
+    tree = unflatten(program.constrain(params, owned))
+    updates, state = program.optimizer.update(
+        unflatten(program.constrain(gradients, owned)), state, tree
+    )
+    fresh = jax.tree.leaves(optax.apply_updates(tree, updates))
+    return program.constrain(fresh, stored), state
+
+
+def optimizer_layouts(
+    state: Any, paths: Sequence[str], shapes: Sequence[Any], specs: Sequence[Spec]
+) -> list[Spec]:
+    """Layout of every leaf of an optimizer state, in flat order.
+
+    What belongs to no parameter is whole.
+
+    Args:
+        state: the state, abstract or real.
+        paths: parameter paths.
+        shapes: their shapes.
+        specs: the layout for copies of each.
+    """
+    by_path = dict(zip(paths, map(tuple, shapes), strict=True))
+    layouts = dict(zip(paths, specs, strict=True))
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        owner = followed(path, leaf.shape, by_path)
+        found.append(((),) * len(leaf.shape) if owner is None else layouts[owner])
+    return found

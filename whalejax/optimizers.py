@@ -1,0 +1,76 @@
+"""Which parts of an optimizer's state belong to which parameter.
+
+The planner counts their bytes and the lowering lays them out, so both ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+from whalejax.adapters import Adapter
+from whalejax.planner.memory import OptimizerBytes
+
+
+def optimizer_bytes(
+    adapter: Adapter, optimizer: optax.GradientTransformation
+) -> OptimizerBytes:
+    """Bytes of an optimizer's state, by the parameter that they follow.
+
+    Args:
+        adapter: the model.
+        optimizer: an optax transformation.
+    """
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
+    )
+    state = jax.eval_shape(optimizer.init, params)
+    shapes = dict(
+        zip(
+            adapter.param_paths, [x.shape for x in jax.tree.leaves(params)], strict=True
+        )
+    )
+    by_path: Counter[str] = Counter()
+    other = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        owner = followed(path, leaf.shape, shapes)
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if owner is None:
+            other += nbytes
+        else:
+            by_path[owner] += nbytes
+    return OptimizerBytes(by_path=dict(by_path), other_bytes=other)
+
+
+def followed(
+    path: Any, shape: tuple[int, ...], params: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """The parameter that a leaf of an optimizer's state belongs to, or None.
+
+    A leaf that ends in a parameter's path and has its shape follows it, as moments and
+    traces do in every optax transformation.
+
+    Args:
+        path: key path of the leaf.
+        shape: its shape.
+        params: dotted path to shape of every parameter.
+    """
+    keys = [key_text(key) for key in path]
+    for start in range(len(keys)):
+        name = ".".join(keys[start:])
+        if name in params:
+            return name if tuple(params[name]) == tuple(shape) else None
+    return None
+
+
+def key_text(key: Any) -> str:
+    """One step of a tree path as it stands in dotted paths."""
+    for name in ("key", "name", "idx"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)

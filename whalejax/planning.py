@@ -1,0 +1,262 @@
+"""``wh.plan``: from a model, a batch and a cluster to a Plan; no device is touched."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from whalejax.adapters import Adapter, adapt
+from whalejax.capture import capture
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.optimizers import optimizer_bytes
+from whalejax.planner.decide import decide
+from whalejax.planner.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.precision import PRECISIONS, at_precision
+
+
+def plan(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    cluster: Cluster | str | None = None,
+    default: Any = None,
+    precision: str = "f32",
+    num_micro_batches: int | None = None,
+    allow_idle: bool = False,
+    sync_batch_stats: bool = False,
+    axis_names: Mapping[str, str] | None = None,
+    trainable: Any = None,
+    batch_axes: Any = 0,
+    mesh: Mapping[str, int] | None = None,
+    zero: int | None = None,
+    runnable: bool = True,
+) -> Plan:
+    """Choose how to run a training step on a cluster.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
+        model: an NNX module, a Linen module's variables or any pytree; abstract leaves
+            will do.
+        batch: the GLOBAL batch, abstract or real.
+        optimizer: an optax transformation; its state is part of the memory.
+        cluster: a cluster, its text such as ``"h100:4x8"``, or None for the devices of
+            this process.
+        default: strategy of what no mark covers: ``wh.replicate()`` or ``wh.split()``;
+            None leaves it to the planner.
+        precision: ``"f32"`` (the model's own types) or ``"bf16"`` (bfloat16 compute,
+            float32 masters).
+        num_micro_batches: parts of the global batch, one after the other; None takes
+            the fewest that fit.
+        allow_idle: accept plans that leave devices idle where none uses all.
+        sync_batch_stats: statistics must be those of the global batch: only plans with
+            one micro-batch are taken for models that have any.
+        axis_names: mesh axes that the model's own annotations name, mapped to ours.
+        trainable: what to train, where that is not every parameter.
+        batch_axes: the batch dimension of the batch's leaves.
+        mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
+            chooses the others.
+        zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
+            axis ``fsdp``.)
+        runnable: take only what ``wh.compile`` can run; every plan of this version is.
+
+    Returns:
+        The plan; ``print`` shows it.
+
+    Raises:
+        WhaleError: what was given cannot be planned; every problem is listed.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import whalejax as wh
+    >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    >>> found = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x,
+    ...                 optimizer=optax.sgd(0.1), cluster="h100:8")
+    >>> found.num_devices
+    8
+    """
+    kind = _check_options(default, precision, num_micro_batches, zero)
+    machine = _cluster(cluster)
+    if mesh is not None:
+        _check_mesh(mesh, machine.num_devices, allow_idle)
+    transformation = optax.identity() if optimizer is None else optimizer
+    adapter = at_precision(
+        adapt(model, loss_fn, trainable=trainable, axis_names=axis_names), precision
+    )
+    parts = 1 if sync_batch_stats and num_micro_batches is None else num_micro_batches
+    captured = capture(
+        adapter, batch, num_micro_batches=parts or 1, batch_axes=batch_axes
+    )
+    leaves = batch_leaves(batch)
+    counts = range(machine.num_devices, 0, -1) if allow_idle else [machine.num_devices]
+    problem: PlanError | None = None
+    for count in counts:
+        request = Request(
+            optimizer=optimizer_bytes(adapter, transformation),
+            state_bytes=_tree_bytes(adapter.rest),
+            num_micro_batches=parts,
+            default=kind,
+            cast_bytes=0.5 if precision == "bf16" else 1.0,
+            num_devices=count,
+            mesh=mesh,
+            zero=zero,
+        )
+        try:
+            return decide(
+                captured.graph, machine, request, precision=precision, batch=leaves
+            )
+        except PlanError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _check_options(
+    default: Any, precision: str, num_micro_batches: int | None, zero: int | None
+) -> str | None:
+    problems = Problems("wh.plan")
+    if precision not in PRECISIONS:
+        problems.add(
+            f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}"
+        )
+    if num_micro_batches is not None and num_micro_batches < 1:
+        problems.add(
+            f"num_micro_batches is {num_micro_batches}; expected 1 or more, or None"
+        )
+    if zero not in (None, 0, 1, 2):
+        problems.add(
+            f"zero is {zero}; expected 0, 1 or 2 (over the axis data). ZeRO-3 is the "
+            'mesh axis fsdp: mesh={"fsdp": n}'
+        )
+    mark = getattr(default, "mark", None)
+    if default is not None and (mark is None or mark.kind in ("stage", "pipeline")):
+        problems.add(
+            f"default is {default!r}; expected wh.replicate(), wh.split() or None"
+        )
+    problems.raise_if_any()
+    return None if mark is None else str(mark.kind)
+
+
+def _check_mesh(mesh: Mapping[str, int], num_devices: int, allow_idle: bool) -> None:
+    problems = Problems("wh.plan(mesh=…)")
+    for axis, size in mesh.items():
+        if axis not in PLANNED_AXES:
+            problems.add(
+                f"there is no mesh axis {axis!r} to fix; expected one of "
+                f"{', '.join(PLANNED_AXES)}"
+            )
+        elif size < 1:
+            problems.add(f"{axis} is {size}; expected 1 or more")
+    problems.raise_if_any(PlanError)
+    used = math.prod(mesh.values())
+    all_fixed = all(axis in mesh for axis in PLANNED_AXES)
+    if num_devices % used or (all_fixed and used != num_devices and not allow_idle):
+        shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        raise PlanError(
+            f"{shape} uses {used} of {num_devices} devices. {num_devices} = "
+            f"{_products(num_devices, len(mesh))}. To leave some idle on purpose: "
+            "allow_idle=True"
+        )
+
+
+def _products(number: int, parts: int) -> str:
+    """The first ways to write a number as a product, for a message."""
+    from whalejax.meshes.build import factorizations
+
+    ways = factorizations(number, max(2, parts))[:4]
+    return ", ".join("×".join(map(str, way)) for way in ways)
+
+
+def _cluster(cluster: Cluster | str | None) -> Cluster:
+    if cluster is None:
+        return Cluster.detect()
+    found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(found, Cluster):
+        raise WhaleError(
+            f"cluster is {type(cluster).__name__}; expected a Cluster or text such as "
+            "'h100:8', 'v5p:4x4x4', a .toml file or 'local'"
+        )
+    return found
+
+
+def _tree_bytes(tree: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            total += 8 * math.prod(leaf.shape)
+        else:
+            total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total
+
+
+def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
+    """The global batch as the plan remembers it, layouts left open.
+
+    Args:
+        batch: a pytree of arrays, abstract or real.
+    """
+    return tuple(
+        BatchLeaf(
+            path=jax.tree_util.keystr(path),
+            shape=tuple(leaf.shape),
+            dtype=str(jax.dtypes.canonicalize_dtype(leaf.dtype)),
+            spec=((),) * len(leaf.shape),
+        )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
+    )
+
+
+def batch_of(plan: Plan) -> Any:
+    """The abstract global batch of a plan, rebuilt from the paths of its leaves.
+
+    Dictionaries and sequences come back (sequences as tuples).
+
+    Raises:
+        PlanError: the batch was another kind of tree; give it to ``wh.compile``.
+    """
+    root: dict[Any, Any] = {}
+    for leaf in plan.batch:
+        keys = _keys(leaf.path)
+        if keys is None:
+            raise PlanError(
+                f"the batch has a leaf {leaf.path}, whose container a plan cannot "
+                "rebuild. Pass batch= (abstract will do) to wh.compile"
+            )
+        node = root
+        for key in (None, *keys[:-1]) if keys else ():
+            node = node.setdefault(key, {})
+        node[keys[-1] if keys else None] = jax.ShapeDtypeStruct(
+            leaf.shape, jnp.dtype(leaf.dtype)
+        )
+    return _sequences(root[None])
+
+
+def _keys(path: str) -> list[str | int] | None:
+    keys: list[str | int] = []
+    rest = path
+    while rest:
+        match = re.match(r"\[(?:'([^']*)'|(\d+))\]", rest)
+        if match is None:
+            return None
+        keys.append(match[1] if match[1] is not None else int(match[2]))
+        rest = rest[match.end() :]
+    return keys
+
+
+def _sequences(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if all(isinstance(key, int) for key in node):
+        return tuple(_sequences(node[key]) for key in sorted(node))
+    return {key: _sequences(value) for key, value in node.items()}
+

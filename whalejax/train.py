@@ -1,0 +1,477 @@
+"""The compiled step: ``wh.compile``, the state it carries, and how it starts.
+
+``TrainStep`` is a thin shell around one ``jax.jit`` program: it checks a plan against
+the model before anything is compiled, gives every array its layout when it is born,
+and hands the state back in the user's own types.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.adapters import Adapter, adapt
+from whalejax.capture import Captured, capture
+from whalejax.losses import Job as Job
+from whalejax.lowering.constraints import constraints_of
+from whalejax.lowering.evaluate import named
+from whalejax.lowering.spmd import (
+    Program,
+    gradients_of,
+    losses_of,
+    optimizer_layouts,
+    update,
+)
+from whalejax.meshes.problems import Problems
+from whalejax.planner.decide import analyse_graph
+from whalejax.planner.plan import Plan, PlanError
+from whalejax.precision import at_precision
+
+
+if TYPE_CHECKING:
+    import os
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "rest", "opt_state", "step", "rng"],
+    meta_fields=["owner"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything that a step changes, as sharded arrays.
+
+    Attributes:
+        params: trained leaves, in the structure of the user's model.
+        rest: what is not trained: statistics, random keys, other collections.
+        opt_state: the optimizer's state.
+        step: number of steps done, an int32 scalar.
+        rng: the run's random key, from which each step folds its own, or None.
+        owner: the step that made it.
+    """
+
+    params: Any
+    rest: Any
+    opt_state: Any
+    step: Any
+    rng: Any
+    owner: TrainStep
+
+    @property
+    def model(self) -> Any:
+        """The model in the user's own type and tree."""
+        return self.owner.adapter.rebuild(self.params, self.rest)
+
+
+class TrainStep:
+    """A plan, compiled: call it with a state and a global batch.
+
+    Attributes:
+        plan: what it runs.
+        mesh: the devices.
+        adapter: how the model divides into parameters and the rest.
+        shardings: a state whose leaves are the ``NamedSharding`` of each array.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        adapter: Adapter,
+        captured: Captured,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        batch: Any,
+        batch_axes: tuple[int | None, ...],
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.adapter = adapter
+        analysed = analyse_graph(captured.graph)
+        self._program = Program(
+            plan=plan,
+            captured=captured,
+            adapter=adapter,
+            constraints=constraints_of(plan, analysed, captured.outputs),
+            mesh=mesh,
+            optimizer=optimizer,
+            batch_axes=batch_axes,
+        )
+        self._batch = batch
+        self._batch_shardings = [named(leaf.spec, mesh) for leaf in plan.batch]
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        self.shardings = self._make_shardings()
+        places = (self.shardings, self._batch_shardings)
+        self._step = jax.jit(
+            self._advance,
+            in_shardings=places,
+            out_shardings=(self.shardings, self._whole),
+            donate_argnums=0,
+        )
+        self._loss = jax.jit(
+            self._evaluate, in_shardings=places, out_shardings=self._whole
+        )
+
+    # Starting.
+
+    def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
+        """A fresh state, every array born in its own layout.
+
+        Args:
+            make_model: builds the model; takes the key, or nothing.
+            rng: a random key; the run's own keys derive from it too.
+
+        Raises:
+            WhaleError: it builds another model than the plan is for.
+        """
+        takes_key = bool(inspect.signature(make_model).parameters)
+
+        def build(key: Any) -> tuple[Any, Any, Any]:
+            model = make_model(key) if takes_key else make_model()
+            params, rest = self.adapter.take_apart(model)
+            return params, rest, jax.random.fold_in(key, 0x5EED)
+
+        return self._born(build, rng)
+
+    def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
+        """A state with the values of an existing model, which stays the user's own.
+
+        Args:
+            model: the model, with real arrays.
+            rng: a random key for losses that take one; key 0 if left out.
+        """
+        key = jax.random.key(0) if rng is None else rng
+        params, rest = self.adapter.take_apart(model)
+        # Arrays may live on any device, or be shared with the user: go by the host so
+        # that a donated buffer is never one of theirs.
+        values = jax.tree.map(_host_copy, (params, rest))
+        return self._born(lambda tree, key: (*tree, key), values, key)
+
+    def _born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        def whole(*args: Any) -> TrainState:
+            params, rest, key = build(*args)
+            params = jax.tree.map(jnp.asarray, params)
+            return TrainState(
+                params=params,
+                rest=rest,
+                opt_state=self._program.optimizer.init(params),
+                step=jnp.zeros((), jnp.int32),
+                rng=key,
+                owner=self,
+            )
+
+        return jax.jit(whole, out_shardings=self.shardings)(*arguments)
+
+    def _make_shardings(self) -> TrainState:
+        leaves = self.plan.leaves
+        params, structure = jax.tree.flatten(self.adapter.params)
+        state = jax.eval_shape(self._program.optimizer.init, self._abstract_params())
+        specs = optimizer_layouts(
+            state,
+            self.adapter.param_paths,
+            [p.shape for p in params],
+            [leaf.optimizer_spec for leaf in leaves],
+        )
+        return TrainState(
+            params=structure.unflatten([named(x.param_spec, self.mesh) for x in leaves]),
+            rest=jax.tree.map(lambda _: self._whole, self.adapter.rest),
+            opt_state=jax.tree.structure(state).unflatten(
+                [named(spec, self.mesh) for spec in specs]
+            ),
+            step=self._whole,
+            rng=self._whole,
+            owner=self,
+        )
+
+    def _abstract_params(self) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.adapter.params
+        )
+
+    # Running.
+
+    def __call__(
+        self, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One step of the optimizer.
+
+        Args:
+            state: is consumed: its buffers are reused.
+            batch: the global batch; with several processes this process's part of it,
+                or global ``jax.Array`` leaves.
+
+        Returns:
+            The new state, and metrics: ``loss`` and what the loss function reports.
+
+        Raises:
+            PlanError: the batch has another shape than the plan is for.
+        """
+        new, metrics = self._step(state, self._place(batch))
+        return new, metrics
+
+    def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
+        """The loss and metrics of a batch, without a gradient; nothing changes.
+
+        Args:
+            state: is kept.
+            batch: as for a step.
+        """
+        metrics: dict[str, Any] = self._loss(state, self._place(batch))
+        return metrics
+
+    def lower(self, state: TrainState | None = None) -> Any:
+        """The lowered step (``jax.stages.Lowered``), for looking at the program.
+
+        Args:
+            state: a state, or None for an abstract one.
+        """
+        if state is None:
+            state = self.abstract_state()
+        batch = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(
+                self.plan.batch, self._batch_shardings, strict=True
+            )
+        ]
+        return self._step.lower(state, batch)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of the state, with no array behind them."""
+        params = self._abstract_params()
+        shapes = TrainState(
+            params=params,
+            rest=self.adapter.rest,
+            opt_state=jax.eval_shape(self._program.optimizer.init, params),
+            step=jax.ShapeDtypeStruct((), jnp.int32),
+            rng=jax.eval_shape(lambda: jax.random.key(0)),
+            owner=self,
+        )
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            self.shardings,
+        )
+
+    def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
+        """Write a checkpoint; it appears whole or not at all.
+
+        Args:
+            path: a directory that does not exist yet.
+            state: is kept.
+        """
+        from whalejax.checkpoint import save
+
+        save(path, state, self.plan)
+
+    def restore(self, path: str | os.PathLike[str]) -> TrainState:
+        """Read a checkpoint into this plan's layout, whatever plan wrote it.
+
+        Args:
+            path: what ``save`` wrote.
+
+        Raises:
+            WhaleError: no checkpoint is there, or it is another model's.
+        """
+        from whalejax.checkpoint import restore
+
+        state: TrainState = restore(path, self.abstract_state(), self.plan)
+        return state
+
+    # The program.
+
+    def _advance(
+        self, state: TrainState, batch: list[Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        program = self._program
+        params = jax.tree.leaves(state.params)
+        rng = state.rng if self.adapter.takes_rng else None
+        sums, rest = gradients_of(program, params, state.rest, batch, rng, state.step)
+        gradients = [g / sums.weight.astype(g.dtype) for g in sums.gradients]
+        fresh, opt_state = update(program, params, state.opt_state, gradients)
+        new = TrainState(
+            params=jax.tree.structure(state.params).unflatten(fresh),
+            rest=rest,
+            opt_state=opt_state,
+            step=state.step + 1,
+            rng=state.rng,
+            owner=self,
+        )
+        return new, self._metrics(sums.total, sums.weight, sums.metrics)
+
+    def _evaluate(self, state: TrainState, batch: list[Any]) -> dict[str, Any]:
+        program = self._program
+        rng = state.rng if self.adapter.takes_rng else None
+        params = jax.tree.leaves(state.params)
+        sums = losses_of(program, params, state.rest, batch, rng, state.step)
+        return self._metrics(sums.total, sums.weight, sums.metrics)
+
+    def _metrics(self, total: Any, weight: Any, sums: Any) -> dict[str, Any]:
+        count = self.plan.num_micro_batches
+
+        def mean(x: Any) -> Any:
+            return x / count if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+        return {**jax.tree.map(mean, sums), "loss": total / weight}
+
+    def _place(self, batch: Any) -> list[Any]:
+        leaves, structure = jax.tree.flatten(batch)
+        if structure != self._batch:
+            raise PlanError(
+                f"the batch has the structure {structure}; the plan is for "
+                f"{self._batch}"
+            )
+        problems = Problems()
+        several = jax.process_count() > 1
+        placed = []
+        for leaf, planned, sharding in zip(
+            leaves, self.plan.batch, self._batch_shardings, strict=True
+        ):
+            local = several and not isinstance(leaf, jax.Array)
+            if not local and tuple(leaf.shape) != planned.shape:
+                problems.add(
+                    f"batch leaf {planned.path or '(the batch)'} has shape "
+                    f"{tuple(leaf.shape)}; the plan is for the global shape "
+                    f"{planned.shape}. Plan again for this batch"
+                )
+                continue
+            if local:
+                leaf = jax.make_array_from_process_local_data(
+                    sharding, np.asarray(leaf), planned.shape
+                )
+            placed.append(_as_planned(leaf, planned.dtype, sharding))
+        problems.raise_if_any(PlanError, title="the batch does not match the plan")
+        return placed
+
+
+def _as_planned(leaf: Any, dtype: str, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    if not isinstance(leaf, jax.Array) and str(leaf.dtype) != dtype:
+        leaf = np.asarray(leaf).astype(dtype)
+    return jax.device_put(leaf, sharding)
+
+
+def _host_copy(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = np.array(jax.random.key_data(leaf), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return np.array(leaf, copy=True)
+
+
+def compile(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    model: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    batch: Any = None,
+    trainable: Any = None,
+    axis_names: Mapping[str, str] | None = None,
+    batch_axes: Any = 0,
+    devices: Any = None,
+) -> TrainStep:
+    """Turn a plan into a step that runs.
+
+    Args:
+        plan: from ``wh.plan`` or ``wh.Plan.load``.
+        loss_fn: the loss the plan was made for.
+        model: the same model, abstract or real.
+        optimizer: an optax transformation; plain evaluation needs none.
+        batch: the global batch, abstract or real, where it is no tree of dictionaries
+            and sequences; otherwise the plan knows it.
+        trainable, axis_names, batch_axes: as given to ``wh.plan``.
+        devices: the devices to run on, in node order; all of them if left out.
+
+    Returns:
+        The step. Nothing is compiled before it is called.
+
+    Raises:
+        PlanError: the plan is for another model, batch or machine, or cannot run yet;
+            found before anything compiles.
+    """
+    from whalejax.planning import batch_of
+
+    if not plan.runnable:
+        raise PlanError(
+            "this plan is an estimate (runnable=False) and cannot be run. Plan again "
+            "without runnable=False"
+        )
+    example = batch_of(plan) if batch is None else batch
+    mesh = _mesh_of(plan, devices)
+    adapter = at_precision(
+        adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
+        plan.precision,
+    )
+    captured = capture(
+        adapter,
+        example,
+        num_micro_batches=plan.num_micro_batches,
+        batch_axes=batch_axes,
+    )
+    _check_same_model(plan, captured, example)
+    return TrainStep(
+        plan,
+        adapter,
+        captured,
+        optax.identity() if optimizer is None else optimizer,
+        mesh,
+        jax.tree.structure(example),
+        captured.batch_axes,
+    )
+
+
+def _mesh_of(plan: Plan, devices: Any) -> Mesh:
+    found = jax.devices() if devices is None else list(devices)
+    if len(found) != plan.num_devices:
+        raise PlanError(
+            f"this plan is for {plan.num_devices} devices "
+            f"({plan.cluster.describe()}); here are {len(found)} "
+            f"({found[0].device_kind}). Plan again for this machine, or pass "
+            f"devices= with {plan.num_devices} of them"
+        )
+    mesh: Mesh = plan.mesh(found)
+    return mesh
+
+
+def _check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
+    if captured.graph.model_hash == plan.model_hash:
+        return
+    problems = Problems()
+    planned = {leaf.path: (leaf.shape, leaf.dtype) for leaf in plan.leaves}
+    given = {t.path: (t.shape, t.dtype) for t in captured.graph.params}
+    for path in sorted(set(planned) | set(given)):
+        a, b = planned.get(path), given.get(path)
+        if a != b:
+            problems.add(
+                f"{path}: the plan has {_shape_text(a)}, the model {_shape_text(b)}"
+            )
+    shapes = [leaf.shape for leaf in plan.batch]
+    here = [tuple(x.shape) for x in jax.tree.leaves(example)]
+    if shapes != here:
+        problems.add(f"the batch: the plan is for {shapes}, given is {here}")
+    if not problems:
+        problems.add(
+            f"the loss or its marks changed (the plan has hash {plan.model_hash}, the "
+            f"model {captured.graph.model_hash})"
+        )
+    problems.raise_if_any(
+        PlanError, title="this plan was made for another model or batch; plan again"
+    )
+
+
+def _shape_text(entry: tuple[tuple[int, ...], str] | None) -> str:
+    return "no such leaf" if entry is None else f"{entry[1]}{list(entry[0])}"
+
+
+def with_plan(state: TrainState, owner: TrainStep) -> TrainState:
+    """The same arrays under another step of the same model."""
+    return dataclasses.replace(state, owner=owner)
