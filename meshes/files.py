@@ -90,8 +90,9 @@ def _kind_data(kind: DeviceKind) -> dict[str, Any]:
 
 def _level_data(level: Level) -> dict[str, Any]:
     data = dataclasses.asdict(level)
-    data["slowdown"] = dict(level.slowdown)
-    return {k: v for k, v in data.items() if v not in (False, {})}
+    data["slowdown"] = dict(level.slowdown) or None
+    data["torus"] = level.torus or None
+    return {k: v for k, v in data.items() if v is not None}
 
 
 def _without_blanks(data: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None
             base = bases[name].kind
         except WhaleError as error:
             table.problems.add(f"{table.at('base')}: {error}")
-    values = _kind_values(table, base)
+    values = _kind_values(table, needed=base_name is None)
     table.done()
     if len(table.problems) > before:
         return None
@@ -171,17 +172,17 @@ def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None
         return None
 
 
-def _kind_values(table: Table, base: DeviceKind | None) -> dict[str, Any]:
-    """The values that the table gives; without a base the main ones are required."""
+def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
+    """The values that the table gives; without a base the main ones are needed."""
     values: dict[str, Any] = {}
-    needed = base is None
     values["label"] = table.text("label", None)
     platform = table.text("platform") if needed else table.text("platform", None)
-    if platform is not None and platform not in PLATFORMS:
+    if platform and platform not in PLATFORMS:
         table.problem("platform", platform, f"one of {', '.join(PLATFORMS)}")
     values["platform"] = platform
-    memory = table.integer("memory_bytes") if needed else None
-    values["memory_bytes"] = memory or table.integer("memory_bytes", None)
+    values["memory_bytes"] = (
+        table.integer("memory_bytes") if needed else table.integer("memory_bytes", None)
+    )
     values["host_memory_bytes"] = table.integer("host_memory_bytes", None)
     for key in (
         "memory_bytes_per_second",

@@ -22,6 +22,7 @@ from whalejax.models._layers import widened
 Array: TypeAlias = jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """Where the tokens go.

@@ -104,8 +104,10 @@ class NormedConv(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Images ``[batch, height, width, channels]`` in and out."""
-        y: Array = self.norm(self.conv(x))
-        return y
+        y = self.conv(x)
+        # The float32 statistics would widen everything behind a bfloat16 product.
+        normed: Array = self.norm(y).astype(y.dtype)
+        return normed
 
 
 class Bottleneck(nnx.Module):

@@ -21,6 +21,9 @@ from whalejax.planner.regions import expert_roles
 from whalejax.planner.rows import Rows
 
 
+NOTHING_TO_SPLIT = "a split would shard nothing"
+"""Reason to refuse a mesh."""
+
 MOST_SETS = 32
 """Independent sets kept for one TaskGraph, those that hold most weight first."""
 
@@ -134,7 +137,7 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
             return f"a split asks for {choice.devices} devices"
         serves = mesh["tensor"] > 1 or (mesh["expert"] > 1 and choice.experts)
         if not serves and choice.devices != 1 and _several(mesh):
-            return "a split would shard nothing"
+            return NOTHING_TO_SPLIT
     return ""
 
 
@@ -146,9 +149,7 @@ def _splits(choice: Choice) -> bool:
     return choice.strategy != "replicate"
 
 
-def choices(
-    graph: Graph, dims: Dimensions, rows: Rows, default: str | None
-) -> Options:
+def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> Options:
     """Work out what each TaskGraph may do.
 
     Args:
@@ -232,10 +233,7 @@ def _cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
 
 def _minor_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     return frozenset(
-        role
-        for t in graph.params
-        for atoms in dims.layouts[t.id]
-        for role in atoms[1:]
+        role for t in graph.params for atoms in dims.layouts[t.id] for role in atoms[1:]
     )
 
 
@@ -260,9 +258,7 @@ def _independent(
 def _maximal(roles: list[int], meet: Mapping[int, set[int]]) -> Iterator[set[int]]:
     """Bron and Kerbosch (1973) on the complement of the meeting graph."""
 
-    def grow(
-        chosen: set[int], open_: set[int], done: set[int]
-    ) -> Iterator[set[int]]:
+    def grow(chosen: set[int], open_: set[int], done: set[int]) -> Iterator[set[int]]:
         if not open_ and not done:
             yield chosen
         for role in sorted(open_):

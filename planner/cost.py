@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.collectives import (
-    CollectiveKind as CollectiveKind,
+    CollectiveKind,
     axis_parts,
     collective_seconds,
 )
@@ -124,9 +124,7 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     )
 
 
-def _memory_bytes(
-    row: Row, hits: Mapping[str, int], s: Setting
-) -> tuple[float, float]:
+def _memory_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[float, float]:
     slots = row.slots
     forward = sum(local_bytes(slots[i], hits, s) for i in (*row.reads, *row.writes))
     if not any(slot.differentiable for slot in row.results):

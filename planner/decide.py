@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
+from whalejax.planner.choices import NOTHING_TO_SPLIT
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.graph import Graph
@@ -25,7 +26,13 @@ from whalejax.planner.plan import (
     RoleInfo,
 )
 from whalejax.planner.regions import with_expert_regions
-from whalejax.planner.search import Request, Scored, Search, ranked
+from whalejax.planner.search import (
+    BATCH_DOES_NOT_DIVIDE,
+    Request,
+    Scored,
+    Search,
+    ranked,
+)
 from whalejax.planner.virtual_devices import virtual_devices
 
 
@@ -107,17 +114,7 @@ def _is_stage(kind: str) -> bool:
 
 def _nothing_fits(search: Search, cluster: Cluster, request: Request) -> str:
     if not search.scored:
-        reasons = "; ".join(
-            f"{why} ({count} meshes)" for why, count in sorted(search.refused.items())
-        )
-        size = search.graph.batch_size * search.graph.num_micro_batches
-        count = request.num_micro_batches or 1
-        return (
-            f"no layout of {request.num_devices} devices serves this model: {reasons}. "
-            f"The global batch is {size} in {count} micro-batches: each micro-batch "
-            f"must divide by the devices that share it. Change the batch to a multiple "
-            f"of {request.num_devices * count}, use fewer devices, or drop marks"
-        )
+        return _nothing_serves(search, request)
     nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
     lacking = nearest.memory.total_bytes - cluster.memory_bytes
     terms = ", ".join(
@@ -130,6 +127,30 @@ def _nothing_fits(search: Search, cluster: Cluster, request: Request) -> str:
         f"({lacking} bytes) of {gigabytes(cluster.memory_bytes)} per device ({terms}). "
         f"{len(search.scored)} plans were weighed. Use more devices or a smaller batch"
     )
+
+
+def _nothing_serves(search: Search, request: Request) -> str:
+    size = search.graph.batch_size * search.graph.num_micro_batches
+    count = request.num_micro_batches or 1
+    part = f"{size} samples in {count} micro-batch{'es' if count > 1 else ''}"
+    remedies = {
+        BATCH_DOES_NOT_DIVIDE: (
+            f"the global batch is {part}, and the devices that share a micro-batch "
+            f"must divide it. Use a batch that is a multiple of "
+            f"{request.num_devices * count}, or fewer devices"
+        ),
+        NOTHING_TO_SPLIT: (
+            "a split region needs an axis: mesh= gives it none, or no dimension of its "
+            "weights divides by the axis"
+        ),
+    }
+    lines = [
+        f"no layout of {request.num_devices} devices serves this model "
+        f"({sum(search.refused.values())} were looked at):"
+    ]
+    for why, number in sorted(search.refused.items(), key=lambda item: -item[1]):
+        lines.append(f"  {why} ({number} layouts). {remedies.get(why, '')}".rstrip())
+    return "\n".join(lines)
 
 
 def _plan(
@@ -273,7 +294,9 @@ def _notes(
         notes.extend(_micro_batch_notes(analysed, best))
     whole = [leaf for leaf in leaves if leaf.note]
     if whole:
-        notes.append(f"{len(whole)} parameters stay whole in part; see why(path)")
+        names = ", ".join(leaf.path for leaf in whole[:3])
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
     return tuple(notes)
 
 

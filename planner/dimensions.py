@@ -404,8 +404,6 @@ def _anchor(
     return max(members, key=lambda m: tensors[slots[m[0]]].nbytes)
 
 
-
-
 class _ClassFacts:
     """What folding and naming need to know of each class."""
 
@@ -413,10 +411,10 @@ class _ClassFacts:
         graph = analysis.graph
         find = analysis.classes.find
         self.size: dict[int, int] = {}
-        self.weights: dict[int, dict[str, None]] = defaultdict(dict)
+        self.weights: dict[int, dict[str, int]] = defaultdict(dict)
         self.names: dict[int, Counter[str]] = defaultdict(Counter)
         self.batch: set[int] = set()
-        self.inputs: dict[int, dict[str, None]] = defaultdict(dict)
+        self.inputs: dict[int, dict[str, int]] = defaultdict(dict)
         self.uses: dict[int, set[object]] = defaultdict(set)
         self.blocked: dict[int, str] = {}
         self.roots: list[int] = []
@@ -451,7 +449,7 @@ class _ClassFacts:
             suffix = f"[{dim}.{k}]" if many else f"[{dim}]"
             starred = re.sub(r"(?<![^.\[])\d+(?![^.\]])", "*", tensor.path) + suffix
             target = self.weights if tensor.kind == "param" else self.inputs
-            target[root].setdefault(starred)
+            target[root][starred] = max(tensor.nbytes, target[root].get(starred, 0))
             name = tensor.names[dim] if dim < len(tensor.names) else None
             if name and not many:
                 self.names[root][name] += 1
@@ -495,8 +493,13 @@ class _ClassFacts:
         )
 
 
-def _merged(parts: Iterable[dict[str, None]]) -> list[str]:
-    return list(dict.fromkeys(name for part in parts for name in part))
+def _merged(parts: Iterable[dict[str, int]]) -> list[str]:
+    """Names of leaves, those of the largest first."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        for name, nbytes in part.items():
+            sizes[name] = max(nbytes, sizes.get(name, 0))
+    return sorted(sizes, key=lambda name: (-sizes[name], name))
 
 
 def _blame(op: Op) -> str:

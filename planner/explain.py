@@ -55,11 +55,8 @@ def layout_text(plan: Plan) -> str:
 def leaf_note(
     leaf: LeafPlan, tensor: Tensor, mesh: Mapping[str, int], dims: Dimensions
 ) -> str:
-    """Why dimensions of a parameter stay whole in storage, or an empty text."""
-    if shards(leaf.param_spec, mesh) > 1 or max(mesh.values()) == 1:
-        return ""
-    wanted = [axis for axis in ("fsdp", "tensor", "expert") if mesh[axis] > 1]
-    if not wanted:
+    """Why ``fsdp`` shards no dimension of a parameter, or an empty text."""
+    if mesh["fsdp"] == 1 or any("fsdp" in axes for axes in leaf.param_spec):
         return ""
     reasons = []
     for dim, names in enumerate(leaf.roles):
@@ -71,12 +68,7 @@ def leaf_note(
         if role is not None and role.unshardable:
             reasons.append(f"{label}: {role.unshardable}")
             continue
-        failing = [a for a in wanted if size % mesh[a]]
-        if failing:
-            axis = failing[0]
-            reasons.append(f"{label}: {axis} {mesh[axis]} does not divide {size}")
-        else:
-            reasons.append(f"{label}: not among the dimensions that were chosen")
+        reasons.append(f"{label}: fsdp {mesh['fsdp']} does not divide it")
     return "; ".join(reasons)
 
 
@@ -204,9 +196,11 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
     roles = {r.name: r for r in plan.roles}
     for dim, names in enumerate(leaf.roles):
         lines.append(_why_dim(plan, leaf, dim, names, roles))
-    lines.append(f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
-                 f"{spec_text(leaf.param_spec)}, optimizer state as "
-                 f"{spec_text(leaf.optimizer_spec)}")
+    lines.append(
+        f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
+        f"{spec_text(leaf.param_spec)}, optimizer state as "
+        f"{spec_text(leaf.optimizer_spec)}"
+    )
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
     lines.append("  plans that were weighed:")
@@ -219,7 +213,11 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
 
 
 def _why_dim(
-    plan: Plan, leaf: LeafPlan, dim: int, names: tuple[str, ...], roles: Mapping[str, object]
+    plan: Plan,
+    leaf: LeafPlan,
+    dim: int,
+    names: tuple[str, ...],
+    roles: Mapping[str, object],
 ) -> str:
     label = " × ".join(names) or "size 1"
     compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
@@ -230,7 +228,9 @@ def _why_dim(
             for r in plan.compute
             if any(a in compute and set(n) & set(names) for a, n in r.axes)
         ]
-        reasons.append(f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}")
+        reasons.append(
+            f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
+        )
     added = [a for a in stored if a not in compute]
     if added:
         reasons.append(f"stored in shards over {'+'.join(added)}, gathered for use")
@@ -240,7 +240,11 @@ def _why_dim(
 
 
 def _whole_reason(
-    plan: Plan, leaf: LeafPlan, dim: int, names: tuple[str, ...], roles: Mapping[str, object]
+    plan: Plan,
+    leaf: LeafPlan,
+    dim: int,
+    names: tuple[str, ...],
+    roles: Mapping[str, object],
 ) -> str:
     role = roles.get(names[0]) if names else None
     blocked = getattr(role, "unshardable", "")

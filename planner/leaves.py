@@ -91,9 +91,7 @@ def _homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
     return homes
 
 
-def _order(
-    tensor: Tensor, layout: Layout, rank: Mapping[int, int]
-) -> tuple[int, ...]:
+def _order(tensor: Tensor, layout: Layout, rank: Mapping[int, int]) -> tuple[int, ...]:
     """Dimensions that storage may shard: pinned to an axis first, then by role."""
     pins = {d for d, axis in enumerate(tensor.pinned) if axis in ("fsdp", "data")}
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]

@@ -14,11 +14,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.choices import Options, choices, sharded_by_split
+from whalejax.planner.choices import (
+    NOTHING_TO_SPLIT,
+    Options,
+    choices,
+    sharded_by_split,
+)
 from whalejax.planner.cost import (
     Collective,
     RowCost,
@@ -41,11 +47,18 @@ from whalejax.planner.memory import (
 )
 from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
 from whalejax.planner.rows import Rows, build_rows
-from whalejax.planner.update import storage_collectives, update_seconds
+from whalejax.planner.update import (
+    combined_gradients,
+    storage_collectives,
+    update_seconds,
+)
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "tensor")
 """Mesh axes that the search gives sizes to, outermost first."""
+
+BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
+"""Reason to refuse a layout."""
 
 TIE = 0.005
 """Plans closer than this part of the best step time count as equally fast."""
@@ -186,12 +199,14 @@ class Search:
             self.refused[reason] = self.refused.get(reason, 0) + 1
             return
         lists = [self.options.tables(g, mesh, self.dims) for g in self.options.order]
+        if not all(lists):
+            self.refused[NOTHING_TO_SPLIT] = self.refused.get(NOTHING_TO_SPLIT, 0) + 1
         for combination in itertools.product(*lists):
             tables = dict(zip(self.options.order, combination, strict=True))
             if self._batch_divides(mesh, tables):
                 yield tables
             else:
-                why = "the batch does not divide"
+                why = BATCH_DOES_NOT_DIVIDE
                 self.refused[why] = self.refused.get(why, 0) + 1
 
     def _batch_divides(
@@ -211,14 +226,29 @@ class Search:
         levels = (0, 1, 2) if mesh["data"] > 1 else (0,)
         if self.request.zero is not None:
             levels = (self.request.zero,)
+        costs: dict[int, tuple[RowCost, ...]] = {}
         for zero in levels:
             best: Scored | None = None
             for count in self._micro_batches(mesh, tables):
-                best = self._evaluate(mesh, tables, zero, count)
+                s = self._setting(mesh, count)
+                if count not in costs:
+                    costs[count] = tuple(self._costs(tables, s))
+                best = self._evaluate(tables, zero, count, costs[count], s)
                 if best.fits:
                     break
             if best is not None:
                 self.scored.append(best)
+
+    def _setting(self, mesh: Mapping[str, int], count: int) -> Setting:
+        # The graph was traced at one part of its batch; what is searched is how many
+        # parts there are in all.
+        return Setting(
+            mesh,
+            count // self.graph.num_micro_batches,
+            self.cluster,
+            self.dims,
+            self.batch_roles,
+        )
 
     def _micro_batches(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -237,19 +267,15 @@ class Search:
         yield from (m for m in range(1, most + 1) if most % m == 0)
 
     def _evaluate(
-        self, mesh: dict[str, int], tables: dict[int, Table], zero: int, count: int
+        self,
+        tables: dict[int, Table],
+        zero: int,
+        count: int,
+        costs: tuple[RowCost, ...],
+        s: Setting,
     ) -> Scored:
         request = self.request
-        # The graph was traced at one part of its batch; what is searched is how many
-        # parts there are in all.
-        s = Setting(
-            mesh,
-            count // self.graph.num_micro_batches,
-            self.cluster,
-            self.dims,
-            self.batch_roles,
-        )
-        leaves = plan_leaves(self.facts, tables, mesh, zero)
+        leaves = plan_leaves(self.facts, tables, s.mesh, zero)
         memory = memory_of(
             leaves,
             self.facts.nbytes,
@@ -260,10 +286,9 @@ class Search:
             request.state_bytes,
             request.cast_bytes,
         )
-        fits = memory.total_bytes <= self.cluster.memory_bytes
-        time, collectives = self._time(tables, leaves, zero, count, s)
+        time, collectives = self._time(leaves, zero, count, costs, s)
         return Scored(
-            mesh=mesh,
+            mesh=s.mesh,
             zero=zero,
             num_micro_batches=count,
             tables=tables,
@@ -271,42 +296,36 @@ class Search:
             collectives=collectives,
             time=time,
             memory=memory,
-            fits=fits,
+            fits=memory.total_bytes <= self.cluster.memory_bytes,
         )
 
     def _time(
         self,
-        tables: Mapping[int, Table],
         leaves: tuple[LeafPlan, ...],
         zero: int,
         count: int,
+        costs: tuple[RowCost, ...],
         s: Setting,
     ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        compute = launches = 0.0
-        found: list[Collective] = []
-        for cost in self._costs(tables, s):
-            compute += cost.compute_seconds
-            launches += cost.launches
-            found.extend(cost.collectives)
-        storage = storage_collectives(
-            leaves, self.facts, s, self.request.cast_bytes
-        )
-        found = [*found, *storage.in_micro_batch]
-        seconds = {
-            "gradient": 0.0,
-            "activation": 0.0,
-            "border": 0.0,
-            "parameter": 0.0,
-        }
-        for c in found:
+        storage = storage_collectives(leaves, self.facts, s, self.request.cast_bytes)
+        found = [c for cost in costs for c in cost.collectives]
+        gradients = [c for c in found if c.what == "gradient"]
+        others = [c for c in found if c.what != "gradient"]
+        during = [
+            *others,
+            *storage.in_micro_batch,
+            *combined_gradients(gradients, zero, s),
+        ]
+        seconds: dict[str, float] = defaultdict(float)
+        for c in during:
             seconds[c.what] += seconds_of(c, s) * count
         for c in storage.in_update:
             seconds[c.what] += seconds_of(c, s)
         exposed = 1.0 - OVERLAP[self.cluster.platform]
-        overhead = self.cluster.slowest.op_overhead_seconds
+        launches = sum(cost.launches for cost in costs) * count
         terms = TimeTerms(
-            compute_seconds=compute * count,
-            launch_seconds=launches * count * overhead,
+            compute_seconds=sum(cost.compute_seconds for cost in costs) * count,
+            launch_seconds=launches * self.cluster.slowest.op_overhead_seconds,
             gradient_seconds=seconds["gradient"] * exposed,
             parameter_seconds=seconds["parameter"] * exposed,
             activation_seconds=seconds["activation"],
@@ -315,7 +334,7 @@ class Search:
                 leaves, self.facts, self.request.optimizer, self.cluster, s
             ),
         )
-        return terms, (*found, *storage.in_update)
+        return terms, (*during, *storage.in_update)
 
     def _costs(self, tables: Mapping[int, Table], s: Setting) -> Iterator[RowCost]:
         for row in self.rows.ops:

@@ -6,11 +6,13 @@ and because part of it happens once a step and not once a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.collectives import CollectiveKind
 from whalejax.planner.cost import Collective, Setting
 from whalejax.planner.layout import Spec, shards
 from whalejax.planner.leaves import LeafFacts
@@ -57,8 +59,53 @@ def storage_collectives(
         if axes:
             update[axes, int(nbytes / shards(leaf.param_spec, s.mesh))] += 1
     return StorageCollectives(
-        in_micro_batch=tuple(_gather(a, n, c, "forward") for (a, n), c in during.items()),
-        in_update=tuple(_gather(a, n, c, "update") for (a, n), c in update.items()),
+        in_micro_batch=_gathers(during, "forward"),
+        in_update=_gathers(update, "update"),
+    )
+
+
+def combined_gradients(
+    gradients: Sequence[Collective], zero: int, s: Setting
+) -> tuple[Collective, ...]:
+    """Gradient reductions as the compiler runs them: one for each set of axes.
+
+    XLA combines the all-reduces of a step's end into one. Where it can reduce-scatter
+    and gradients are stored in shards, the axes that shard them take half the traffic
+    and the others reduce what is left.
+
+    Args:
+        gradients: one reduction for each parameter and use, over the batch axes.
+        zero: ZeRO level over ``data``.
+        s: mesh and cluster.
+    """
+    totals: Counter[tuple[str, ...]] = Counter()
+    for c in gradients:
+        totals[c.axes] += c.payload_bytes * c.count
+    sharding = {"fsdp", "data"} if zero >= 2 else {"fsdp"}
+    found: list[Collective] = []
+    for axes, payload in totals.items():
+        scattered = tuple(a for a in axes if a in sharding)
+        if not (s.cluster.compiler.reduce_scatter and scattered):
+            found.append(_reduction("all-reduce", axes, payload))
+            continue
+        found.append(_reduction("reduce-scatter", scattered, payload))
+        left = tuple(a for a in axes if a not in sharding)
+        parts = math.prod(s.mesh[a] for a in scattered)
+        if left:
+            found.append(_reduction("all-reduce", left, payload // parts))
+    return tuple(found)
+
+
+def _reduction(
+    kind: CollectiveKind, axes: tuple[str, ...], payload_bytes: int
+) -> Collective:
+    return Collective(
+        kind=kind,
+        axes=axes,
+        phase="backward",
+        what="gradient",
+        payload_bytes=payload_bytes,
+        count=1,
     )
 
 
@@ -67,16 +114,19 @@ def _added(before: Spec, after: Spec) -> tuple[str, ...]:
     return tuple(axis for axes in after for axis in axes if axis not in old)
 
 
-def _gather(
-    axes: tuple[str, ...], payload_bytes: int, count: int, phase: str
-) -> Collective:
-    return Collective(
-        kind="all-gather",
-        axes=axes,
-        phase=phase,
-        what="parameter",
-        payload_bytes=payload_bytes,
-        count=count,
+def _gathers(
+    counted: Mapping[tuple[tuple[str, ...], int], int], phase: str
+) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(
+            kind="all-gather",
+            axes=axes,
+            phase=phase,
+            what="parameter",
+            payload_bytes=payload_bytes,
+            count=count,
+        )
+        for (axes, payload_bytes), count in counted.items()
     )
 
 

@@ -66,8 +66,8 @@ def virtual_devices(
         )
     elif num_devices % needed:
         problems.add(
-            f"one model replica takes {needed} devices ({_listing(task_graphs)}), which "
-            f"does not divide {num_devices}. Counts that do: "
+            f"one model replica takes {needed} devices ({_listing(task_graphs)}), "
+            f"which does not divide {num_devices}. Counts that do: "
             f"{', '.join(str(d) for d in _divisors(num_devices))}"
         )
     problems.raise_if_any(PlanError, title="the marks do not fit the devices")

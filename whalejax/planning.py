@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from whalejax.adapters import Adapter, adapt
+from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -259,4 +259,3 @@ def _sequences(node: Any) -> Any:
     if all(isinstance(key, int) for key in node):
         return tuple(_sequences(node[key]) for key in sorted(node))
     return {key: _sequences(value) for key, value in node.items()}
-

@@ -169,11 +169,13 @@ class TrainStep:
                 owner=self,
             )
 
-        return jax.jit(whole, out_shardings=self.shardings)(*arguments)
+        born: TrainState = jax.jit(whole, out_shardings=self.shardings)(*arguments)
+        return born
 
     def _make_shardings(self) -> TrainState:
         leaves = self.plan.leaves
-        params, structure = jax.tree.flatten(self.adapter.params)
+        params = jax.tree.leaves(self.adapter.params)
+        structure = _structure(self.adapter.params)
         state = jax.eval_shape(self._program.optimizer.init, self._abstract_params())
         specs = optimizer_layouts(
             state,
@@ -182,9 +184,11 @@ class TrainStep:
             [leaf.optimizer_spec for leaf in leaves],
         )
         return TrainState(
-            params=structure.unflatten([named(x.param_spec, self.mesh) for x in leaves]),
+            params=structure.unflatten(
+                [named(x.param_spec, self.mesh) for x in leaves]
+            ),
             rest=jax.tree.map(lambda _: self._whole, self.adapter.rest),
-            opt_state=jax.tree.structure(state).unflatten(
+            opt_state=_structure(state).unflatten(
                 [named(spec, self.mesh) for spec in specs]
             ),
             step=self._whole,
@@ -255,11 +259,12 @@ class TrainStep:
             rng=jax.eval_shape(lambda: jax.random.key(0)),
             owner=self,
         )
-        return jax.tree.map(
+        abstract: TrainState = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
             self.shardings,
         )
+        return abstract
 
     def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
         """Write a checkpoint; it appears whole or not at all.
@@ -298,7 +303,7 @@ class TrainStep:
         gradients = [g / sums.weight.astype(g.dtype) for g in sums.gradients]
         fresh, opt_state = update(program, params, state.opt_state, gradients)
         new = TrainState(
-            params=jax.tree.structure(state.params).unflatten(fresh),
+            params=_structure(state.params).unflatten(fresh),
             rest=rest,
             opt_state=opt_state,
             step=state.step + 1,
@@ -360,9 +365,13 @@ def _as_planned(leaf: Any, dtype: str, sharding: NamedSharding) -> Any:
     return jax.device_put(leaf, sharding)
 
 
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
 def _host_copy(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.array(jax.random.key_data(leaf), copy=True)
+        data: Any = np.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return np.array(leaf, copy=True)
 

@@ -80,9 +80,7 @@ def test_aliases_in_any_case(alias: str, name: str) -> None:
 
 
 def test_no_name_means_two_kinds() -> None:
-    names = [
-        n.lower() for e in entries().values() for n in (e.kind.name, *e.aliases)
-    ]
+    names = [n.lower() for e in entries().values() for n in (e.kind.name, *e.aliases)]
     shown = [n.lower() for e in entries().values() for n in e.jax_names]
     assert len(names) == len(set(names))
     assert len(shown) == len(set(shown))

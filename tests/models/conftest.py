@@ -54,30 +54,63 @@ class OneDevice:
         return found
 
 
-def place(job: wh.Job, *, seed: int = 0) -> OneDevice:
-    """The job on one device, its model made from a seed."""
-    model = job.make_model(jax.random.key(seed))
-    rng = (jax.random.key(seed + 1),) if job.name.startswith("bert") else ()
-    if isinstance(model, nnx.Module):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
+def take_apart(model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The trained arrays of a model, and what makes a model of such arrays."""
+    if not isinstance(model, nnx.Module):
+        return model, lambda params: params
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return params, lambda params: nnx.merge(graph, params, rest, copy=True)
 
-        def rebuilt(params: Any) -> Any:
-            return nnx.merge(graph, params, rest, copy=True)
-    else:
-        params = model
 
-        def rebuilt(params: Any) -> Any:
-            return params
+def loss_of(job: wh.Job, model: Any, batch: Mapping[str, Any]) -> jax.Array:
+    """The job's loss as a scalar; a loss that draws is given a fixed key."""
+    rng = (jax.random.key(1),) if job.name.startswith("bert") else ()
+    result = normalise(job.loss_fn(model, batch, *rng))
+    value: jax.Array = result.total / result.weight
+    return value
 
-    def loss(params: Any, batch: Mapping[str, Any]) -> jax.Array:
-        result = normalise(job.loss_fn(rebuilt(params), batch, *rng))
-        value: jax.Array = result.total / result.weight
-        return value
 
-    return OneDevice(params=params, loss=loss, optimizer=job.optimizer)
+def place(job: wh.Job) -> OneDevice:
+    """The job on one device."""
+    params, rebuilt = take_apart(nnx.jit(job.make_model)(jax.random.key(0)))
+    return OneDevice(
+        params=params,
+        loss=lambda params, batch: loss_of(job, rebuilt(params), batch),
+        optimizer=job.optimizer,
+    )
+
+
+def trace(job: wh.Job, *, cast_to: str | None = None) -> Any:
+    """The jaxpr of loss and gradients, and their shapes; nothing is run.
+
+    Args:
+        job: what to trace.
+        cast_to: the dtype that the loss sees the parameters in, if another.
+
+    Returns:
+        The jaxpr, and the shapes of (loss, parameters, gradients).
+    """
+    model = nnx.eval_shape(lambda: job.make_model(jax.random.key(0)))
+
+    def whole(model: Any, batch: Any) -> tuple[Any, Any, Any]:
+        params, rebuilt = take_apart(model)
+        if cast_to is not None:
+            params = jax.tree.map(lambda leaf: leaf.astype(cast_to), params)
+        loss, gradients = jax.value_and_grad(
+            lambda params: loss_of(job, rebuilt(params), batch)
+        )(params)
+        return loss, params, gradients
+
+    return jax.make_jaxpr(whole, return_shape=True)(model, job.batch_at(0))
 
 
 @pytest.fixture(scope="session")
-def on_one_device() -> Callable[..., OneDevice]:
+def on_one_device() -> Callable[[wh.Job], OneDevice]:
     """Makes a job a plain function of its trained arrays."""
     return place
+
+
+@pytest.fixture(scope="session")
+def traced() -> Callable[..., Any]:
+    """Traces a job, from its key to its gradients."""
+    return trace

@@ -18,13 +18,19 @@ TEST = resnet.SIZES["test"]
 loss_of = nnx.jit(resnet.loss_fn)
 
 
+def make() -> resnet.ResNet:
+    job = resnet.job("test")
+    made: resnet.ResNet = nnx.jit(job.make_model)(jax.random.key(0))
+    return made
+
+
 @pytest.fixture
 def batch() -> Any:
     return resnet.image_batch(TEST, 0, 16, seed=0)
 
 
 def test_a_loss_call_updates_the_running_statistics(batch: Any) -> None:
-    model = resnet.ResNet(TEST, rngs=nnx.Rngs(0))
+    model = make()
     seen = np.asarray(model.stem.conv(jnp.asarray(batch["images"])), np.float64)
     loss_of(model, batch)
     mean, variance = seen.mean((0, 1, 2)), seen.var((0, 1, 2))
@@ -34,7 +40,7 @@ def test_a_loss_call_updates_the_running_statistics(batch: Any) -> None:
 
 
 def test_training_normalises_over_the_whole_batch(batch: Any) -> None:
-    model = resnet.ResNet(TEST, rngs=nnx.Rngs(0))
+    model = make()
     whole = float(loss_of(model, batch))
     halves = [
         float(loss_of(model, {k: v[part] for k, v in batch.items()}))
@@ -44,7 +50,7 @@ def test_training_normalises_over_the_whole_batch(batch: Any) -> None:
 
 
 def test_evaluation_uses_the_remembered_statistics(batch: Any) -> None:
-    model = resnet.ResNet(TEST, rngs=nnx.Rngs(0))
+    model = make()
     loss_of(model, batch)
     model.eval()
     before = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))

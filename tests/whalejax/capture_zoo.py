@@ -91,7 +91,7 @@ class Transformer(nnx.Module):
             self.head = nnx.Linear(EMBED, VOCAB, use_bias=False, rngs=rngs)
         if form == "scan":
             make = nnx.vmap(Block, in_axes=0, out_axes=0, axis_size=layers)
-            self.blocks = make(rngs.fork(split=layers))
+            self.blocks = make(rngs.split(layers))
         else:
             self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
 

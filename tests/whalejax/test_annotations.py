@@ -112,10 +112,14 @@ def test_stages_are_numbered_inside_their_pipeline() -> None:
                         x = x + 1
         return x
 
-    assert scopes_of(function, 3) == [
-        "wh.pipeline[]/wh.stage[devices=2;i=0]",
-        "wh.pipeline[]/wh.stage[devices=2;i=1]",
-    ] * 2
+    assert (
+        scopes_of(function, 3)
+        == [
+            "wh.pipeline[]/wh.stage[devices=2;i=0]",
+            "wh.pipeline[]/wh.stage[devices=2;i=1]",
+        ]
+        * 2
+    )
 
 
 def test_threads_do_not_see_each_other() -> None:

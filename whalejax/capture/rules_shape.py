@@ -248,9 +248,7 @@ RULES: Final[dict[str, Rule]] = {
     "rev": _reverse,
     "gather": _gather,
     **dict.fromkeys(
-        (
-            "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"
-        ).split(),
+        ("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max").split(),
         _scatter,
     ),
     "iota": _iota,

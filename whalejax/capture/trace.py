@@ -99,7 +99,7 @@ def capture(
         jaxpr = _compat.trace(flat, arguments)
     walk = Walk()
     results = walk.run(jaxpr)
-    loss = _loss_id(results, walk, adapter)
+    loss = _loss_id(results)
     _name_inputs(walk, adapter, leaves)
     graph = _graph(walk, loss, leaves, num_micro_batches, flat.weighted, record.marks)
     return Captured(
@@ -167,6 +167,9 @@ def _batch_leaves(
     batch: Any, batch_axes: Any, num_micro_batches: int
 ) -> tuple[list[_BatchLeaf], Any]:
     """The batch's leaves at micro-batch shape, checked; all problems at once."""
+    count = num_micro_batches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise WhaleError(f"num_micro_batches={count!r}: expected a positive integer.")
     problems = Problems("batch")
     with_paths, tree = jax.tree_util.tree_flatten_with_path(batch)
     axes = _axes_of(batch_axes, tree)
@@ -235,16 +238,25 @@ def _check_sizes(
         )
 
 
-def _loss_id(results: Sequence[Value], walk: Walk, adapter: Adapter) -> int:
+def _loss_id(results: Sequence[Value]) -> int:
     loss = results[0]
     if loss is None:
         raise WhaleError(
             "the loss is a constant. It has to depend on the model's parameters; check "
             "that loss_fn uses the model that it is given."
         )
-    for index in range(len(adapter.param_paths)):
-        walk.tensors[index].kind = "param"
     return loss
+
+
+def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
+    if not flows[loss]:
+        paths = [t.path for t in walk.tensors if t.kind == "param"]
+        listed = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
+        raise WhaleError(
+            f"the loss depends on none of the {len(paths)} trained parameters "
+            f"({listed}). Check that loss_fn uses the model that it is given, and that "
+            "no stop_gradient cuts it off."
+        )
 
 
 def _name_inputs(walk: Walk, adapter: Adapter, leaves: Sequence[_BatchLeaf]) -> None:
@@ -273,6 +285,7 @@ def _graph(
     entered: Sequence[Mark],
 ) -> Graph:
     flows = differentiable(walk, loss)
+    _check_gradient(walk, flows, loss)
     found = regions(walk.ops, walk.tensors)
     marks = found_marks(walk.ops)
     first_batch = next(i for i, t in enumerate(walk.tensors) if t.kind == "batch")

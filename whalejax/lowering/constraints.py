@@ -68,9 +68,7 @@ def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
 class _Collector:
     """Walks the operations once and writes down their constraints."""
 
-    def __init__(
-        self, plan: Plan, analysed: Analysed, outputs: Outputs
-    ) -> None:
+    def __init__(self, plan: Plan, analysed: Analysed, outputs: Outputs) -> None:
         self.outputs = outputs
         self.graph = analysed.graph
         self.dims = analysed.dims
@@ -97,10 +95,10 @@ class _Collector:
                 if atoms and axes
             }
         for op in self.graph.ops:
-            for t in op.results:
-                if self.weight[t]:
+            for result in op.results:
+                if self.weight[result]:
                     source = next((o for o in op.operands if o in found), None)
-                    found[t] = {} if source is None else found[source]
+                    found[result] = {} if source is None else found[source]
         return found
 
     def collect(self) -> Constraints:

@@ -147,6 +147,9 @@ def gradients_of(
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
+    # Reduced as the parameter is stored, then cut: asked for its own shards at once,
+    # the compiler reshards the activations instead.
+    stored = [leaf.param_spec for leaf in program.plan.leaves]
     specs = [leaf.gradient_spec for leaf in program.plan.leaves]
     differentiate = jax.value_and_grad(program.loss, has_aux=True)
 
@@ -157,7 +160,7 @@ def gradients_of(
             list(params), folded, batch, key
         )
         fresh = adapter.restore_keys(fresh, rest)
-        gradients = program.constrain(gradients, specs)
+        gradients = program.constrain(program.constrain(gradients, stored), specs)
         sums = Sums(
             total=total,
             weight=jnp.asarray(weight, total.dtype),
@@ -168,7 +171,8 @@ def gradients_of(
 
     count = program.plan.num_micro_batches
     if count == 1:
-        return one(rest, batch, 0)
+        first: tuple[Sums, Any] = one(rest, batch, 0)
+        return first
     return _accumulate(program, one, rest, batch, count)
 
 
@@ -202,7 +206,8 @@ def losses_of(
     parts = micro_batches(batch, program.batch_axes, count)
     parts = program.constrain(parts, [((), *leaf.spec) for leaf in program.plan.batch])
     all_sums = jax.lax.map(lambda pair: one(*pair), (jnp.arange(count), parts))
-    return jax.tree.map(lambda x: x.sum(0), all_sums)
+    summed: Sums = jax.tree.map(lambda x: x.sum(0), all_sums)
+    return summed
 
 
 def _accumulate(
@@ -251,7 +256,7 @@ def update(
     """
     owned = [leaf.optimizer_spec for leaf in program.plan.leaves]
     stored = [leaf.param_spec for leaf in program.plan.leaves]
-    structure = jax.tree.structure(program.adapter.params)
+    structure: Any = jax.tree.structure(program.adapter.params)
     unflatten = structure.unflatten
     tree = unflatten(program.constrain(params, owned))
     updates, state = program.optimizer.update(

@@ -1,0 +1,322 @@
+"""Clusters in files: round trips, what may be left out, and every complaint."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whalejax.meshes import (
+    BandwidthPoint,
+    Cluster,
+    CompilerProfile,
+    DeviceKind,
+    Level,
+    MatmulPoint,
+    Node,
+    Source,
+    WhaleError,
+    cluster,
+    device_kind,
+)
+from whalejax.meshes.files import from_data
+from whalejax.meshes.tables import toml_text
+
+
+POSITIVE = st.floats(1e-9, 1e18)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+KINDS = st.builds(
+    DeviceKind,
+    name=TEXTS,
+    label=st.text(max_size=4),
+    platform=st.just("cpu"),
+    memory_bytes=st.integers(1, 2**50),
+    memory_bytes_per_second=POSITIVE,
+    flops_per_second=st.dictionaries(
+        st.sampled_from(["f32", "bf16"]), POSITIVE, min_size=1
+    ).map(lambda d: tuple(d.items())),
+    host_memory_bytes=st.none() | st.integers(1, 2**50),
+    host_link_bytes_per_second=st.none() | POSITIVE,
+    op_overhead_seconds=st.just(0.0) | POSITIVE,
+    efficiency=st.floats(0.01, 1),
+    matmul_half_size=st.just(0.0) | POSITIVE,
+    matmul_points=st.lists(
+        st.builds(
+            MatmulPoint,
+            dtype=st.just("f32"),
+            m=st.integers(1, 9),
+            k=st.integers(1, 9),
+            n=st.integers(1, 9),
+            flops_per_second=POSITIVE,
+        ),
+        max_size=2,
+    ).map(tuple),
+    memory_points=st.lists(
+        st.builds(
+            BandwidthPoint, moved_bytes=st.integers(1, 9), bytes_per_second=POSITIVE
+        ),
+        max_size=2,
+    ).map(tuple),
+    transcendentals_per_second=st.none() | POSITIVE,
+    sources=st.lists(
+        st.builds(Source, field=TEXTS, url=TEXTS, title=st.text(max_size=5), date=TEXTS)
+    ).map(tuple),
+)
+
+
+@st.composite
+def _clusters(draw: st.DrawFn) -> Cluster:
+    kinds = draw(st.lists(KINDS, min_size=1, max_size=2, unique_by=lambda k: k.name))
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    nodes = [Node(kind=draw(st.sampled_from(kinds)), count=c) for c in counts]
+    ones = draw(st.lists(st.just(1), max_size=2))
+    sizes = [*ones, sum(counts)]
+    levels = [
+        Level(
+            name=draw(TEXTS),
+            size=size,
+            bandwidth_bytes_per_second=draw(POSITIVE),
+            latency_seconds=draw(st.just(0.0) | POSITIVE),
+            torus=draw(st.booleans()),
+            slowdown=draw(
+                st.dictionaries(TEXTS, POSITIVE, max_size=2).map(
+                    lambda d: tuple(d.items())
+                )
+            ),
+        )
+        for size in sizes
+    ]
+    profile = CompilerProfile(
+        merge_partials=draw(st.booleans()), reduce_scatter=draw(st.booleans())
+    )
+    return Cluster(nodes=tuple(nodes), levels=tuple(levels), compiler=profile)
+
+
+@given(_clusters())
+def test_toml_round_trip(one: Cluster) -> None:
+    text = toml_text(one.to_json())
+    assert from_data(tomllib.loads(text), "test") == one
+
+
+@given(_clusters())
+def test_json_round_trip(one: Cluster) -> None:
+    assert Cluster.from_json(one.to_json()) == one
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    one = cluster("v100-32:2x8+p100-16:8")
+    one.save(path)
+    assert Cluster.load(path) == one
+    assert path.read_text().startswith(
+        "# 16×V100-32 + 8×P100-16 (3 nodes of 8, nvlink + infiniband)\n"
+    )
+    assert path.read_text().count("[[nodes]]") == 2
+
+
+def _load(text: str) -> Cluster:
+    return from_data(tomllib.loads(text), "cluster file")
+
+
+def _error(text: str) -> str:
+    with pytest.raises(WhaleError) as error:
+        _load(text)
+    return str(error.value)
+
+
+def test_eight_devices_of_four_gib_in_five_lines() -> None:
+    small = _load(
+        """
+        [kinds.small]
+        base = "h100"
+        memory_bytes = 4294967296
+        [[nodes]]
+        kind = "small"
+        count = 8
+        """
+    )
+    assert small.memory_bytes == 4 * 2**30
+    assert small.levels == cluster("h100:8").levels
+    assert small.kinds[0].name == "small"
+    assert small.kinds[0].peak_flops("bf16") == device_kind("h100").peak_flops("bf16")
+    fields = [source.field for source in small.kinds[0].sources]
+    assert "memory_bytes" not in fields
+    assert "memory_bytes_per_second" in fields
+
+
+def test_kinds_of_the_catalogue_need_no_table() -> None:
+    text = """
+        [[nodes]]
+        kind = "V100"
+        count = 8
+        repeat = 2
+        [[nodes]]
+        kind = "p100-16"
+        count = 8
+        """
+    assert _load(text) == cluster("v100-32:2x8+p100-16:8")
+
+
+def test_own_kind_with_own_links() -> None:
+    own = _load(
+        """
+        [kinds.abacus]
+        platform = "gpu"
+        memory_bytes = 1000
+        memory_bytes_per_second = 10
+        flops_per_second = { f32 = 5 }
+        [[nodes]]
+        kind = "abacus"
+        count = 2
+        [[levels]]
+        name = "wire"
+        size = 2
+        bandwidth_bytes_per_second = 3
+        latency_seconds = 0.5
+        """
+    )
+    assert own.describe() == "2×abacus (1 node of 2, wire)"
+    assert own.levels[0].latency_seconds == 0.5
+    assert own.compiler == cluster("h100:8").compiler
+
+
+def test_every_problem_of_a_file_at_once() -> None:
+    text = """
+        nods = 1
+        [compiler]
+        merge_partials = "yes"
+        [kinds.a]
+        platform = "npu"
+        memory_bytes = "4GB"
+        memory_byts = 1
+        [kinds.b]
+        base = "h1000x"
+        [[nodes]]
+        kind = "a"
+        count = 0
+        [[nodes]]
+        kind = "c"
+        count = 2000000
+        [[nodes]]
+        kind = "nope"
+        count = 1
+        [[levels]]
+        name = 3
+        size = 1.5
+        bandwidth_bytes_per_second = true
+        """
+    lines = _error(text).splitlines()
+    bodies = [line.partition(". ")[2] for line in lines[1:]]
+    assert lines[0] == "cluster file: 16 problems"
+    assert bodies[:6] == [
+        'compiler.merge_partials: got "yes", expected true or false',
+        "compiler.reduce_scatter: missing, expected true or false",
+        'kinds.a.platform: got "npu", expected one of cpu, gpu, tpu',
+        'kinds.a.memory_bytes: got "4GB", expected a whole number',
+        "kinds.a.memory_bytes_per_second: missing, expected a number",
+        "kinds.a.flops_per_second: missing, expected a table such as "
+        "{ f32 = 1e12, bf16 = 2e12 }",
+    ]
+    assert bodies[6].startswith("kinds.a.memory_byts: unknown key. Did you mean memory")
+    assert "Known: base, label, platform, memory_bytes, " in bodies[6]
+    assert bodies[7].startswith("kinds.b.base: unknown device kind 'h1000x'. Did you")
+    assert bodies[8:10] == [
+        "nodes.0.count: got 0, expected at least 1",
+        "nodes.1.count: got 2000000, expected at most 1048576 devices",
+    ]
+    assert bodies[10].startswith(
+        'nodes.2.kind: got "nope", expected one of [kinds] or the catalogue: a, b, p100'
+    )
+    assert bodies[11:] == [
+        "levels.0.name: got 3, expected a string",
+        "levels.0.size: got 1.5, expected a whole number",
+        "levels.0.bandwidth_bytes_per_second: got true, expected a number",
+        "levels.0.latency_seconds: missing, expected a number",
+        "nods: unknown key. Did you mean nodes? Known: compiler, kinds, nodes, levels",
+    ]
+
+
+def test_unfit_numbers_of_a_kind_carry_its_path() -> None:
+    text = """
+        [kinds.a]
+        base = "h100"
+        efficiency = 2
+        [[nodes]]
+        kind = "a"
+        count = 1
+        """
+    assert (
+        "1. kinds.a: device kind 'a': 1 problem\n       1. efficiency: got 2.0, "
+        "expected a fraction above 0, at most 1"
+    ) in _error(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "nodes: missing, expected at least one [[nodes]] table"),
+        ("nodes = 3", "nodes: got 3, expected a list of tables"),
+        ("nodes = [3]", "nodes.0: got 3, expected a table"),
+        (
+            '[[nodes]]\nkind = "v5p"\ncount = 8',
+            "levels: missing, and a torus of 'v5p' needs its lengths. Add one "
+            "[[levels]] table for each level of links, innermost first",
+        ),
+        (
+            '[[nodes]]\nkind = "cpu"\ncount = 8\nrepeat = 2',
+            "levels: missing, and no network is known for 'cpu'. Add one [[levels]] "
+            "table for each level of links, innermost first",
+        ),
+        (
+            '[kinds.a]\nplatform = "cpu"\nmemory_bytes = 1\nmemory_bytes_per_second = '
+            '1\nflops_per_second = {f32 = 1}\n[[nodes]]\nkind = "a"\ncount = 1',
+            "levels: missing, and 'a' has no base to take them from. Add one "
+            "[[levels]] table for each level of links, innermost first",
+        ),
+    ],
+)
+def test_one_problem(text: str, problem: str) -> None:
+    assert f"  1. {problem}" in _error(text)
+
+
+def test_levels_that_do_not_multiply_to_the_nodes() -> None:
+    text = """
+        [[nodes]]
+        kind = "h100"
+        count = 8
+        [[levels]]
+        name = "wire"
+        size = 3
+        bandwidth_bytes_per_second = 1
+        latency_seconds = 0
+        """
+    assert _error(text) == (
+        "cluster file: cluster: 1 problem\n"
+        "  1. levels: sizes 3 make 3 devices, but the nodes have 8. The sizes of the "
+        "levels, innermost first, must multiply to the number of devices"
+    )
+
+
+def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
+    path = str(tmp_path / "no.toml")
+    with pytest.raises(WhaleError) as error:
+        cluster(path)
+    assert str(error.value) == (
+        f"cluster file {path!r} does not exist. whalejax calibrate -o {path} writes "
+        f"one for this machine"
+    )
+
+
+def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("a = ")
+    with pytest.raises(WhaleError, match="cannot be read as TOML: Invalid value"):
+        Cluster.load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(WhaleError, match="cannot be read as TOML: 'utf-8' codec"):
+        Cluster.load(path)
+    with pytest.raises(WhaleError, match="cannot be read as TOML: "):
+        Cluster.load(tmp_path)

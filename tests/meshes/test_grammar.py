@@ -1,0 +1,220 @@
+"""The text for a cluster: what it means, and what to say when it means nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whalejax.meshes import Cluster, WhaleError, cluster, kind_names
+from whalejax.meshes.catalogue import entries
+from whalejax.meshes.grammar import GRAMMAR, near_cube
+
+
+NODE_KINDS = [n for n, e in entries().items() if e.torus is None and n != "cpu"]
+TORUS_KINDS = [n for n, e in entries().items() if e.torus is not None]
+
+
+def _levels(text: str) -> list[tuple[str, int]]:
+    return [(level.name, level.size) for level in cluster(text).levels]
+
+
+def test_levels_of_nodes() -> None:
+    assert _levels("h100:8") == [("nvlink", 8)]
+    assert _levels("h100:4x8") == [("nvlink", 8), ("infiniband", 4)]
+    assert _levels("h100:1") == [("nvlink", 1)]
+    assert _levels("h100:4x1") == [("infiniband", 4)]
+
+
+def test_levels_of_unlike_nodes_take_the_slower_link() -> None:
+    mixed = cluster("v100-32:8+p100-16:8")
+    assert [level.size for level in mixed.levels] == [8, 2]
+    assert mixed.levels[0].bandwidth_bytes_per_second == 80e9
+    assert _levels("t4:4+h100:8") == [("pcie/nvlink", 4), ("ethernet/infiniband", 3)]
+    assert _levels("v100:3+v100:8") == [("infiniband", 11)]
+
+
+def test_levels_of_a_torus_are_innermost_first() -> None:
+    assert _levels("v5p:4x4x8") == [("ici-z", 8), ("ici-y", 4), ("ici-x", 4)]
+    assert _levels("v5e:2x4x8") == [("ici-y", 8), ("ici-x", 4), ("dcn", 2)]
+    assert _levels("v5p:4x1x1") == [("ici-x", 4)]
+    assert _levels("v5p:1") == [("ici", 1)]
+    assert _levels("v7x:2x2x1") == [("d2d", 2), ("ici-y", 2), ("ici-x", 2)]
+
+
+def test_a_ring_has_twice_the_bandwidth_of_a_line() -> None:
+    ring, line = cluster("v5e:16x16").levels[0], cluster("v5e:8x8").levels[0]
+    assert ring.bandwidth_bytes_per_second == 2 * line.bandwidth_bytes_per_second
+    assert [
+        level.bandwidth_bytes_per_second for level in cluster("v5e:8x16").levels
+    ] == [100e9, 50e9]
+
+
+def test_cubes_wrap_only_as_a_whole() -> None:
+    assert {
+        level.bandwidth_bytes_per_second for level in cluster("v5p:4x4x4").levels
+    } == {200e9}
+    for text in ("v5p:2x2x4", "v5p:4x4"):
+        assert {level.bandwidth_bytes_per_second for level in cluster(text).levels} == {
+            100e9
+        }
+
+
+def test_a_number_of_chips_becomes_the_usual_shape() -> None:
+    assert _levels("v5e:8") == _levels("v5e:2x4")
+    assert cluster("v5e:256").describe() == "256×TPU v5e (torus 16×16)"
+    assert _levels("v5p:16") == _levels("v5p:2x2x4")
+
+
+@given(st.integers(1, 5000), st.integers(1, 3))
+def test_near_cube_keeps_the_product(chips: int, dims: int) -> None:
+    lengths = near_cube(chips, dims)
+    assert len(lengths) == dims
+    assert math.prod(lengths) == chips
+    assert list(lengths) == sorted(lengths)
+
+
+def test_case_and_blanks_do_not_matter() -> None:
+    assert cluster("  H100:4X8 ") == cluster("h100:4x8")
+    assert cluster("v100-32:8 + p100-16:8") == cluster("v100-32:8+p100-16:8")
+
+
+@st.composite
+def _node_texts(draw: st.DrawFn) -> tuple[str, list[tuple[str, int]]]:
+    terms, nodes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(NODE_KINDS))
+        most = entries()[name].node_devices
+        groups, size = draw(st.integers(1, 9)), draw(st.integers(1, most))
+        plain = groups == 1 and draw(st.booleans())
+        terms.append(f"{name}:{size}" if plain else f"{name}:{groups}x{size}")
+        nodes += [(name, size)] * groups
+    return "+".join(terms), nodes
+
+
+@given(_node_texts())
+def test_every_node_of_the_text_is_in_the_cluster(
+    case: tuple[str, list[tuple[str, int]]],
+) -> None:
+    text, nodes = case
+    parsed = cluster(text)
+    assert [(node.kind.name, node.count) for node in parsed.nodes] == nodes
+    assert math.prod(level.size for level in parsed.levels) == parsed.num_devices
+    assert Cluster.from_json(parsed.to_json()) == parsed
+
+
+@given(
+    st.sampled_from(TORUS_KINDS),
+    st.lists(st.integers(1, 16), min_size=2, max_size=4),
+)
+def test_every_torus_has_its_devices_or_an_error(name: str, numbers: list[int]) -> None:
+    found = entries()[name]
+    assert found.torus is not None
+    text = f"{name}:{'x'.join(map(str, numbers))}"
+    chips = math.prod(numbers[-found.torus.dims :])
+    if len(numbers) > found.torus.dims + 1 or chips > found.torus.max_chips:
+        with pytest.raises(WhaleError):
+            cluster(text)
+    else:
+        parsed = cluster(text)
+        assert parsed.num_devices == math.prod(numbers) * found.chip_devices
+        assert Cluster.from_json(parsed.to_json()) == parsed
+
+
+KNOWN = ", ".join(kind_names())
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "h100",
+            "'h100' does not say how many devices. Write h100:8 for one node of 8, "
+            "h100:4x8 for four nodes of 8",
+        ),
+        ("", "an empty part, expected KIND:N on both sides of every +"),
+        ("h100:8+", "an empty part, expected KIND:N on both sides of every +"),
+        ("/a/b", "'/a/b' is no KIND:N, no file that ends in .toml, and not 'local'"),
+        (
+            "h100:8x",
+            "'h100:8x': expected numbers joined by x after h100:, such as 8 or 4x8, "
+            "got '8x'",
+        ),
+        ("h100:0x8", "'h100:0x8' has a 0, expected numbers of at least 1"),
+        (
+            "h100:16",
+            "'h100:16' puts 16 devices into one node; a node of h100 holds 8. Write "
+            "h100:2x8, or describe the node in a TOML file",
+        ),
+        (
+            "h100:2x4x8",
+            "'h100:2x4x8' has 3 numbers; h100 is joined in nodes, expected h100:N or "
+            "h100:MxN",
+        ),
+        (
+            "h100:9999999x8",
+            "'h100:9999999x8' has 79999992 devices, expected at most 1048576",
+        ),
+        (
+            "xyz:8",
+            f"unknown device kind 'xyz'. Known: {KNOWN}. Any other kind can be "
+            f"described in a TOML file",
+        ),
+        (
+            "cpu:2x8",
+            "'cpu:2x8' has 2 nodes; the catalogue knows no network for cpu. Describe "
+            "the cluster in a TOML file with [[levels]]",
+        ),
+        (
+            "v5e:2x2x2x2",
+            "'v5e:2x2x2x2' has 4 numbers; v5e forms a torus of 2 dimensions, expected "
+            "at most 2, or 3 with slices in front",
+        ),
+        (
+            "v5e:32x16",
+            "'v5e:32x16' has 512 chips in one slice; a slice of v5e has at most 256. "
+            "Put the number of slices in front, as in v5e:2x4x4",
+        ),
+        (
+            "v5e:2x4+h100:8",
+            "v5e cannot be joined with other parts by +: one program runs on one "
+            "slice, or on slices alike, as in v5e:2x2x4",
+        ),
+    ],
+)
+def test_error_text(text: str, problem: str) -> None:
+    with pytest.raises(WhaleError) as error:
+        cluster(text)
+    assert str(error.value) == f"cluster {text!r}: 1 problem\n  1. {problem}\n{GRAMMAR}"
+
+
+def test_all_problems_of_a_text_at_once() -> None:
+    with pytest.raises(WhaleError) as error:
+        cluster("h100:16+v100+cpu:8+h100:0")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "cluster 'h100:16+v100+cpu:8+h100:0': 3 problems"
+    assert [line[:9] for line in lines[1:4]] == ["  1. 'h10", "  2. 'v10", "  3. 'h10"]
+
+
+def test_mixing_with_cpu() -> None:
+    with pytest.raises(WhaleError) as error:
+        cluster("cpu:8+h100:8")
+    assert "1. cpu cannot be joined with other parts by +: the catalogue knows no" in (
+        str(error.value)
+    )
+
+
+def test_grammar_names_every_kind_and_its_examples_work() -> None:
+    for name in kind_names():
+        assert name in GRAMMAR
+    words = [line.split()[-1] for line in GRAMMAR.splitlines()[1:6]]
+    assert [cluster(word).num_devices for word in words] == [8, 32, 64, 512, 16]
+
+
+def test_a_file_by_its_ending(tmp_path: Path) -> None:
+    path = tmp_path / "Mixed.toml"
+    cluster("h100:2x8").save(path)
+    assert cluster(str(path)) == cluster("h100:2x8")

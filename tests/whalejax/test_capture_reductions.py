@@ -1,0 +1,139 @@
+"""Which reductions over the batch a part of the batch would compute differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import whalejax as wh
+from tests.whalejax.capture_zoo import (
+    EMBED,
+    MLP,
+    captured,
+    conv_batch,
+    conv_loss,
+    conv_net,
+    linen_batch,
+    linen_loss,
+    linen_variables,
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    transformer,
+    transformer_batch,
+    transformer_loss,
+)
+from whalejax.capture.reductions import batch_reductions
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+
+def found(loss: Any, model: Any = None, batch: Any = None) -> list[tuple[str, str]]:
+    """(scope, what) of every reduction."""
+    result = captured(
+        mlp_params() if model is None else model,
+        loss,
+        mlp_batch() if batch is None else batch,
+    )
+    return [(r.scope, r.what) for r in batch_reductions(result)]
+
+
+def hidden(params: Any, batch: Any) -> jax.Array:
+    return jnp.square(batch["x"] @ params["up"]["w"])
+
+
+def test_means_over_samples_are_harmless() -> None:
+    assert found(mlp_loss) == []
+    for form in ("unrolled", "scan"):
+        assert found(transformer_loss, transformer(form), transformer_batch()) == []
+
+
+def test_linear_terms_and_metrics_are_harmless() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        out = hidden(params, batch)
+        penalty = jnp.sqrt(jnp.sum(params["up"]["w"] ** 2))
+        total = 2 * jnp.mean(out) - jnp.sum(out) / 3 + penalty
+        return total, {"spread": jnp.std(out), "squared": jnp.mean(out) ** 2}
+
+    assert found(loss) == []
+
+
+def test_batch_normalisation_is_a_statistic() -> None:
+    linen = found(linen_loss, linen_variables(), linen_batch())
+    assert linen == [("LinenNet/BatchNorm_0", "statistic")]
+    conv = found(conv_loss, conv_net(), conv_batch())
+    assert conv == [("wh.replicate[]", "statistic")]
+
+
+def test_a_division_by_a_count_is_a_weight() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        valid = (batch["y"][:, 0] > 0).astype(jnp.float32)
+        return jnp.sum(jnp.mean(hidden(params, batch), -1) * valid) / jnp.sum(valid)
+
+    assert found(loss) == [("", "weight")]
+
+
+def test_the_same_count_as_a_weighted_loss_is_harmless() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        valid = (batch["y"][:, 0] > 0).astype(jnp.float32)
+        total = jnp.sum(jnp.mean(hidden(params, batch), -1) * valid)
+        return wh.WeightedLoss(total, jnp.sum(valid))
+
+    assert found(loss) == []
+
+
+def test_a_balance_term_is_auxiliary() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        gates = jax.nn.softmax(hidden(params, batch))
+        with jax.named_scope("balance"):
+            share = jnp.mean(jax.nn.one_hot(jnp.argmax(gates, -1), MLP), 0)
+            term = jnp.sum(jnp.mean(gates, 0) * share)
+        return jnp.mean(gates**2) + term
+
+    assert found(loss) == [("balance", "auxiliary")]
+
+
+@pytest.mark.parametrize("bend", [jnp.log, jnp.sqrt, lambda x: x * x, lambda x: 1 / x])
+def test_a_bent_mean_is_auxiliary(bend: Any) -> None:
+    assert found(lambda p, b: bend(jnp.mean(hidden(p, b)))) == [("", "auxiliary")]
+
+
+def test_samples_against_samples_are_auxiliary() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        z = batch["x"] @ params["up"]["w"]
+        return -jnp.mean(jax.nn.log_softmax(z @ z.T)[0])
+
+    assert ("", "auxiliary") in found(loss)
+
+
+def test_a_running_sum_over_samples_is_a_statistic() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        out = hidden(params, batch)
+        place = jnp.cumsum(out > 1, axis=0)
+        return jnp.mean(jnp.where(place < 3, out, 0))
+
+    assert found(loss) == [("", "statistic")]
+
+
+def test_the_batch_is_followed_through_reshapes() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        flat = batch["tokens"].reshape(-1, EMBED)
+        centred = flat - jnp.mean(flat, 0)
+        return jnp.mean(jnp.square(centred @ params["up"]["w"]))
+
+    batch = {"tokens": jax.ShapeDtypeStruct((6, 10, EMBED), np.float32)}
+    assert found(loss, batch=batch) == [("", "statistic")]
+
+
+def test_a_statistic_of_each_sample_is_harmless() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        centred = batch["tokens"] - jnp.mean(batch["tokens"], 1, keepdims=True)
+        return jnp.mean(jnp.square(centred @ params["up"]["w"]))
+
+    batch = {"tokens": jax.ShapeDtypeStruct((6, 10, EMBED), np.float32)}
+    assert found(loss, batch=batch) == []

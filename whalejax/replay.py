@@ -1,0 +1,110 @@
+"""The same first steps again on one device, to compare the losses.
+
+The plan of one device computes what the plan of many does, with nothing to exchange:
+if their losses agree, the spreading changed nothing. The command line does it after a
+training run; it is a module of its own because it needs nothing of the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from whalejax.losses import Job
+from whalejax.meshes import Cluster
+from whalejax.planner.plan import Plan
+from whalejax.planning import plan as make_plan
+from whalejax.train import TrainState, TrainStep
+from whalejax.train import compile as compile_step
+
+
+def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
+    """The step of a job on the first device alone.
+
+    Args:
+        job: what is trained.
+        model: its model, abstract or real.
+        batch: a global batch of it.
+        plan: of many devices; precision and micro-batches are taken from it.
+
+    Raises:
+        WhaleError: the model does not fit on one device.
+    """
+    alone = make_plan(
+        job.loss_fn,
+        model,
+        batch,
+        optimizer=job.optimizer,
+        cluster=one_device(plan.cluster),
+        precision=plan.precision,
+        num_micro_batches=plan.num_micro_batches,
+    )
+    return compile_step(
+        alone,
+        job.loss_fn,
+        model,
+        optimizer=job.optimizer,
+        batch=batch,
+        devices=jax.devices()[:1],
+    )
+
+
+def one_device(cluster: Cluster) -> Cluster:
+    """The first device of a cluster alone.
+
+    Virtual CPU devices share one memory; a single one may take all of it.
+
+    >>> from whalejax.meshes import cluster
+    >>> one_device(cluster("h100:4x8")).num_devices
+    1
+    """
+    node = dataclasses.replace(cluster.nodes[0], count=1)
+    level = dataclasses.replace(cluster.levels[0], size=1, torus=False)
+    alone = dataclasses.replace(cluster, nodes=(node,), levels=(level,))
+    if cluster.platform != "cpu":
+        return alone
+    return alone.with_memory(cluster.memory_bytes * cluster.nodes[0].count)
+
+
+def replay(
+    step: TrainStep,
+    state: TrainState,
+    batches: Callable[[int], Any],
+    *,
+    steps: int,
+    on_step: Callable[[int], None] | None = None,
+) -> tuple[float, ...]:
+    """The losses of a few steps.
+
+    Args:
+        step: from ``one_device_step``.
+        state: is consumed; begins where the run that is compared began.
+        batches: gives the global batch of a step, counted from 0.
+        steps: how many.
+        on_step: called with the number of steps replayed.
+    """
+    first = int(state.step)
+    losses = []
+    for index in range(first, first + steps):
+        state, metrics = step(state, batches(index))
+        losses.append(float(metrics["loss"]))
+        if on_step is not None:
+            on_step(len(losses))
+    return tuple(losses)
+
+
+def max_relative_difference(
+    losses: Sequence[float], references: Sequence[float]
+) -> float:
+    """The largest |loss - reference| / |reference| over the steps that both have.
+
+    >>> max_relative_difference([2.0, 1.0, 0.5], [2.0, 1.25])
+    0.2
+    """
+    return max(
+        abs(loss - reference) / max(abs(reference), 1e-30)
+        for loss, reference in zip(losses, references, strict=False)
+    )

@@ -1,0 +1,288 @@
+"""Plans and running training on a terminal.
+
+``print(plan)`` needs nothing but Python; this is the same in colour and with bars, and
+the progress of a run. All that needs rich stands here. Showing a plan imports no JAX,
+so that a plan file can be read at once on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from whalejax.planner.collectives import axis_parts
+from whalejax.planner.explain import (
+    gigabytes,
+    layout_text,
+    milliseconds,
+    spec_text,
+)
+from whalejax.planner.layout import shards
+from whalejax.planner.plan import LeafPlan, Plan
+
+
+_BAR_WIDTH = 24
+_SHOWN_ROWS = 12
+_LINE_SECONDS = 5.0
+_PLAIN_WIDTH = 110
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """A console on standard output; wide enough for a table where it is a file.
+
+    Args:
+        quiet: print nothing.
+    """
+    is_terminal = sys.stdout.isatty()
+    return Console(
+        quiet=quiet,
+        highlight=False,
+        soft_wrap=False,
+        width=None if is_terminal else _PLAIN_WIDTH,
+    )
+
+
+def print_plan(plan: Plan, console: Console, *, all_rows: bool = False) -> None:
+    """Print ``plan_table`` to a console."""
+    console.print(plan_table(plan, all_rows=all_rows))
+
+
+def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
+    """A plan with its predicted time and memory, parameters and traffic.
+
+    Args:
+        plan: the plan.
+        all_rows: show every kind of parameter, not only those that hold most.
+
+    Returns:
+        Something that ``rich`` prints.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import whalejax as wh
+    >>> net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    >>> x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    >>> plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x, cluster="h100:8")
+    >>> table = plan_table(plan)
+    """
+    return Group(
+        _line("Plan", f"{plan.cluster.describe()} · {layout_text(plan)}"),
+        _time_line(plan),
+        _memory_line(plan),
+        _links_line(plan),
+        *_region_lines(plan),
+        "",
+        _parameters(plan, all_rows),
+        "",
+        _traffic(plan),
+        *(_line("note", note) for note in plan.notes),
+        *_runner_up(plan),
+    )
+
+
+# The lines above the tables.
+
+
+def _line(name: str, text: str | Text) -> Table:
+    """A word in front, and a text that wraps beside it."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=7, style="bold")
+    grid.add_column(overflow="fold")
+    grid.add_row(name, text)
+    return grid
+
+
+def _terms(value: object, suffix: str) -> list[tuple[str, float]]:
+    """Non-zero fields of a dataclass, largest first, with the unit off their names."""
+    assert dataclasses.is_dataclass(value)
+    pairs = [
+        (f.name.removesuffix(suffix), float(getattr(value, f.name)))
+        for f in dataclasses.fields(value)
+    ]
+    return sorted((pair for pair in pairs if pair[1] > 0), key=lambda pair: -pair[1])
+
+
+def _bars(terms: list[tuple[str, float]], form: Callable[[float], str]) -> Text:
+    """Each term with a bar of its share, its name and its size."""
+    total = sum(size for _, size in terms) or 1.0
+    text = Text()
+    for number, (name, size) in enumerate(terms):
+        bar = bar_text(size / total, _BAR_WIDTH)
+        text.append(f"{'  ' if number else ''}{bar}", _COLOURS[number % len(_COLOURS)])
+        text.append(f" {name} {form(size)}")
+    return text
+
+
+def bar_text(share: float, width: int) -> str:
+    """A bar in eighths of a character, at least one eighth.
+
+    >>> bar_text(0.5, 3), bar_text(0.0, 3)
+    ('█▌', '▏')
+    """
+    eighths = max(1, round(share * width * 8))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _time_line(plan: Plan) -> Table:
+    text = Text(f"{milliseconds(plan.time.step_seconds)} predicted   ")
+    return _line("step", text + _bars(_terms(plan.time, "_seconds"), milliseconds))
+
+
+def _memory_line(plan: Plan) -> Table:
+    memory = plan.memory
+    text = Text(
+        f"{gigabytes(memory.total_bytes)} of {gigabytes(plan.cluster.memory_bytes)} "
+        "per device predicted   "
+    )
+    return _line("memory", text + _bars(_terms(memory, "_bytes"), gigabytes))
+
+
+def _links_line(plan: Plan) -> Table:
+    mesh = plan.axis_sizes
+    crossed = []
+    for axis in mesh:
+        parts = axis_parts((axis,), mesh, plan.cluster)
+        names = list(dict.fromkeys(part.level.name for part in parts))
+        crossed.append(f"{axis} crosses {' and '.join(names) or 'nothing'}")
+    return _line("links", " · ".join(crossed) or "one device, nothing to cross")
+
+
+def _region_lines(plan: Plan) -> Iterator[Table]:
+    for region in plan.compute:
+        axes = " · ".join(f"{a}: {', '.join(r)}" for a, r in region.axes if r)
+        marks = " > ".join(region.marks) or "unmarked"
+        yield _line("compute", f"{region.task_graph} ({marks})  {axes or 'whole'}")
+
+
+# The parameters.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRow:
+    """Parameters that are alike but for the number of their layer.
+
+    Attributes:
+        label: their path, with ``[4]`` where four layers were folded.
+        count: how many they are.
+        leaf: the first of them.
+        device_bytes: of all of them together, on one device.
+    """
+
+    label: str
+    count: int
+    leaf: LeafPlan
+    device_bytes: int
+
+
+def parameter_rows(plan: Plan) -> list[ParameterRow]:
+    """A plan's parameters, repeated layers folded, in the model's order."""
+    groups: dict[tuple[object, ...], list[LeafPlan]] = {}
+    for leaf in plan.leaves:
+        alike = (leaf.shape, leaf.dtype, leaf.compute_spec, leaf.param_spec)
+        groups.setdefault((_starred(leaf.path), *alike), []).append(leaf)
+    rows = []
+    for leaves in groups.values():
+        leaf = leaves[0]
+        whole = math.prod(leaf.shape) * _itemsize_bytes(leaf.dtype)
+        local = whole // shards(leaf.param_spec, plan.axis_sizes)
+        rows.append(
+            ParameterRow(
+                label=_folded_label(leaf.path, len(leaves)),
+                count=len(leaves),
+                leaf=leaf,
+                device_bytes=local * len(leaves),
+            )
+        )
+    return rows
+
+
+_NUMBER = re.compile(r"(?:(?<=[._])|^)\d+(?=\.|$)")
+
+
+def _starred(path: str) -> str:
+    return _NUMBER.sub("*", path)
+
+
+def _folded_label(path: str, count: int) -> str:
+    if count == 1:
+        return path
+    if len(_NUMBER.findall(path)) == 1:
+        return re.sub(r"\.\[", "[", _NUMBER.sub(f"[{count}]", path))
+    return f"{_starred(path)} ×{count}"
+
+
+def _itemsize_bytes(dtype: str) -> int:
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+def _parameters(plan: Plan, all_rows: bool) -> Table:
+    rows = parameter_rows(plan)
+    by_size = sorted(rows, key=lambda row: -row.device_bytes)
+    shown = rows if all_rows else by_size[:_SHOWN_ROWS]
+    table = _table("parameter", "shape", "stored as", "used as", "per device")
+    table.columns[-1].justify = "right"
+    for row in rows:
+        if row in shown:
+            leaf = row.leaf
+            table.add_row(
+                row.label,
+                "×".join(map(str, leaf.shape)) or "scalar",
+                spec_text(leaf.param_spec),
+                spec_text(leaf.compute_spec),
+                gigabytes(row.device_bytes),
+            )
+    rest = [row for row in rows if row not in shown]
+    if rest:
+        nbytes = sum(row.device_bytes for row in rest)
+        table.add_row(f"… {len(rest)} smaller rows folded", "", "", "", gigabytes(nbytes))
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _traffic(plan: Plan) -> RenderableType:
+    if not plan.collectives:
+        return _line("traffic", "none")
+    nbytes: Counter[tuple[str, str, str]] = Counter()
+    times: Counter[tuple[str, str, str]] = Counter()
+    for c in plan.collectives:
+        count = c.count * (1 if c.phase == "update" else plan.num_micro_batches)
+        key = (c.kind, "+".join(c.axes), c.what)
+        nbytes[key] += c.payload_bytes * count
+        times[key] += count
+    table = _table("traffic", "over", "of", "times a step", "bytes a step")
+    for column in table.columns[-2:]:
+        column.justify = "right"
+    for key, size in nbytes.most_common():
+        table.add_row(*key, str(times[key]), gigabytes(size))
+    return table
+
+
+def _runner_up(plan: Plan) -> Iterator[Table]:
+    others = [c for c in plan.candidates if c.verdict != "chosen"]
+    for c in others[:1]:
+        yield _line(
+            "next",
+            f"{c.layout}: {milliseconds(c.step_seconds)}, "
+            f"{gigabytes(c.memory_bytes)} per device; {c.verdict}",
+        )
