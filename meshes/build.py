@@ -70,8 +70,8 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
         spec: mesh axes of each dimension, outermost first.
 
     Example:
-        >>> partition_spec(((), ("data", "fsdp"), ()))
-        PartitionSpec(None, ('data', 'fsdp'))
+        >>> tuple(partition_spec(((), ("data", "fsdp"), ())))
+        (None, ('data', 'fsdp'))
     """
     entries: list[tuple[str, ...] | str | None] = [
         axes if len(axes) > 1 else (axes[0] if axes else None) for axes in spec

@@ -124,7 +124,8 @@ def _cluster(
     ]
     fit = fit_link(times) if times else None
     kind = _kind(devices, found, entry, platform)
-    where = f"{machine['num_devices']} devices, {machine['cpu_cores']:g} cores"
+    noun = "device" if len(devices) == 1 else "devices"
+    where = f"{len(devices)} {noun}, {machine['cpu_cores']:g} cores"
     notes = "".join(f"; {note}" for note in fit.notes) if fit else ""
     source = Source(
         field="*",
@@ -166,20 +167,20 @@ def _kind(
         measured,
         transcendentals_per_second=_transcendentals_per_second(measured, found),
     )
-    if entry is None:
-        return measured
+    return measured if entry is None else _with_datasheet(measured, entry.kind)
+
+
+def _with_datasheet(measured: DeviceKind, known: DeviceKind) -> DeviceKind:
+    """A measured kind with the name and peaks of the catalogue's."""
+    kept = ("flops_per_second", "host_")
     return replace(
         measured,
-        name=entry.kind.name,
-        label=entry.kind.label,
-        flops_per_second=entry.kind.flops_per_second,
-        host_memory_bytes=entry.kind.host_memory_bytes,
-        host_link_bytes_per_second=entry.kind.host_link_bytes_per_second,
-        sources=tuple(
-            s
-            for s in entry.kind.sources
-            if s.field.startswith(("flops_per_second", "host_"))
-        ),
+        name=known.name,
+        label=known.label,
+        flops_per_second=known.flops_per_second,
+        host_memory_bytes=known.host_memory_bytes,
+        host_link_bytes_per_second=known.host_link_bytes_per_second,
+        sources=tuple(s for s in known.sources if s.field.startswith(kept)),
     )
 
 

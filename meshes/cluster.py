@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -50,12 +50,18 @@ class Cluster:
     nodes: tuple[Node, ...]
     levels: tuple[Level, ...]
     compiler: CompilerProfile
+    # Computed once: the search asks for them with every row that it prices.
+    _kinds: tuple[DeviceKind, ...] = field(init=False, repr=False, compare=False)
+    _slowest: DeviceKind = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = Problems("cluster")
         _check_nodes(self.nodes, problems)
         _check_levels(self, problems)
         problems.raise_if_any()
+        kinds = tuple({node.kind.name: node.kind for node in self.nodes}.values())
+        object.__setattr__(self, "_kinds", kinds)
+        object.__setattr__(self, "_slowest", min(kinds, key=_speed))
 
     @property
     def num_devices(self) -> int:
@@ -65,7 +71,7 @@ class Cluster:
     @property
     def kinds(self) -> tuple[DeviceKind, ...]:
         """The kinds of device, each once, in order of first appearance."""
-        return tuple(dict.fromkeys(node.kind for node in self.nodes))
+        return self._kinds
 
     @property
     def is_uniform(self) -> bool:
@@ -78,13 +84,7 @@ class Cluster:
 
         By achievable half-precision FLOP/s of a large product, then by memory speed.
         """
-        return min(
-            self.kinds,
-            key=lambda kind: (
-                kind.matmul_flops_per_second("bf16", 4096, 4096, 4096),
-                kind.memory_bytes_per_second,
-            ),
-        )
+        return self._slowest
 
     @property
     def memory_bytes(self) -> int:
@@ -223,6 +223,11 @@ def cluster(text: str) -> Cluster:
     from whalejax.meshes.grammar import parse
 
     return parse(text)
+
+
+def _speed(kind: DeviceKind) -> tuple[float, float]:
+    product = kind.matmul_flops_per_second("bf16", 4096, 4096, 4096)
+    return product, kind.memory_bytes_per_second
 
 
 def _check_nodes(nodes: tuple[Node, ...], problems: Problems) -> None:

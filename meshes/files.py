@@ -83,7 +83,7 @@ def _kind_data(kind: DeviceKind) -> dict[str, Any]:
         if item.name == "flops_per_second":
             value = dict(value)
         elif isinstance(value, tuple):
-            value = [_without_blanks(dataclasses.asdict(v)) for v in value]
+            value = [dataclasses.asdict(v) for v in value]
         data[item.name] = value
     return data
 
@@ -93,10 +93,6 @@ def _level_data(level: Level) -> dict[str, Any]:
     data["slowdown"] = dict(level.slowdown) or None
     data["torus"] = level.torus or None
     return {k: v for k, v in data.items() if v is not None}
-
-
-def _without_blanks(data: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in data.items() if v != ""}
 
 
 def from_data(data: Mapping[str, Any], title: str) -> Cluster:

@@ -83,9 +83,23 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
         (10.0, 1000000000)
     """
     rings = [t for t in times if t.collective != "all-to-all"] or list(times)
-    rounds = np.array([t.rounds for t in rings], float)
-    wire = np.array([t.wire_bytes for t in rings])
-    seconds = np.array([t.seconds for t in rings])
+    latency, inverse, notes = _two_numbers(
+        np.array([t.rounds for t in rings], float),
+        np.array([t.wire_bytes for t in rings]),
+        np.array([t.seconds for t in rings]),
+    )
+    return LinkFit(
+        latency_seconds=latency,
+        bandwidth_bytes_per_second=1.0 / inverse,
+        slowdown=_slowdown(times, latency, inverse),
+        notes=notes,
+    )
+
+
+def _two_numbers(
+    rounds: np.ndarray, wire: np.ndarray, seconds: np.ndarray
+) -> tuple[float, float, tuple[str, ...]]:
+    """Latency, seconds a byte, and what had to be clipped."""
 
     def errors(logs: np.ndarray) -> np.ndarray:
         latency, inverse = np.exp(logs)
@@ -108,12 +122,7 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
             "with size"
         )
         inverse = float(seconds[wire.argmax()] / wire.max())
-    return LinkFit(
-        latency_seconds=latency,
-        bandwidth_bytes_per_second=1.0 / inverse,
-        slowdown=_slowdown(times, latency, inverse),
-        notes=tuple(notes),
-    )
+    return latency, inverse, tuple(notes)
 
 
 def _slowdown(

@@ -266,23 +266,23 @@ def torus_levels(
     if found.chip is not None:
         levels.append(_joined([found.chip], found.chip_devices, 1))
     axes = list(zip(names, lengths, torus.wraps(lengths), strict=False))
-    for axis, length, ring in reversed(axes):
-        if length > 1:
-            hops = length // 2 if ring else length - 1
-            link = torus.link
-            levels.append(
-                Level(
-                    name=f"{link.name}-{axis}",
-                    size=length,
-                    bandwidth_bytes_per_second=link.bandwidth_bytes_per_second
-                    * (2 if ring else 1),
-                    latency_seconds=link.base_seconds + hops * link.hop_seconds,
-                    torus=True,
-                )
-            )
+    levels += [
+        _axis_level(torus.link, axis, length, ring)
+        for axis, length, ring in reversed(axes)
+        if length > 1
+    ]
     if slices > 1 and found.network is not None:
         hops = math.ceil(math.log2(slices))
         levels.append(_joined([found.network], slices, hops))
-    if not levels:
-        levels.append(_joined([torus.link], 1, 0))
-    return tuple(levels)
+    return tuple(levels or [_joined([torus.link], 1, 0)])
+
+
+def _axis_level(link: Link, axis: str, length: int, ring: bool) -> Level:
+    hops = length // 2 if ring else length - 1
+    return Level(
+        name=f"{link.name}-{axis}",
+        size=length,
+        bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * (1 + ring),
+        latency_seconds=link.base_seconds + hops * link.hop_seconds,
+        torus=True,
+    )

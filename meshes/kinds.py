@@ -259,38 +259,39 @@ def _check(kind: DeviceKind) -> None:
         problems.add(
             f"platform: got {kind.platform!r}, expected one of {', '.join(PLATFORMS)}"
         )
-    positive: dict[str, float | None] = {
+    for path, value in _positive_numbers(kind).items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            problems.add(f"{path}: got {value}, expected a number above zero")
+    known = ", ".join(DTYPES)
+    if not kind.flops_per_second:
+        problems.add(f"flops_per_second: got none, expected at least one of {known}")
+    named = [("flops_per_second", d) for d, _ in kind.flops_per_second]
+    named += [("matmul_points", p.dtype) for p in kind.matmul_points]
+    for path, dtype in named:
+        if dtype not in DTYPES:
+            problems.add(f"{path}: got {dtype!r}, expected one of {known}")
+    if not 0 < kind.efficiency <= 1:
+        problems.add(
+            f"efficiency: got {kind.efficiency}, expected a fraction above 0, at most 1"
+        )
+    for path in ("op_overhead_seconds", "matmul_half_size"):
+        value = getattr(kind, path)
+        if not (value >= 0 and math.isfinite(value)):
+            problems.add(f"{path}: got {value}, expected a number of at least zero")
+    problems.raise_if_any()
+
+
+def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
+    numbers: dict[str, float | None] = {
         "memory_bytes": kind.memory_bytes,
         "memory_bytes_per_second": kind.memory_bytes_per_second,
         "host_memory_bytes": kind.host_memory_bytes,
         "host_link_bytes_per_second": kind.host_link_bytes_per_second,
         "transcendentals_per_second": kind.transcendentals_per_second,
     }
-    positive |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
+    numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
     for i, p in enumerate(kind.matmul_points):
-        positive[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.flops_per_second)
+        numbers[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.flops_per_second)
     for i, b in enumerate(kind.memory_points):
-        positive[f"memory_points.{i}"] = min(b.moved_bytes, b.bytes_per_second)
-    for path, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number above zero")
-    if not kind.flops_per_second:
-        problems.add(
-            f"flops_per_second: got none, expected at least one of {', '.join(DTYPES)}"
-        )
-    named = [("flops_per_second", d) for d, _ in kind.flops_per_second]
-    named += [("matmul_points", p.dtype) for p in kind.matmul_points]
-    for path, dtype in named:
-        if dtype not in DTYPES:
-            problems.add(f"{path}: got {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if not 0 < kind.efficiency <= 1:
-        problems.add(
-            f"efficiency: got {kind.efficiency}, expected a fraction above 0, at most 1"
-        )
-    for path, value in (
-        ("op_overhead_seconds", kind.op_overhead_seconds),
-        ("matmul_half_size", kind.matmul_half_size),
-    ):
-        if not (value >= 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number of at least zero")
-    problems.raise_if_any()
+        numbers[f"memory_points.{i}"] = min(b.moved_bytes, b.bytes_per_second)
+    return numbers

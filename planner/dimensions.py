@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from whalejax.planner.graph import Graph, Op, Tensor
@@ -95,9 +95,9 @@ class Dimensions:
     def find(self, name: str) -> Role | None:
         """The role that bears a name or alias, or None."""
         for role in self.roles:
-            if name == role.name or name in role.aliases:
+            if name == role.name:
                 return role
-        return None
+        return next((role for role in self.roles if name in role.aliases), None)
 
     @property
     def batch(self) -> tuple[Role, ...]:
@@ -127,6 +127,35 @@ class _Union:
 
 def _slots(op: Op) -> tuple[int, ...]:
     return op.operands + op.results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edge:
+    """A tie between two atoms.
+
+    Attributes:
+        order: sort key; ties are made in rising order.
+        op, slot, place: operation, operand or result of it, and (dimension, atom)
+            there: what is cut if the tie is refused.
+        wanted: the atom that the operation needs in that place.
+        atom: the atom that stands there.
+    """
+
+    order: tuple[int, int, int]
+    op: int
+    slot: int
+    place: tuple[int, int]
+    wanted: int
+    atom: int
+
+
+def starred(path: str) -> str:
+    """A path with the numbers of repeated layers replaced by ``*``.
+
+    >>> starred("blocks.3.up.kernel"), starred("layer_11.conv2d.kernel")
+    ('blocks.*.up.kernel', 'layer_*.conv2d.kernel')
+    """
+    return re.sub(r"\d+(?=\.|$)", "*", path)
 
 
 def _groups(
@@ -218,7 +247,7 @@ class _Analysis:
                 bounds.add(low)
                 bounds.update(low * p for p in self.points[self.dims.find(node)])
                 low *= self.size_of[node]
-        changed = False
+        fresh: list[tuple[int, set[int]]] = []
         for side in (ins, outs):
             low = 1
             for node in reversed(side):
@@ -226,12 +255,13 @@ class _Analysis:
                 inside = [b for b in bounds if low < b < high]
                 if any(b % low or high % b for b in inside):
                     self.barriers.add(key)
-                    return changed
-                points = self.points[self.dims.find(node)]
-                fresh = {b // low for b in inside} - points
-                changed |= bool(fresh)
-                points |= fresh
+                    return False
+                fresh.append((self.dims.find(node), {b // low for b in inside}))
                 low = high
+        changed = False
+        for root, points in fresh:
+            changed |= not points <= self.points[root]
+            self.points[root] |= points
         return changed
 
     def _make_chain(self, root: int) -> None:
@@ -265,11 +295,11 @@ class _Analysis:
                 count += len(sizes)
         self.classes = _Union(count)
         self.holds: list[set[int]] = [{t} for t in owner]
-        self.refused: list[tuple[int, int, int]] = []
-        edges = sorted(self._edges(), key=lambda e: e[0])
-        for _, index, slot, dim, left, right in edges:
-            if not self._join(left, right):
-                self.refused.append((index, slot, dim))
+        self.refused: list[_Edge] = []
+        edges = [*self._factor_edges(), *self._regrouping_edges()]
+        for edge in sorted(edges, key=lambda e: e.order):
+            if not self._join(edge.wanted, edge.atom):
+                self.refused.append(edge)
 
     def _join(self, left: int, right: int) -> bool:
         a, b = self.classes.find(left), self.classes.find(right)
@@ -284,10 +314,7 @@ class _Analysis:
         self.holds[b] = set()
         return True
 
-    def _edges(
-        self,
-    ) -> Iterator[tuple[tuple[int, int, int], int, int, int, int, int]]:
-        """(sort key, op, slot and dimension that is cut if refused, atom, atom)."""
+    def _factor_edges(self) -> Iterator[_Edge]:
         tensors = self.graph.tensors
         weight = self.graph.weight_tensors()
         for index, op in enumerate(self.graph.ops):
@@ -295,38 +322,49 @@ class _Analysis:
             product = op.matmul is not None and not any(weight[t] for t in op.operands)
             for factor in op.factors:
                 anchor = _anchor(op, factor.members, tensors)
-                a_slot, a_dim = anchor
-                a_node = self.dim(slots[a_slot], a_dim)
+                other = slots[anchor[0]]
+                wanted = self.dim(other, anchor[1])
                 for slot, dim in factor.members:
                     if (slot, dim) == anchor:
                         continue
-                    node = self.dim(slots[slot], dim)
-                    tied = weight[slots[slot]] or weight[slots[a_slot]]
+                    tensor = slots[slot]
+                    tied = weight[tensor] or weight[other]
                     rank = 0 if tied else (2 if product else 1)
-                    small = min(
-                        tensors[slots[slot]].nbytes, tensors[slots[a_slot]].nbytes
-                    )
-                    if len(self.atoms[a_node]) != len(self.atoms[node]):
-                        continue
+                    small = min(tensors[tensor].nbytes, tensors[other].nbytes)
+                    node = self.dim(tensor, dim)
                     for k in range(len(self.atoms[node])):
-                        yield (
-                            (rank, -small, index),
-                            index,
-                            slot,
-                            dim,
-                            self.first[a_node] + k,
-                            self.first[node] + k,
+                        yield _Edge(
+                            order=(rank, -small, index),
+                            op=index,
+                            slot=slot,
+                            place=(dim, k),
+                            wanted=self.first[wanted] + k,
+                            atom=self.first[node] + k,
                         )
+
+    def _regrouping_edges(self) -> Iterator[_Edge]:
+        weight = self.graph.weight_tensors()
         for key, ins, outs in self._regroupings():
-            left = [self.first[n] + k for n in ins for k in range(len(self.atoms[n]))]
-            right = [self.first[n] + k for n in outs for k in range(len(self.atoms[n]))]
-            if key in self.barriers or len(left) != len(right):
+            if key in self.barriers:
                 continue
-            op = self.graph.ops[key[0]]
-            rank = 0 if weight[op.operands[0]] else 1
-            nbytes = tensors[op.operands[0]].nbytes
-            for a, b in zip(left, right, strict=True):
-                yield (rank, -nbytes, key[0]), key[0], 0, -1, a, b
+            index = key[0]
+            operand = self.graph.ops[index].operands[0]
+            order = (
+                0 if weight[operand] else 1,
+                -self.graph.tensors[operand].nbytes,
+                index,
+            )
+            places = [(n, k) for n in ins for k in range(len(self.atoms[n]))]
+            wanted = [self.first[n] + k for n in outs for k in range(len(self.atoms[n]))]
+            for (node, k), other in zip(places, wanted, strict=True):
+                yield _Edge(
+                    order=order,
+                    op=index,
+                    slot=0,
+                    place=(node - self.base[operand], k),
+                    wanted=other,
+                    atom=self.first[node] + k,
+                )
 
     # Roles: classes folded over equal layers, and named.
 
@@ -338,11 +376,30 @@ class _Analysis:
         role_of: dict[int, int] = {}
         roles: list[Role] = []
         taken: Counter[str] = Counter()
-        for roots in groups.values():
+        for roots in itertools.chain.from_iterable(
+            self._apart(group) for group in groups.values()
+        ):
             index = len(roles)
             role_of.update(dict.fromkeys(roots, index))
             roles.append(facts.role(index, roots, taken))
         return role_of, tuple(roles)
+
+    def _apart(self, roots: list[int]) -> list[list[int]]:
+        """Classes that look alike, parted where two of them stand in one tensor.
+
+        Square layers in a row give such classes; they alternate between two roles.
+        """
+        parts: list[tuple[list[int], set[int]]] = []
+        for root in roots:
+            tensors = self.holds[root]
+            for members, held in parts:
+                if held.isdisjoint(tensors):
+                    members.append(root)
+                    held |= tensors
+                    break
+            else:
+                parts.append(([root], set(tensors)))
+        return [members for members, _ in parts]
 
     def run(self) -> Dimensions:
         self.refine()
@@ -375,22 +432,29 @@ class _Analysis:
         self, layouts: list[Layout], role_of: dict[int, int]
     ) -> tuple[dict[tuple[int, int], Layout], tuple[Cut, ...]]:
         seen: dict[tuple[int, int], Layout] = {}
-        cuts: list[Cut] = []
-        for index, slot, dim in dict.fromkeys(self.refused):
-            op = self.graph.ops[index]
-            tensor = self.graph.tensors[_slots(op)[slot]]
-            cuts.append(Cut(op=index, slot=slot, dim=dim, nbytes=tensor.nbytes))
-            if dim < 0:
-                continue
-            anchor = next(
-                _anchor(op, f.members, self.graph.tensors)
-                for f in op.factors
-                if (slot, dim) in f.members
+        cuts: dict[tuple[int, int, int], Cut] = {}
+        for edge in self.refused:
+            tensor = self._tensor(edge.op, edge.slot)
+            key, (dim, k) = (edge.op, edge.slot), edge.place
+            cuts[*key, dim] = Cut(
+                op=edge.op, slot=edge.slot, dim=dim, nbytes=tensor.nbytes
             )
-            wanted = layouts[_slots(op)[anchor[0]]][anchor[1]]
-            old = seen.get((index, slot), layouts[tensor.id])
-            seen[index, slot] = (*old[:dim], wanted, *old[dim + 1 :])
-        return seen, tuple(cuts)
+            old = seen.get(key, layouts[tensor.id])
+            role = role_of[self.classes.find(edge.wanted)]
+            atoms = (*old[dim][:k], role, *old[dim][k + 1 :])
+            seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
+        for key, ins, _ in self._regroupings():
+            if key in self.barriers:
+                tensor = self._tensor(key[0], 0)
+                whole = {node - self.base[tensor.id] for node in ins}
+                old = seen.get((key[0], 0), layouts[tensor.id])
+                seen[key[0], 0] = tuple(
+                    () if dim in whole else atoms for dim, atoms in enumerate(old)
+                )
+        return seen, tuple(cuts.values())
+
+    def _tensor(self, op: int, slot: int) -> Tensor:
+        return self.graph.tensors[_slots(self.graph.ops[op])[slot]]
 
 
 def _anchor(
@@ -415,6 +479,7 @@ class _ClassFacts:
         self.names: dict[int, Counter[str]] = defaultdict(Counter)
         self.batch: set[int] = set()
         self.inputs: dict[int, dict[str, int]] = defaultdict(dict)
+        self.paths: dict[tuple[int, str], set[str]] = defaultdict(set)
         self.uses: dict[int, set[object]] = defaultdict(set)
         self.blocked: dict[int, str] = {}
         self.roots: list[int] = []
@@ -447,9 +512,11 @@ class _ClassFacts:
             if not tensor.path:
                 continue
             suffix = f"[{dim}.{k}]" if many else f"[{dim}]"
-            starred = re.sub(r"(?<![^.\[])\d+(?![^.\]])", "*", tensor.path) + suffix
+            layered = tensor.kind in ("param", "state")
+            folded = (starred(tensor.path) if layered else tensor.path) + suffix
             target = self.weights if tensor.kind == "param" else self.inputs
-            target[root][starred] = max(tensor.nbytes, target[root].get(starred, 0))
+            target[root][folded] = max(tensor.nbytes, target[root].get(folded, 0))
+            self.paths[root, folded].add(tensor.path + suffix)
             name = tensor.names[dim] if dim < len(tensor.names) else None
             if name and not many:
                 self.names[root][name] += 1
@@ -467,8 +534,8 @@ class _ClassFacts:
         logical = Counter[str]()
         for root in roots:
             logical += self.names[root]
-        weights = _merged(self.weights[root] for root in roots)
-        inputs = _merged(self.inputs[root] for root in roots)
+        weights = self._leaf_names(roots, self.weights)
+        inputs = self._leaf_names(roots, self.inputs)
         is_batch = any(root in self.batch for root in roots)
         if is_batch:
             name = "batch"
@@ -493,13 +560,21 @@ class _ClassFacts:
         )
 
 
-def _merged(parts: Iterable[dict[str, int]]) -> list[str]:
-    """Names of leaves, those of the largest first."""
-    sizes: dict[str, int] = {}
-    for part in parts:
-        for name, nbytes in part.items():
-            sizes[name] = max(nbytes, sizes.get(name, 0))
-    return sorted(sizes, key=lambda name: (-sizes[name], name))
+    def _leaf_names(
+        self, roots: list[int], found: Mapping[int, dict[str, int]]
+    ) -> list[str]:
+        """Leaves of a role, the largest first; starred where several fold into one."""
+        sizes: dict[str, int] = {}
+        paths: dict[str, set[str]] = defaultdict(set)
+        for root in roots:
+            for name, nbytes in found[root].items():
+                sizes[name] = max(nbytes, sizes.get(name, 0))
+                paths[name] |= self.paths[root, name]
+        ordered = sorted(sizes, key=lambda name: (-sizes[name], name))
+        return [
+            next(iter(paths[name])) if len(paths[name]) == 1 else name
+            for name in ordered
+        ]
 
 
 def _blame(op: Op) -> str:

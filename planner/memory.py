@@ -7,6 +7,7 @@ Broadcasts and casts are not counted: the compiler repeats them where they are r
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,33 @@ from whalejax.planner.layout import Table, shards, spec_of
 from whalejax.planner.plan import LeafPlan, MemoryTerms
 
 
-_REPEATED = ("broadcast_in_dim", "convert_element_type", "iota", "copy")
+_REPEATED = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "copy"})
 """Operations the compiler repeats rather than keep their result."""
+
+_CHEAP = _REPEATED | frozenset(
+    {
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "neg",
+        "max",
+        "min",
+        "select_n",
+        "square",
+        "integer_pow",
+        "sign",
+        "abs",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    }
+)
+"""Elementwise operations that fusions repeat in the backward pass: what they give is
+kept only where something else makes it exist in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +99,20 @@ def residents(graph: Graph, dims: Dimensions, weight: Sequence[bool]) -> Residen
         dims: its logical dimensions.
         weight: for every tensor, whether it depends on parameters alone.
     """
-    maker: dict[int, Op] = {t: op for op in graph.ops for t in op.results}
+    finder = _Kept(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
     inside: dict[int, dict[int, tuple[int, int]]] = {}
     for op in graph.ops:
         slots = op.operands + op.results
         for slot in op.saves:
-            tensor = _origin(slots[slot], maker)
-            if weight[tensor] or graph.tensors[tensor].kind != "value":
-                continue
-            made = maker.get(tensor)
-            if op.remat is None or (made is not None and made.remat != op.remat):
-                saved[tensor] = (op.trip, op.task_graph)
-            else:
-                inside.setdefault(op.remat, {})[tensor] = (1, op.task_graph)
+            for tensor in finder.behind(slots[slot]):
+                if op.remat is None or finder.outside(tensor, op):
+                    saved[tensor] = (op.trip, op.task_graph)
+                else:
+                    inside.setdefault(op.remat, {})[tensor] = (1, op.task_graph)
         if op.remat is not None:
             for tensor in op.operands:
-                made = maker.get(tensor)
-                outside = made is None or made.remat != op.remat
-                value = graph.tensors[tensor].kind == "value"
-                if outside and value and not weight[tensor]:
+                if finder.outside(tensor, op) and finder.counts(tensor):
                     saved[tensor] = (op.trip, op.task_graph)
     rebuilt = {_fold(graph, dims, entry) for entry in inside.values()}
     return Residents(
@@ -102,13 +122,51 @@ def residents(graph: Graph, dims: Dimensions, weight: Sequence[bool]) -> Residen
     )
 
 
-def _origin(tensor: int, maker: Mapping[int, Op]) -> int:
-    while tensor in maker and maker[tensor].kind in _REPEATED:
-        operands = maker[tensor].operands
-        if not operands:
-            break
-        tensor = operands[0]
-    return tensor
+class _Kept:
+    """Which tensors stand in memory behind a value that the backward pass reads."""
+
+    def __init__(self, graph: Graph, weight: Sequence[bool]) -> None:
+        self.graph = graph
+        self.weight = weight
+        self.maker = {t: op for op in graph.ops for t in op.results}
+        # What a product or a lookup reads has to exist, whoever made it.
+        self.exists = {
+            t
+            for op in graph.ops
+            if not (op.elementwise or op.reshape or op.kind.startswith("reduce"))
+            for t in op.operands
+        }
+
+    def counts(self, tensor: int) -> bool:
+        """It is computed from data, not a leaf of the program or a weight."""
+        return self.graph.tensors[tensor].kind == "value" and not self.weight[tensor]
+
+    def outside(self, tensor: int, op: Op) -> bool:
+        """It comes from outside the operation's checkpointed region."""
+        made = self.maker.get(tensor)
+        return made is None or made.remat != op.remat
+
+    def behind(self, tensor: int) -> set[int]:
+        """The tensors from which fusions rebuild a value; itself if none can."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        stack = [tensor]
+        while stack:
+            t = stack.pop()
+            if t in seen or not self.counts(t):
+                continue
+            seen.add(t)
+            op = self.maker.get(t)
+            rebuilt = op is not None and (
+                op.reshape
+                or op.kind in _REPEATED
+                or (op.kind in _CHEAP and t not in self.exists)
+            )
+            if rebuilt and op is not None:
+                stack.extend(op.operands)
+            else:
+                found.add(t)
+        return found
 
 
 def _fold(
@@ -134,7 +192,8 @@ def _largest(
         if not weight[t] and op.kind not in _REPEATED and op.kind not in LOOPS
     }
     order = sorted(entries, key=lambda t: -graph.tensors[t].nbytes)
-    return _fold(graph, dims, {t: entries[t] for t in order[:keep]})
+    kept = _fold(graph, dims, {t: entries[t] for t in order[:keep]})
+    return tuple(dataclasses.replace(entry, count=1) for entry in kept)
 
 
 def kept_bytes(
@@ -160,6 +219,7 @@ def memory_of(
     optimizer: OptimizerBytes,
     state_bytes: int,
     cast_bytes: float,
+    accumulates: bool,
 ) -> MemoryTerms:
     """Memory on one device.
 
@@ -172,12 +232,14 @@ def memory_of(
         optimizer: bytes of its state, unsharded.
         state_bytes: bytes of what is not trained.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        accumulates: gradients of several micro-batches are summed.
     """
     params = gradients = state = working = 0.0
     gathered = [0.0]
+    fresh: list[float] = []
     for leaf, nbytes in zip(leaves, leaf_bytes, strict=True):
         params += nbytes / shards(leaf.param_spec, s.mesh)
-        gradients += nbytes / shards(leaf.gradient_spec, s.mesh)
+        fresh.append(nbytes / shards(leaf.gradient_spec, s.mesh))
         owned = optimizer.by_path.get(leaf.path, 0)
         state += owned / shards(leaf.optimizer_spec, s.mesh)
         used = nbytes * cast_bytes / shards(leaf.compute_spec, s.mesh)
@@ -185,6 +247,7 @@ def memory_of(
             gathered.append(used)
         elif cast_bytes != 1.0:
             working += used
+        gradients += fresh[-1]
         if leaf.gradient_spec != leaf.compute_spec:
             gathered.append(nbytes / shards(leaf.compute_spec, s.mesh))
     saved = math.fsum(kept_bytes(found.saved, tables, s))
@@ -193,8 +256,8 @@ def memory_of(
     )
     largest = max(kept_bytes(found.largest, tables, s), default=0.0)
     working += rebuilt + 2 * largest + 2 * max(gathered)
-    if s.num_micro_batches > 1:
-        working += gradients
+    if accumulates:
+        working += max(fresh, default=0.0)
     return MemoryTerms(
         params_bytes=int(params),
         gradients_bytes=int(gradients),

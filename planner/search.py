@@ -285,6 +285,7 @@ class Search:
             request.optimizer,
             request.state_bytes,
             request.cast_bytes,
+            accumulates=count > 1,
         )
         time, collectives = self._time(leaves, zero, count, costs, s)
         return Scored(

@@ -374,7 +374,7 @@ class _LinenForm:
 
         self._meta = meta
         self._boxes = variables
-        plain = meta.unbox(variables)
+        plain = self._bare(variables)
         self._params = _PytreeForm(plain["params"], selection)
         self._type: Callable[[Mapping[str, Any]], Any] = type(variables)
         is_box = meta.is_axis_metadata
@@ -387,8 +387,17 @@ class _LinenForm:
         """The box of a parameter, or None."""
         return self._names.get(path)
 
+    def _bare(self, tree: Any) -> Any:
+        """The tree without boxes; Flax's own unboxing constrains the values."""
+        is_box = self._meta.is_axis_metadata
+
+        def bare(node: Any) -> Any:
+            return jax.tree.leaves(node)[0] if is_box(node) else node
+
+        return jax.tree.map(bare, tree, is_leaf=is_box)
+
     def take_apart(self, model: Any) -> tuple[Any, Any]:
-        plain = dict(self._meta.unbox(model))
+        plain = dict(self._bare(model))
         params, frozen = self._params.take_apart(plain.pop("params"))
         if jax.tree.leaves(frozen):
             plain["params"] = frozen
@@ -410,7 +419,7 @@ class _LinenForm:
                 f"the model has {known}. Return only those that the model holds."
             )
         updated = {name: variables[name] for name in known if name in variables}
-        return {**rest, **self._meta.unbox(updated)}
+        return {**rest, **self._bare(updated)}
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._meta.replace_boxed(self._boxes, self.join(params, rest))

@@ -10,7 +10,11 @@ import pytest
 from whalejax.meshes import cache, cluster
 
 
-KEY = {"cpu_model": "Maker Chip", "cpu_cores": 2.0, "num_devices": 8}
+KEY: dict[str, str | int | float] = {
+    "cpu_model": "Maker Chip",
+    "cpu_cores": 2.0,
+    "num_devices": 8,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from whalejax.meshes import Cluster, WhaleError, calibrate, measure, probes
+from whalejax.meshes import Cluster, WhaleError, calibrate, cluster, measure, probes
 from whalejax.meshes.build import build_mesh
 from whalejax.meshes.probes import (
     EXP_BYTES,
@@ -243,3 +243,49 @@ def test_a_real_run_in_its_own_process(tmp_path: Path) -> None:
     assert level.bandwidth_bytes_per_second > 0
     assert kind.matmul_seconds("bfloat16", 1, 2, 3) > 0
     assert kind.sources[-1].url == "measured: whalejax calibrate"
+
+
+def _found(*more: Probe) -> probes.Seconds:
+    every = [
+        Product("f32", 64, 64, 64),
+        Product("bf16", 64, 64, 64),
+        Elementwise("add", 2**20),
+        Elementwise("exp", EXP_BYTES),
+        Chain(),
+        *more,
+    ]
+    return dict.fromkeys(every, 1e-3)
+
+
+def test_a_known_accelerator_keeps_its_datasheet() -> None:
+    devices = [_Silent()] * 2
+    found = _found(Collective("all-gather", 2, 2**20))
+    one = calibrate._cluster(devices, found, calibrate._machine(devices), "2026-11-20")
+    kind, known = one.nodes[0].kind, cluster("h100:2").nodes[0].kind
+    assert one.describe() == "2×H100 (1 node of 2, nvlink)"
+    assert one.hash == cluster("h100:2").hash
+    assert kind.flops_per_second == known.flops_per_second
+    assert kind.matmul_seconds("bf16", 64, 64, 64) == pytest.approx(1e-3)
+    assert kind.memory_bytes_per_second == pytest.approx(3 * 2**20 / 1e-3)
+    assert {source.field.partition(".")[0] for source in kind.sources} == {
+        "flops_per_second",
+        "host_memory_bytes",
+        "host_link_bytes_per_second",
+        "*",
+    }
+    assert Cluster.from_json(one.to_json()) == one
+
+
+def test_one_device_alone_has_a_level_without_latency() -> None:
+    devices = [_Silent("Abacus v2")]
+    with pytest.raises(WhaleError, match="does not say how much memory"):
+        calibrate._cluster(devices, _found(), {}, "2026-11-20")
+    devices = [_Silent()]
+    machine = calibrate._machine(devices)
+    found = _found() | {Elementwise("exp", EXP_BYTES): 1e-6}
+    one = calibrate._cluster(devices, found, machine, "2026-11-20")
+    assert one.levels[0].latency_seconds == 0.0
+    assert one.num_devices == 1
+    assert ", 1 device, " in one.nodes[0].kind.sources[-1].title
+    # exp took no longer than its memory: nothing to charge for it.
+    assert one.nodes[0].kind.transcendentals_per_second is None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import jax
 import pytest
 
+import whalejax.meshes.detect
 from whalejax.meshes import Cluster, WhaleError, cluster
 from whalejax.meshes.detect import assemble, detect
 
@@ -129,3 +131,21 @@ def test_cpu_without_calibration_takes_the_reference_and_this_memory() -> None:
         reference.with_memory(1), nodes=found.with_memory(1).nodes
     )
     assert found.memory_bytes > 2**20
+
+
+def test_local_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = cluster("cpu:8")
+    monkeypatch.setattr(whalejax.meshes.detect, "calibrate_local", lambda: measured)
+    assert cluster(" Local") is measured
+    assert Cluster.detect() is measured
+
+
+def test_several_cpu_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(WhaleError) as error:
+        detect()
+    assert str(error.value) == (
+        "2 CPU processes with 8 devices: only the devices of one process can be "
+        "measured. Describe the cluster in a TOML file; whalejax calibrate -o "
+        "cluster.toml writes one to start from"
+    )

@@ -128,8 +128,9 @@ def test_the_layer_is_that_of_a_loop(gating: Any) -> None:
 
 
 def test_metrics_and_loss_add_up() -> None:
-    model = moe.MoE(moe.SIZES["test"], rngs=nnx.Rngs(0))
-    tokens = jnp.asarray(moe.job("test").batch_at(0, 8)["tokens"])
+    job = moe.job("test", layers=1)
+    model = nnx.jit(job.make_model)(jax.random.key(0))
+    tokens = jnp.asarray(job.batch_at(0, 8)["tokens"])
 
     @nnx.jit
     def both(model: moe.MoE, tokens: jax.Array) -> Any:

@@ -2,9 +2,9 @@
 
 An entry of an annotation is a *mark instance*; the operations directly inside one are
 a region. Equal layers enter equal marks again and again: instances with the same mark,
-inside the same region, that hold the same operations fold into one TaskGraph. The
-instance is taken from the place of the call, because JAX traces a jitted block once
-and calls it often.
+inside the same region, that hold the same operations fold into one TaskGraph; only
+pipelines, whose stages have devices of their own, never do. The instance is taken from
+the place of the call, because JAX traces a jitted block once and calls it often.
 """
 
 from __future__ import annotations
@@ -141,10 +141,11 @@ class _Tree:
         """Fold equal instances and number what holds operations."""
         groups: dict[object, int] = {None: 0}
         group_of = [0]
-        for instance in self.instances[1:]:
+        for index, instance in enumerate(self.instances[1:], start=1):
             key = (
                 group_of[instance.parent],
                 instance.mark,
+                index if self._kind(index) == "pipeline" else 0,
                 _starred(instance.scope),
                 tuple(instance.operations),
             )
@@ -191,5 +192,5 @@ class _Tree:
 
 
 def _starred(scope: str) -> str:
-    """A scope in which numbered copies and transformed copies of a module look alike."""
+    """A scope in which numbered or transformed copies of a module look alike."""
     return _COPY.sub("", scope)

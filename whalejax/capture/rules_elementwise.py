@@ -17,8 +17,8 @@ _UNARY_LINEAR: Final = (
     "sharding_constraint layout_constraint with_memory_space_constraint reshard pvary"
 ).split()
 _UNARY_READING_OPERAND: Final = (
-    "log log1p log2 one_minus_square sin cos asin acos atan sinh cosh asinh acosh atanh erf erfc lgamma "
-    "digamma abs square bessel_i0e bessel_i1e"
+    "log log1p log2 one_minus_square sin cos asin acos atan sinh cosh asinh acosh "
+    "atanh erf erfc lgamma digamma abs square bessel_i0e bessel_i1e"
 ).split()
 _UNARY_READING_RESULT: Final = ("exp exp2 expm1 tanh logistic sqrt tan erf_inv").split()
 _UNARY_READING_BOTH: Final = "rsqrt cbrt".split()

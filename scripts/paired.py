@@ -1,0 +1,67 @@
+"""Paired timing for the benchmarks: two programs in turn, and the ratio of each pair.
+
+The machine's speed drifts; two timings next to each other drift together, so only
+their ratio is quoted. Shared by ``scripts/bench_*.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def eight_devices() -> None:
+    """Ask for eight virtual CPU devices; call it before JAX is imported."""
+    flag = "--xla_force_host_platform_device_count=8"
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    sys.path.insert(0, str(ROOT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Timings of two programs in turn.
+
+    Attributes:
+        first_seconds, second_seconds: the timings, pair by pair.
+    """
+
+    first_seconds: tuple[float, ...]
+    second_seconds: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median over pairs of first over second."""
+        pairs = zip(self.first_seconds, self.second_seconds, strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+
+def timed_pairs(
+    first: Callable[[], Any], second: Callable[[], Any], *, pairs: int, warm: int = 2
+) -> Pairs:
+    """Time two callables in turn, the order swapped from pair to pair.
+
+    Args:
+        first, second: each runs once and blocks until done.
+        pairs: timed pairs.
+        warm: pairs that are run first and not counted.
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(warm + pairs):
+        order = (0, 1) if index % 2 else (1, 0)
+        for which in order:
+            start = time.perf_counter()
+            (first, second)[which]()
+            elapsed = time.perf_counter() - start
+            if index >= warm:
+                times[which].append(elapsed)
+    return Pairs(first_seconds=tuple(times[0]), second_seconds=tuple(times[1]))

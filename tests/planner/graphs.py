@@ -1,0 +1,319 @@
+"""Graphs written by hand, so that the planner is tested without tracing anything.
+
+``Program`` takes operations the way one writes an einsum and keeps the bookkeeping of
+tensor ids and factors; ``gpt`` is the transformer that most tests reason about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from whalejax.planner.graph import (
+    Factor,
+    Graph,
+    Mark,
+    Op,
+    TaskGraph,
+    Tensor,
+    TensorKind,
+)
+
+
+class Program:
+    """Collects tensors and operations; every value is float32."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.task_graphs: list[TaskGraph] = [TaskGraph(index=0)]
+        self.here = 0
+        self.trip = 1
+        self.remat: int | None = None
+        self.batch_dims: list[tuple[int, int]] = []
+
+    def _tensor(
+        self, shape: tuple[int, ...], kind: TensorKind = "value", path: str = ""
+    ) -> int:
+        index = len(self.tensors)
+        flows = kind == "param" or (kind == "value")
+        self.tensors.append(
+            Tensor(
+                id=index,
+                shape=shape,
+                dtype="float32",
+                itemsize_bytes=4,
+                kind=kind,
+                path=path,
+                differentiable=flows,
+            )
+        )
+        return index
+
+    def param(self, path: str, *shape: int) -> int:
+        """A trained leaf."""
+        return self._tensor(shape, "param", path)
+
+    def batch(self, path: str, *shape: int) -> int:
+        """A leaf of the batch, its samples along dimension 0."""
+        index = self._tensor(shape, "batch", path)
+        self.batch_dims.append((index, 0))
+        return index
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.tensors[tensor].shape
+
+    def mark(self, mark: Mark, name: str) -> None:
+        """Everything from here on stands in a TaskGraph with this mark."""
+        self.here = len(self.task_graphs)
+        self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
+
+    def _op(
+        self,
+        kind: str,
+        operands: tuple[int, ...],
+        shape: tuple[int, ...],
+        factors: tuple[Factor, ...],
+        *,
+        elementwise: bool = False,
+        reshape: bool = False,
+        matmul: tuple[int, int, int, int] | None = None,
+        saves: tuple[int, ...] = (),
+    ) -> int:
+        result = self._tensor(shape)
+        flops = 0 if matmul is None else 2 * math.prod(matmul)
+        self.ops.append(
+            Op(
+                kind=kind,
+                position=(len(self.ops),),
+                operands=operands,
+                results=(result,),
+                factors=factors,
+                elementwise=elementwise,
+                reshape=reshape,
+                flops=flops,
+                matmul=matmul,
+                saves=saves,
+                trip=self.trip,
+                task_graph=self.here,
+                remat=self.remat,
+            )
+        )
+        return result
+
+    def einsum(self, spec: str, *operands: int) -> int:
+        """An einsum of one or two operands, such as ``"bse,em->bsm"``."""
+        ins, _, out = spec.partition("->")
+        terms = ins.split(",")
+        members: dict[str, list[tuple[int, int]]] = {}
+        sizes: dict[str, int] = {}
+        for slot, letters in enumerate((*terms, out)):
+            for dim, letter in enumerate(letters):
+                members.setdefault(letter, []).append((slot, dim))
+                if slot < len(operands):
+                    sizes[letter] = self.shape(operands[slot])[dim]
+        factors = tuple(
+            Factor(members=tuple(places))
+            for letter, places in members.items()
+            if sizes[letter] > 1
+        )
+        shape = tuple(sizes[letter] for letter in out)
+        if len(operands) == 1:
+            kind = "reduce_sum" if len(out) < len(terms[0]) else "transpose"
+            return self._op(kind, operands, shape, factors)
+        left, right = terms
+        groups = (
+            [x for x in left if x in out and x not in right],
+            [x for x in left if x in right and x not in out],
+            [x for x in right if x in out and x not in left],
+            [x for x in left if x in right and x in out],
+        )
+        m, k, n, batch = (math.prod(sizes[x] for x in group) for group in groups)
+        return self._op(
+            "dot_general",
+            operands,
+            shape,
+            factors,
+            matmul=(m, k, n, batch),
+            saves=(0, 1),
+        )
+
+    def add(self, *operands: int, kind: str = "add") -> int:
+        """An elementwise operation; size-1 dimensions broadcast."""
+        shapes = [self.shape(t) for t in operands]
+        shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        result = len(operands)
+        factors = []
+        for dim, size in enumerate(shape):
+            if size > 1:
+                slots = [s for s, sizes in enumerate(shapes) if sizes[dim] == size]
+                places = ((slot, dim) for slot in (*slots, result))
+                factors.append(Factor(members=tuple(places)))
+        return self._op(kind, operands, shape, tuple(factors), elementwise=True)
+
+    def unary(self, kind: str, operand: int) -> int:
+        """An elementwise operation of one operand whose result is kept."""
+        result = self.add(operand, kind=kind)
+        last = self.ops[-1]
+        self.ops[-1] = Op(
+            **{name: getattr(last, name) for name in Op.__slots__ if name != "saves"},
+            saves=(1,),
+        )
+        return result
+
+    def reshape(self, operand: int, *shape: int) -> int:
+        """A regrouping of dimensions in row-major order."""
+        assert math.prod(shape) == math.prod(self.shape(operand))
+        return self._op("reshape", (operand,), shape, (), reshape=True)
+
+    def broadcast(self, operand: int, *shape: int) -> int:
+        """New leading dimensions."""
+        offset = len(shape) - len(self.shape(operand))
+        factors = tuple(
+            Factor(members=((0, dim), (1, dim + offset)))
+            for dim, size in enumerate(self.shape(operand))
+            if size > 1
+        )
+        return self._op("broadcast_in_dim", (operand,), shape, factors)
+
+    def gather(self, table: int, indices: int) -> int:
+        """Rows of a table."""
+        rows, width = self.shape(table)
+        del rows
+        shape = (*self.shape(indices), width)
+        out = len(shape) - 1
+        factors = [Factor(members=((0, 0),)), Factor(members=((0, 1), (2, out)))]
+        factors += [Factor(members=((1, d), (2, d))) for d in range(out)]
+        return self._op("gather", (table, indices), shape, tuple(factors))
+
+    def graph(self, loss: int) -> Graph:
+        """The program so far, with this scalar as its loss."""
+        first, dim = self.batch_dims[0]
+        return Graph(
+            tensors=tuple(self.tensors),
+            ops=tuple(self.ops),
+            task_graphs=tuple(self.task_graphs),
+            loss=loss,
+            batch_size=self.shape(first)[dim],
+            batch_dims=tuple(self.batch_dims),
+            model_hash="by-hand",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of the hand-written GPT; all different unless a test says otherwise."""
+
+    batch: int = 16
+    seq: int = 24
+    embed: int = 48
+    heads: int = 8
+    key: int = 6
+    value: int = 10
+    mlp: int = 320
+    vocab: int = 512
+
+
+def gpt(
+    layers: int,
+    sizes: Sizes | None = None,
+    *,
+    swapped: bool = False,
+    flat_heads: bool = False,
+    fused: bool = False,
+    tied: bool = False,
+) -> Graph:
+    """A GPT without norms and masks; a human would name ten dimensions in it.
+
+    Args:
+        layers: how many, unrolled.
+        sizes: of the dimensions.
+        swapped: the scores are ``k · q`` instead of ``q · k``.
+        flat_heads: query and the others are ``[embed, heads · width]`` and reshaped.
+        fused: one kernel ``[embed, 3 · heads · key]`` for the three.
+        tied: the head is the embedding table.
+    """
+    z = sizes or Sizes()
+    p = Program()
+    tokens = p.batch("tokens", z.batch, z.seq)
+    targets = p.batch("targets", z.batch, z.seq)
+    table = p.param("tokens.embedding", z.vocab, z.embed)
+    x = p.gather(table, tokens)
+    for i in range(layers):
+        x = _block(p, z, x, f"blocks.{i}", swapped, flat_heads, fused)
+    head = table if tied else p.param("head.kernel", z.embed, z.vocab)
+    logits = p.einsum("bse,ve->bsv" if tied else "bse,ev->bsv", x, head)
+    picked = p.einsum("bsv->bs", p.unary("exp", logits))
+    loss = p.einsum("bs->", p.add(picked, targets))
+    return p.graph(loss)
+
+
+def _block(
+    p: Program,
+    z: Sizes,
+    x: int,
+    path: str,
+    swapped: bool,
+    flat_heads: bool,
+    fused: bool,
+) -> int:
+    def kernel(name: str, *shape: int) -> int:
+        return p.param(f"{path}.{name}.kernel", *shape)
+
+    q, k, v = _query_key_value(p, z, x, kernel, flat_heads, fused)
+    scores = (
+        p.einsum("bthd,bshd->bhst", k, q)
+        if swapped
+        else p.einsum("bshd,bthd->bhst", q, k)
+    )
+    weights = p.unary("exp", scores)
+    mixed = p.einsum("bhst,bthd->bshd", weights, v)
+    value = z.key if fused else z.value
+    if flat_heads or fused:
+        flat = p.reshape(mixed, z.batch, z.seq, z.heads * value)
+        out = kernel("output", z.heads * value, z.embed)
+        x = p.add(x, p.einsum("bsn,ne->bse", flat, out))
+    else:
+        out = kernel("output", z.heads, value, z.embed)
+        x = p.add(x, p.einsum("bshd,hde->bse", mixed, out))
+    up = kernel("up", z.embed, z.mlp)
+    hidden = p.unary("tanh", p.einsum("bse,em->bsm", x, up))
+    down = kernel("down", z.mlp, z.embed)
+    return p.add(x, p.einsum("bsm,me->bse", hidden, down))
+
+
+def _query_key_value(
+    p: Program, z: Sizes, x: int, kernel: object, flat_heads: bool, fused: bool
+) -> tuple[int, int, int]:
+    assert callable(kernel)
+    if fused:
+        joint = p.einsum("bse,en->bsn", x, kernel("qkv", z.embed, 3 * z.heads * z.key))
+        split = p.reshape(joint, z.batch, z.seq, 3, z.heads, z.key)
+        parts = [p.einsum("bsnhd->bshd", split) for _ in range(3)]
+        return parts[0], parts[1], parts[2]
+    widths = (("query", z.key), ("key", z.key), ("value", z.value))
+    if flat_heads:
+        found = []
+        for name, width in widths:
+            flat = p.einsum("bse,en->bsn", x, kernel(name, z.embed, z.heads * width))
+            found.append(p.reshape(flat, z.batch, z.seq, z.heads, width))
+        return found[0], found[1], found[2]
+    q, k, v = (
+        p.einsum("bse,ehd->bshd", x, kernel(name, z.embed, z.heads, width))
+        for name, width in widths
+    )
+    return q, k, v
+
+
+def mlp(
+    batch: int, widths: tuple[int, ...], *, path: str = "layers.{}.w"
+) -> tuple[Program, int]:
+    """A perceptron ``x @ w``, ``tanh``, …; the program and its scalar loss."""
+    p = Program()
+    x = p.batch("x", batch, widths[0])
+    for i, (rows, columns) in enumerate(itertools.pairwise(widths)):
+        w = p.param(path.format(i), rows, columns)
+        x = p.unary("tanh", p.einsum("bi,ij->bj", x, w))
+    return p, p.einsum("bj->", x)

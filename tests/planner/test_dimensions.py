@@ -1,0 +1,328 @@
+"""Dimension analysis: the dimensions that a human would name, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.planner.graphs import Program, Sizes, gpt, mlp
+from whalejax.planner.dimensions import Dimensions, analyse, starred
+from whalejax.planner.graph import Graph
+from whalejax.planner.regions import expert_roles
+from whalejax.planner.rows import build_rows
+
+
+HUMAN = {
+    "batch": 16,
+    "tokens[1]": 24,
+    "tokens.embedding[1]": 48,
+    "tokens.embedding[0]": 512,
+    "head.kernel[1]": 512,
+    "blocks.*.output.kernel[0]": 8,
+    "blocks.*.key.kernel[2]": 6,
+    "blocks.*.output.kernel[1]": 10,
+    "blocks.*.up.kernel[1]": 320,
+    "dim24": 24,
+}
+"""The ten dimensions of a GPT: what a human calls batch, sequence, embed, vocabulary
+in and out, heads, width of key and value, mlp and the sequence of the keys."""
+
+
+def named(dims: Dimensions) -> dict[str, int]:
+    """Every name a role may be called by, to its size; one name a role."""
+    return {_common(r.aliases, r.name): r.size for r in dims.roles}
+
+
+def _common(aliases: tuple[str, ...], name: str) -> str:
+    return next((n for n in HUMAN if n in (name, *aliases)), name)
+
+
+def layout(graph: Graph, dims: Dimensions, path: str) -> tuple[tuple[str, ...], ...]:
+    """Names of the roles of a leaf."""
+    tensor = next(t for t in graph.tensors if t.path == path)
+    return tuple(
+        tuple(_common(dims.roles[r].aliases, dims.roles[r].name) for r in atoms)
+        for atoms in dims.layouts[tensor.id]
+    )
+
+
+def assert_disequal(graph: Graph, dims: Dimensions) -> None:
+    """No tensor holds one role twice; every atom has its role's size."""
+    for tensor in graph.tensors:
+        held = [r for atoms in dims.layouts[tensor.id] for r in atoms]
+        assert len(held) == len(set(held)), (tensor, dims.layouts[tensor.id])
+        sizes = [n for atoms in dims.sizes[tensor.id] for n in atoms]
+        assert sizes == [dims.roles[r].size for r in held]
+
+
+@pytest.mark.parametrize("layers", [2, 12, 126])
+def test_unrolled_layers_fold_to_the_ten_human_roles(layers: int) -> None:
+    graph = gpt(layers)
+    dims = analyse(graph)
+    assert named(dims) == HUMAN
+    assert_disequal(graph, dims)
+    copies = {r.name: r.copies for r in dims.roles}
+    assert {n for n, c in copies.items() if c == layers} == {
+        "blocks.*.output.kernel[0]",
+        "blocks.*.key.kernel[2]",
+        "blocks.*.output.kernel[1]",
+        "blocks.*.down.kernel[0]",
+        "dim24",
+    }
+    assert [r.name for r in dims.batch] == ["batch"]
+
+
+def test_one_layer_is_named_by_its_own_path() -> None:
+    assert "blocks.0.up.kernel[1]" in {
+        alias for r in analyse(gpt(1)).roles for alias in r.aliases
+    }
+
+
+def test_nothing_is_tied_by_size_alone() -> None:
+    equal = Sizes(
+        batch=64, seq=64, embed=64, heads=64, key=64, value=64, mlp=64, vocab=64
+    )
+    graph, other = gpt(12, equal), gpt(12)
+    dims, unequal = analyse(graph), analyse(other)
+    assert_disequal(graph, dims)
+    assert len(dims.roles) == len(unequal.roles) == 10
+    partner: dict[int, int] = {}
+    for t, u in zip(graph.tensors, other.tensors, strict=True):
+        for a, b in zip(dims.layouts[t.id], unequal.layouts[u.id], strict=True):
+            for one, two in zip(a, b, strict=True):
+                assert partner.setdefault(one, two) == two
+    assert len(set(partner.values())) == 10
+
+
+def test_layers_that_differ_in_size_do_not_fold() -> None:
+    p, loss = mlp(16, (20, 30, 40, 35, 50))
+    roles = analyse(p.graph(loss)).roles
+    assert sorted(r.size for r in roles) == [16, 20, 30, 35, 40, 50]
+    assert all(r.copies == 1 for r in roles)
+
+
+def test_square_layers_in_a_row_alternate_between_two_roles() -> None:
+    p, loss = mlp(16, (64,) * 8)
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    inner = [dims.layouts[t.id] for t in graph.params][1:-1]
+    rows = {spec[0] for spec in inner}
+    assert rows == {spec[1] for spec in inner}
+    assert len(rows) == 2
+    assert all(a[1] == b[0] for a, b in zip(inner, inner[1:], strict=False))
+    # Seen as one role they would pass for experts: a batch dimension of a product.
+    assert not expert_roles(graph, dims)
+
+
+def test_a_reshape_into_heads_is_the_identity_on_atoms() -> None:
+    graph = gpt(3, flat_heads=True)
+    dims = analyse(graph)
+    assert len(dims.roles) == 10
+    assert_disequal(graph, dims)
+    heads, width = layout(graph, dims, "blocks.1.value.kernel")[1]
+    assert layout(graph, dims, "blocks.1.output.kernel")[0] == (heads, width)
+    query_heads, query_width = layout(graph, dims, "blocks.1.query.kernel")[1]
+    assert query_heads == heads
+    assert query_width != width
+    sizes = {r.name: r.size for r in dims.roles}
+    assert (sizes[heads], sizes[width], sizes[query_width]) == (8, 10, 6)
+    embed = layout(graph, dims, "blocks.1.query.kernel")[0]
+    assert embed == layout(graph, dims, "tokens.embedding")[1:2][0]
+
+
+def test_fused_query_key_value_has_heads_as_a_middle_atom() -> None:
+    graph = gpt(3, fused=True, tied=True)
+    dims = analyse(graph)
+    three, heads, width = layout(graph, dims, "blocks.2.qkv.kernel")[1]
+    sizes = {r.name: r.size for r in dims.roles}
+    assert [sizes[n] for n in (three, heads, width)] == [3, 8, 6]
+    assert layout(graph, dims, "blocks.2.output.kernel")[0] == (heads, width)
+
+
+def test_a_tied_embedding_has_one_vocabulary() -> None:
+    dims = analyse(gpt(2, tied=True))
+    assert [r.size for r in dims.roles].count(512) == 1
+    assert len(dims.roles) == 9
+
+
+def test_attention_is_cut_at_key_and_value() -> None:
+    graph = gpt(4)
+    dims = analyse(graph)
+    assert len(dims.cuts) == 8
+    sequence, keys = dims.find("tokens[1]"), dims.find("dim24")
+    assert sequence is not None and keys is not None
+    for cut in dims.cuts:
+        op = graph.ops[cut.op]
+        assert op.kind == "dot_general"
+        tensor = op.operands[cut.slot]
+        held = dims.layouts[tensor]
+        assert cut.nbytes == graph.tensors[tensor].nbytes
+        # Whole in the sequence as made, by the keys' own role as the product needs it.
+        assert held[cut.dim] == (sequence.index,)
+        assert dims.seen[cut.op, cut.slot][cut.dim] == (keys.index,)
+        maker = next(o for o in graph.ops if tensor in o.results)
+        weight = graph.tensors[maker.operands[1]].path
+        assert weight.split(".")[2] in ("key", "value")
+
+
+def test_the_order_of_operands_does_not_move_the_cuts() -> None:
+    one, other = gpt(4), gpt(4, swapped=True)
+
+    def cut_weights(graph: Graph) -> list[str]:
+        dims = analyse(graph)
+        found = []
+        for cut in dims.cuts:
+            tensor = graph.ops[cut.op].operands[cut.slot]
+            maker = next(o for o in graph.ops if tensor in o.results)
+            found.append(graph.tensors[maker.operands[1]].path)
+        return sorted(found)
+
+    assert cut_weights(one) == cut_weights(other)
+
+
+def test_a_mask_is_cut_at_its_cheap_second_operand() -> None:
+    p = Program()
+    x = p.batch("x", 4, 32, 8)
+    w = p.param("w", 8, 8)
+    y = p.einsum("bsi,ij->bsj", x, w)
+    scores = p.einsum("bsj,btj->bst", y, p.einsum("bsi,ij->bsj", x, w))
+    real = p.batch("real", 4, 32)
+    rows, columns = p.reshape(real, 4, 32, 1), p.reshape(real, 4, 1, 32)
+    mask = p.add(rows, columns, kind="and")
+    loss = p.einsum("bst->", p.add(scores, mask, kind="select_n"))
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    small = [c for c in dims.cuts if graph.ops[c.op].kind in ("and", "reshape")]
+    assert small and all(c.nbytes == 4 * 32 * 4 for c in small)
+    assert len(dims.cuts) == 2
+
+
+def test_a_square_kernel_in_the_residual_stream_is_cut_at_the_sum() -> None:
+    p = Program()
+    x = p.batch("x", 4, 8)
+    w0, w1 = p.param("in", 8, 32), p.param("square", 32, 32)
+    h = p.einsum("bi,ie->be", x, w0)
+    h = p.add(h, p.einsum("be,ef->bf", h, w1))
+    loss = p.einsum("be->", h)
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    (cut,) = dims.cuts
+    assert graph.ops[cut.op].kind == "add"
+    assert (cut.dim, cut.nbytes) == (1, 4 * 32 * 4)
+    (move,) = build_rows(graph, dims).moves
+    assert move.source.layout != move.target.layout
+
+
+def test_a_kernel_used_twice_in_a_row_is_cut() -> None:
+    p = Program()
+    x = p.batch("x", 4, 32)
+    w = p.param("w", 32, 32)
+    loss = p.einsum("bi->", p.einsum("bi,ij->bj", p.einsum("bi,ij->bj", x, w), w))
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    assert len(dims.cuts) == 1
+
+
+def test_a_reshape_that_would_tie_a_role_to_itself_is_cut_there() -> None:
+    p = Program()
+    x = p.batch("x", 4, 32)
+    w = p.param("w", 32, 32)
+    flat = p.reshape(p.einsum("bi,ij->bj", x, w), 4, 32, 1)
+    loss = p.einsum("bij->", p.add(flat, p.reshape(x, 4, 32, 1)))
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    (cut,) = dims.cuts
+    assert graph.ops[cut.op].kind in ("reshape", "add")
+    assert build_rows(graph, dims).moves
+
+
+def test_a_reshape_that_no_grouping_explains_needs_its_operand_whole() -> None:
+    p = Program()
+    x = p.batch("x", 4, 6)
+    w = p.param("w", 6, 12)
+    y = p.einsum("bi,ij->bj", x, w)
+    a = p.reshape(y, 4, 2, 6)
+    b = p.reshape(y, 4, 3, 4)
+    loss = p.add(p.einsum("bij->", a), p.einsum("bij->", b))
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    # The first grouping stands; the second has to gather what it regroups.
+    assert dims.sizes[y] == ((4,), (2, 6))
+    assert dims.layouts[a][1:] == tuple((r,) for r in dims.layouts[y][1])
+    (index,) = [i for i, op in enumerate(graph.ops) if op.results == (b,)]
+    assert dims.seen[index, 0] == (dims.layouts[y][0], ())
+    (move,) = build_rows(graph, dims).moves
+    assert (move.source.layout, move.target.layout[1]) == (dims.layouts[y], ())
+
+
+def test_refinement_of_one_dimension_reaches_its_namesakes() -> None:
+    p = Program()
+    x = p.batch("x", 4, 5)
+    w = p.param("w", 5, 24)
+    y = p.einsum("bi,ij->bj", x, w)
+    z = p.add(y, p.reshape(p.reshape(y, 4, 6, 4), 4, 24))
+    loss = p.einsum("bijk->", p.reshape(z, 4, 2, 3, 4))
+    graph = p.graph(loss)
+    dims = analyse(graph)
+    assert dims.sizes[w] == ((5,), (2, 3, 4))
+    assert dims.layouts[z] == dims.layouts[y]
+    assert not dims.cuts
+
+
+def test_logical_names_of_the_model_name_the_roles() -> None:
+    graph = gpt(3)
+    names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    tensors = tuple(
+        dataclasses.replace(t, names=names.get(t.path.split(".")[-2], ()))
+        if t.kind == "param" and "blocks" in t.path
+        else t
+        for t in graph.tensors
+    )
+    dims = analyse(dataclasses.replace(graph, tensors=tensors))
+    mlp_role, embed = dims.find("mlp"), dims.find("embed")
+    assert mlp_role is not None and (mlp_role.name, mlp_role.size) == ("mlp", 320)
+    assert embed is not None and "tokens.embedding[1]" in embed.aliases
+
+
+def test_a_name_is_looked_up_before_an_alias() -> None:
+    p, loss = mlp(16, (64,) * 8)
+    dims = analyse(p.graph(loss))
+    for role in dims.roles:
+        assert dims.find(role.name) == role
+    assert dims.find("no such name") is None
+
+
+def test_an_operation_without_a_rule_blocks_its_dimensions() -> None:
+    graph = gpt(2)
+    index = next(i for i, op in enumerate(graph.ops) if op.kind == "tanh")
+    op = graph.ops[index]
+    factors = tuple(
+        dataclasses.replace(f, kind="unshardable")
+        for f in op.factors
+        if (0, 2) in f.members
+    )
+    odd = dataclasses.replace(op, kind="fft", factors=factors, unknown=True)
+    ops = (*graph.ops[:index], odd, *graph.ops[index + 1 :])
+    dims = analyse(dataclasses.replace(graph, ops=ops))
+    role = next(r for r in dims.roles if r.size == 320)
+    assert role.unshardable == "no rule for the primitive 'fft'"
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("blocks.3.up.kernel", "blocks.*.up.kernel"),
+        ("layer_11.conv2d.kernel", "layer_*.conv2d.kernel"),
+        ("encoder12", "encoder*"),
+        ("l2_norm.scale", "l2_norm.scale"),
+    ],
+)
+def test_numbers_at_the_end_of_a_component_are_starred(path: str, wanted: str) -> None:
+    assert starred(path) == wanted
