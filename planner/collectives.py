@@ -70,12 +70,14 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
     """One collective inside one level.
 
     The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
-    all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4).
+    all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4);
+    times the factor by which the level was measured to differ.
     """
     share = (part.size - 1) / part.size
     rounds = 2 if kind == "all-reduce" else 1
     wire = payload_bytes * share / part.level.bandwidth_bytes_per_second
-    return rounds * (part.level.latency_seconds + wire)
+    measured = part.level.slowdown_of(kind)
+    return rounds * (part.level.latency_seconds + wire) * measured
 
 
 def collective_seconds(

@@ -111,7 +111,7 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
         behind = twice * max(one, kind.elementwise_seconds(backward / max(1, twice)))
         launches = 1.0 + twice
     else:
-        ahead = kind.elementwise_seconds(forward)
+        ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
         behind = kind.elementwise_seconds(backward)
         launches = float(bool(row.writes)) * (2 if backward else 1)
     if row.remat:
@@ -135,6 +135,14 @@ def _memory_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[float,
         local_bytes(slots[i], hits, s) for i in row.reads if slots[i].differentiable
     )
     return forward, forward + extra
+
+
+def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> float:
+    """Elements on one device whose result costs an exp, tanh or the like."""
+    if not row.transcendental:
+        return 0.0
+    slot = row.results[0]
+    return local_bytes(slot, hits, s) / slot.itemsize_bytes
 
 
 def _product_seconds(p: Product, hits: Mapping[str, int], s: Setting) -> float:

@@ -355,7 +355,9 @@ class _Analysis:
                 index,
             )
             places = [(n, k) for n in ins for k in range(len(self.atoms[n]))]
-            wanted = [self.first[n] + k for n in outs for k in range(len(self.atoms[n]))]
+            wanted = [
+                self.first[n] + k for n in outs for k in range(len(self.atoms[n]))
+            ]
             for (node, k), other in zip(places, wanted, strict=True):
                 yield _Edge(
                     order=order,
@@ -558,7 +560,6 @@ class _ClassFacts:
             of_weights=bool(weights),
             copies=len(roots),
         )
-
 
     def _leaf_names(
         self, roots: list[int], found: Mapping[int, dict[str, int]]

@@ -8,10 +8,18 @@ cost and the memory models walk rows and never operations, so depth costs nothin
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.graph import LOOPS, Graph, Op
+
+
+_TRANSCENDENTAL = frozenset(
+    (
+        "exp exp2 expm1 log log1p log2 tanh logistic sin cos tan atan2 "
+        "erf erfc erf_inv pow lgamma digamma"
+    ).split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +29,7 @@ class Slot:
     Attributes:
         layout, sizes: roles and sizes of the atoms of each dimension.
         nbytes: bytes of the whole tensor.
+        itemsize_bytes: bytes of one element.
         differentiable: a gradient flows through it.
         weight: it depends on parameters alone.
     """
@@ -28,6 +37,7 @@ class Slot:
     layout: Layout
     sizes: Layout
     nbytes: int
+    itemsize_bytes: int
     differentiable: bool
     weight: bool
 
@@ -73,6 +83,7 @@ class Row:
         operands, results: what it reads and writes.
         product: the matrix product, or None.
         reads, writes: slots that cross main memory when elementwise neighbours fuse.
+        transcendental: every element of its result costs an exp, tanh or the like.
         remat: it runs again in the backward pass.
         scope: one place in the model, for reports.
     """
@@ -85,6 +96,7 @@ class Row:
     product: Product | None
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    transcendental: bool
     remat: bool
     scope: str
 
@@ -156,36 +168,9 @@ def build_rows(graph: Graph, dims: Dimensions) -> Rows:
             moves[move] += op.trip
             scopes.setdefault(move, op.scope)
     return Rows(
-        ops=tuple(_counted_row(r, c, scopes[r]) for r, c in ops.items()),
-        moves=tuple(_counted_move(m, c, scopes[m]) for m, c in moves.items()),
+        ops=tuple(replace(r, count=c, scope=scopes[r]) for r, c in ops.items()),
+        moves=tuple(replace(m, count=c, scope=scopes[m]) for m, c in moves.items()),
         weight=builder.weight,
-    )
-
-
-def _counted_row(row: Row, count: int, scope: str) -> Row:
-    return Row(
-        kind=row.kind,
-        task_graph=row.task_graph,
-        count=count,
-        operands=row.operands,
-        results=row.results,
-        product=row.product,
-        reads=row.reads,
-        writes=row.writes,
-        remat=row.remat,
-        scope=scope,
-    )
-
-
-def _counted_move(move: Move, count: int, scope: str) -> Move:
-    return Move(
-        source=move.source,
-        target=move.target,
-        source_graph=move.source_graph,
-        target_graph=move.target_graph,
-        count=count,
-        remat=move.remat,
-        scope=scope,
     )
 
 
@@ -218,6 +203,7 @@ class _Builder:
             layout=layout,
             sizes=self.dims.sizes[tensor],
             nbytes=t.nbytes,
+            itemsize_bytes=t.itemsize_bytes,
             differentiable=t.differentiable,
             weight=self.weight[tensor],
         )
@@ -239,6 +225,7 @@ class _Builder:
             product=self._product(op, operands, results),
             reads=self._reads(op),
             writes=self._writes(op),
+            transcendental=op.kind in _TRANSCENDENTAL,
             remat=op.remat is not None,
             scope="",
         )

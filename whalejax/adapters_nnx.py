@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from whalejax import _compat
-from whalejax.adapters import Selection
+from whalejax.adapters_trees import Selection
 from whalejax.meshes.problems import WhaleError
 
 

@@ -1,8 +1,7 @@
-"""Plans and running training on a terminal.
+"""Plans on a terminal, in colour and with bars.
 
-``print(plan)`` needs nothing but Python; this is the same in colour and with bars, and
-the progress of a run. All that needs rich stands here. Showing a plan imports no JAX,
-so that a plan file can be read at once on any machine.
+``print(plan)`` needs nothing but Python; this needs rich, so it stands apart. Showing a
+plan imports no JAX: a plan file can be read at once, on any machine.
 """
 
 from __future__ import annotations
@@ -11,14 +10,17 @@ import dataclasses
 import math
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    RenderableType,
+    RenderResult,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -35,9 +37,9 @@ from whalejax.planner.plan import LeafPlan, Plan
 
 _BAR_WIDTH = 24
 _SHOWN_ROWS = 12
-_LINE_SECONDS = 5.0
 _PLAIN_WIDTH = 110
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
+_Form = Callable[[float], str]
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -95,12 +97,12 @@ def plan_table(plan: Plan, *, all_rows: bool = False) -> RenderableType:
 # The lines above the tables.
 
 
-def _line(name: str, text: str | Text) -> Table:
+def _line(name: str, text: RenderableType) -> Table:
     """A word in front, and a text that wraps beside it."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=7, style="bold")
     grid.add_column(overflow="fold")
-    grid.add_row(name, text)
+    grid.add_row(name, Text(text) if isinstance(text, str) else text)
     return grid
 
 
@@ -114,15 +116,33 @@ def _terms(value: object, suffix: str) -> list[tuple[str, float]]:
     return sorted((pair for pair in pairs if pair[1] > 0), key=lambda pair: -pair[1])
 
 
-def _bars(terms: list[tuple[str, float]], form: Callable[[float], str]) -> Text:
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Texts side by side, as many in a line as fit; none is broken in two."""
+
+    texts: tuple[Text, ...]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        line = Text()
+        for text in self.texts:
+            if line and line.cell_len + 2 + text.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line = line + "  " + text if line else text
+        yield line
+
+
+def _bars(head: str, terms: list[tuple[str, float]], form: _Form) -> _Packed:
     """Each term with a bar of its share, its name and its size."""
     total = sum(size for _, size in terms) or 1.0
-    text = Text()
+    texts = [Text(head)]
     for number, (name, size) in enumerate(terms):
         bar = bar_text(size / total, _BAR_WIDTH)
-        text.append(f"{'  ' if number else ''}{bar}", _COLOURS[number % len(_COLOURS)])
-        text.append(f" {name} {form(size)}")
-    return text
+        colour = _COLOURS[number % len(_COLOURS)]
+        texts.append(Text(bar, colour) + Text(f" {name} {form(size)}"))
+    return _Packed(tuple(texts))
 
 
 def bar_text(share: float, width: int) -> str:
@@ -136,17 +156,14 @@ def bar_text(share: float, width: int) -> str:
 
 
 def _time_line(plan: Plan) -> Table:
-    text = Text(f"{milliseconds(plan.time.step_seconds)} predicted   ")
-    return _line("step", text + _bars(_terms(plan.time, "_seconds"), milliseconds))
+    head = f"{milliseconds(plan.time.step_seconds)} predicted"
+    return _line("step", _bars(head, _terms(plan.time, "_seconds"), milliseconds))
 
 
 def _memory_line(plan: Plan) -> Table:
-    memory = plan.memory
-    text = Text(
-        f"{gigabytes(memory.total_bytes)} of {gigabytes(plan.cluster.memory_bytes)} "
-        "per device predicted   "
-    )
-    return _line("memory", text + _bars(_terms(memory, "_bytes"), gigabytes))
+    available = gigabytes(plan.cluster.memory_bytes)
+    head = f"{gigabytes(plan.memory.total_bytes)} of {available} per device predicted"
+    return _line("memory", _bars(head, _terms(plan.memory, "_bytes"), gigabytes))
 
 
 def _links_line(plan: Plan) -> Table:
@@ -234,22 +251,27 @@ def _parameters(plan: Plan, all_rows: bool) -> Table:
     rows = parameter_rows(plan)
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     shown = rows if all_rows else by_size[:_SHOWN_ROWS]
-    table = _table("parameter", "shape", "stored as", "used as", "per device")
+    # Most plans use parameters in the layout they are stored in: one column says it.
+    gathers = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
+    used = ("used as",) if gathers else ()
+    table = _table("parameter", "shape", "stored as", *used, "per device")
     table.columns[-1].justify = "right"
     for row in rows:
         if row in shown:
             leaf = row.leaf
-            table.add_row(
+            _add(
+                table,
                 row.label,
                 "×".join(map(str, leaf.shape)) or "scalar",
                 spec_text(leaf.param_spec),
-                spec_text(leaf.compute_spec),
+                *([spec_text(leaf.compute_spec)] if gathers else []),
                 gigabytes(row.device_bytes),
             )
     rest = [row for row in rows if row not in shown]
     if rest:
-        nbytes = sum(row.device_bytes for row in rest)
-        table.add_row(f"… {len(rest)} smaller rows folded", "", "", "", gigabytes(nbytes))
+        nbytes = gigabytes(sum(row.device_bytes for row in rest))
+        blanks = ["", "", *("" for _ in used)]
+        _add(table, f"… {len(rest)} smaller rows folded", *blanks, nbytes)
     return table
 
 
@@ -260,11 +282,16 @@ def _table(*names: str) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str) -> None:
+    # As Text, because in plain strings rich takes [name] for a style.
+    table.add_row(*(Text(cell) for cell in cells))
+
+
 def _traffic(plan: Plan) -> RenderableType:
     if not plan.collectives:
         return _line("traffic", "none")
-    nbytes: Counter[tuple[str, str, str]] = Counter()
-    times: Counter[tuple[str, str, str]] = Counter()
+    nbytes: Counter[tuple[str, ...]] = Counter()
+    times: Counter[tuple[str, ...]] = Counter()
     for c in plan.collectives:
         count = c.count * (1 if c.phase == "update" else plan.num_micro_batches)
         key = (c.kind, "+".join(c.axes), c.what)
@@ -273,8 +300,8 @@ def _traffic(plan: Plan) -> RenderableType:
     table = _table("traffic", "over", "of", "times a step", "bytes a step")
     for column in table.columns[-2:]:
         column.justify = "right"
-    for key, size in nbytes.most_common():
-        table.add_row(*key, str(times[key]), gigabytes(size))
+    for words, size in nbytes.most_common():
+        _add(table, *words, str(times[words]), gigabytes(size))
     return table
 
 

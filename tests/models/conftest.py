@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,47 +14,49 @@ import pytest
 from flax import nnx
 
 import whalejax as wh
+import whalejax.models as models
 from whalejax.losses import normalise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneDevice:
-    """A job as a plain function of its trained arrays, without any plan.
+    """A model as a plain function of its trained arrays, without any plan.
 
     Attributes:
         params: the trained arrays, as a pytree.
-        loss: ``loss(params, batch)``, a scalar.
-        optimizer: the job's own.
+        value_and_grad: compiled, of ``(params, batch)``.
     """
 
     params: Any
-    loss: Callable[[Any, Any], jax.Array]
-    optimizer: Any
+    value_and_grad: Callable[[Any, Any], tuple[jax.Array, Any]]
 
     def loss_and_gradients(
         self, batch: Any
     ) -> tuple[float, list[np.ndarray[Any, Any]]]:
         """The loss and every gradient leaf of one batch."""
-        value, gradients = jax.jit(jax.value_and_grad(self.loss))(self.params, batch)
+        value, gradients = self.value_and_grad(self.params, batch)
         return float(value), [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)]
 
-    def losses(self, batches: list[Any]) -> list[float]:
+    def losses(self, batches: list[Any], optimizer: Any) -> list[float]:
         """The loss of each batch, with a step of the optimizer after it."""
-        # Two programs: the first is that of ``loss_and_gradients``, compiled once.
-        value_and_grad = jax.jit(jax.value_and_grad(self.loss))
 
         @jax.jit
         def update(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
-            updates, state = self.optimizer.update(gradients, state, params)
+            updates, state = optimizer.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
-        params, state = self.params, self.optimizer.init(self.params)
+        params, state = self.params, jax.jit(optimizer.init)(self.params)
         found: list[float] = []
         for batch in batches:
-            value, gradients = value_and_grad(params, batch)
+            value, gradients = self.value_and_grad(params, batch)
             params, state = update(params, state, gradients)
             found.append(float(value))
         return found
+
+
+def fast_key(seed: int) -> jax.Array:
+    """A key whose numbers compile in a fraction of the default generator's time."""
+    return jax.random.key(seed, impl="rbg")
 
 
 def take_apart(model: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -66,33 +69,36 @@ def take_apart(model: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def loss_of(job: wh.Job, model: Any, batch: Mapping[str, Any]) -> jax.Array:
     """The job's loss as a scalar; a loss that draws is given a fixed key."""
-    rng = (jax.random.key(1),) if job.name.startswith("bert") else ()
+    rng = (fast_key(1),) if job.name.startswith("bert") else ()
     result = normalise(job.loss_fn(model, batch, *rng))
     value: jax.Array = result.total / result.weight
     return value
 
 
-def place(job: wh.Job) -> OneDevice:
-    """The job on one device."""
-    params, rebuilt = take_apart(nnx.jit(job.make_model)(jax.random.key(0)))
-    return OneDevice(
-        params=params,
-        loss=lambda params, batch: loss_of(job, rebuilt(params), batch),
-        optimizer=job.optimizer,
-    )
+@functools.cache
+def place(name: str, **overrides: Any) -> OneDevice:
+    """A reference model on one device; asked again, the same one."""
+    job = models.job(name, **overrides)
+    params, rebuilt = take_apart(nnx.jit(job.make_model)(fast_key(0)))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return loss_of(job, rebuilt(params), batch)
+
+    return OneDevice(params=params, value_and_grad=jax.jit(jax.value_and_grad(loss)))
 
 
-def trace(job: wh.Job, *, cast_to: str | None = None) -> Any:
-    """The jaxpr of loss and gradients, and their shapes; nothing is run.
+def differentiate(
+    job: wh.Job, *, cast_to: str | None = None
+) -> tuple[Callable[[Any, Any], tuple[Any, Any, Any]], Any]:
+    """The function (model, batch) → (loss, parameters, gradients), to be traced.
 
     Args:
-        job: what to trace.
+        job: whose loss.
         cast_to: the dtype that the loss sees the parameters in, if another.
 
     Returns:
-        The jaxpr, and the shapes of (loss, parameters, gradients).
+        The function, and an abstract model and a batch to trace it with.
     """
-    model = nnx.eval_shape(lambda: job.make_model(jax.random.key(0)))
 
     def whole(model: Any, batch: Any) -> tuple[Any, Any, Any]:
         params, rebuilt = take_apart(model)
@@ -103,16 +109,17 @@ def trace(job: wh.Job, *, cast_to: str | None = None) -> Any:
         )(params)
         return loss, params, gradients
 
-    return jax.make_jaxpr(whole, return_shape=True)(model, job.batch_at(0))
+    abstract = nnx.eval_shape(lambda: job.make_model(fast_key(0)))
+    return whole, (abstract, job.batch_at(0))
 
 
 @pytest.fixture(scope="session")
-def on_one_device() -> Callable[[wh.Job], OneDevice]:
-    """Makes a job a plain function of its trained arrays."""
+def on_one_device() -> Callable[..., OneDevice]:
+    """Makes a reference model a plain function of its trained arrays."""
     return place
 
 
 @pytest.fixture(scope="session")
-def traced() -> Callable[..., Any]:
-    """Traces a job, from its key to its gradients."""
-    return trace
+def differentiated() -> Callable[..., Any]:
+    """A job's loss and gradients as a function to be traced without running it."""
+    return differentiate

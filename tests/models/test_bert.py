@@ -20,7 +20,9 @@ TEST = bert.SIZES["test"]
 
 @pytest.fixture(scope="module")
 def variables() -> Any:
-    return jax.jit(lambda key: bert.make_model(TEST, key))(jax.random.key(0))
+    return jax.jit(lambda key: bert.make_model(TEST, key))(
+        jax.random.key(0, impl="rbg")
+    )
 
 
 def logits(variables: Any, batch: Any) -> np.ndarray[Any, Any]:
@@ -95,7 +97,9 @@ def test_samples_drop_independently(variables: Any) -> None:
 
 def test_logical_names_stand_on_the_kernels(variables: Any) -> None:
     config = replace(TEST, logical_names=True)
-    boxed = jax.jit(lambda key: bert.make_model(config, key))(jax.random.key(0))
+    boxed = jax.jit(lambda key: bert.make_model(config, key))(
+        jax.random.key(0, impl="rbg")
+    )
     specs = nn.get_partition_spec(boxed)["params"]
     layer = specs["layer_0"]
     assert tuple(specs["words"]["embedding"]) == ("vocab", "embed")

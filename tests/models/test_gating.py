@@ -129,7 +129,7 @@ def test_the_layer_is_that_of_a_loop(gating: Any) -> None:
 
 def test_metrics_and_loss_add_up() -> None:
     job = moe.job("test", layers=1)
-    model = nnx.jit(job.make_model)(jax.random.key(0))
+    model = nnx.jit(job.make_model)(jax.random.key(0, impl="rbg"))
     tokens = jnp.asarray(job.batch_at(0, 8)["tokens"])
 
     @nnx.jit

@@ -8,6 +8,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import whalejax.models as models
 
@@ -27,17 +28,19 @@ STEPS: Final = 12
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_loss_falls(name: str, on_one_device: Callable[..., Any]) -> None:
     job = models.job(name, **FAMILIES[name])
-    losses = on_one_device(job).losses([job.batch_at(i % 2) for i in range(STEPS)])
+    batches = [job.batch_at(i % 2) for i in range(STEPS)]
+    losses = on_one_device(name, annotated=False).losses(batches, job.optimizer)
     assert np.isfinite(losses).all()
     assert np.mean(losses[-2:]) < losses[0] - 0.1, losses
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_marks_change_no_bit(name: str, on_one_device: Callable[..., Any]) -> None:
-    marked, plain = (models.job(name, annotated=on) for on in (True, False))
-    batch = plain.batch_at(0)
-    expected_loss, expected = on_one_device(plain).loss_and_gradients(batch)
-    loss, gradients = on_one_device(marked).loss_and_gradients(batch)
+    batch = models.job(name).batch_at(0)
+    plain = on_one_device(name, annotated=False)
+    marked = on_one_device(name, annotated=True)
+    expected_loss, expected = plain.loss_and_gradients(batch)
+    loss, gradients = marked.loss_and_gradients(batch)
     assert np.isfinite(loss)
     assert loss == expected_loss
     assert len(gradients) == len(expected) > 0
@@ -57,22 +60,21 @@ MARKS: Final = {
 
 @pytest.mark.parametrize("name", MARKS)
 def test_marks_are_where_the_configuration_says(
-    name: str, on_one_device: Callable[..., Any]
+    name: str, differentiated: Callable[..., Any]
 ) -> None:
     every = set().union(*MARKS.values())
     for annotated, expected in ((True, MARKS[name]), (False, set())):
-        job = models.job(name, annotated=annotated)
-        placed = on_one_device(job)
-        lowered = jax.jit(placed.loss).lower(placed.params, job.batch_at(0))
-        text = lowered.as_text(debug_info=True)
+        whole, arguments = differentiated(models.job(name, annotated=annotated))
+        text = _lowered_text(whole, arguments)
         assert {mark for mark in every if mark in text} == expected
 
 
 @pytest.mark.relaxed_promotion  # Flax's norms compare float64 with float32
 @pytest.mark.parametrize("name", FAMILIES)
-def test_all_in_float64(name: str, traced: Callable[..., Any]) -> None:
+def test_all_in_float64(name: str, differentiated: Callable[..., Any]) -> None:
     with jax.enable_x64(True):
-        jaxpr, shapes = traced(models.job(name, param_dtype="float64"))
+        whole, arguments = differentiated(models.job(name, param_dtype="float64"))
+        jaxpr, shapes = jax.make_jaxpr(whole, return_shape=True)(*arguments)
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(shapes)} == {"float64"}
         assert set(_product_dtypes(jaxpr)) == {"float64"}
 
@@ -80,15 +82,33 @@ def test_all_in_float64(name: str, traced: Callable[..., Any]) -> None:
 @pytest.mark.relaxed_promotion  # Flax promotes bfloat16 to float32 in its norms
 @pytest.mark.parametrize("name", FAMILIES)
 def test_products_follow_parameters_cast_to_bfloat16(
-    name: str, traced: Callable[..., Any]
+    name: str, differentiated: Callable[..., Any]
 ) -> None:
-    jaxpr, (loss, _, _) = traced(models.job(name), cast_to="bfloat16")
+    whole, arguments = differentiated(models.job(name), cast_to="bfloat16")
+    jaxpr, (loss, _, _) = jax.make_jaxpr(whole, return_shape=True)(*arguments)
     assert str(loss.dtype) == "float32"
     dtypes = _product_dtypes(jaxpr)
     # The router of a mixture scores in float32 on purpose: one product a layer, and
     # two more in its backward pass.
     assert dtypes.count("float32") == (2 * 3 if name == "moe-test" else 0)
     assert dtypes.count("bfloat16") > 0
+
+
+def _lowered_text(whole: Callable[..., Any], arguments: tuple[Any, Any]) -> str:
+    """The lowered loss, with the names of its scopes."""
+    model, batch = arguments
+    leaves, tree = jax.tree.flatten(nnx.split(model) if _is_nnx(model) else model)
+
+    def of_leaves(leaves: list[Any], batch: Any) -> Any:
+        given = jax.tree.unflatten(tree, leaves)
+        made = nnx.merge(*given, copy=True) if _is_nnx(model) else given
+        return whole(made, batch)[0]
+
+    return jax.jit(of_leaves).lower(leaves, batch).as_text(debug_info=True)
+
+
+def _is_nnx(model: Any) -> bool:
+    return isinstance(model, nnx.Module)
 
 
 def _product_dtypes(jaxpr: Any) -> list[str]:

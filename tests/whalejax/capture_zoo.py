@@ -89,6 +89,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
         if not tied:
             self.head = nnx.Linear(EMBED, VOCAB, use_bias=False, rngs=rngs)
+        self.blocks: Any
         if form == "scan":
             make = nnx.vmap(Block, in_axes=0, out_axes=0, axis_size=layers)
             self.blocks = make(rngs.split(layers))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whalejax.capture.walk import OpDraft, Walk
+from whalejax.capture.drafts import OpDraft
+from whalejax.capture.walk import Walk
 
 
 def differentiable(walk: Walk, loss: int) -> list[bool]:

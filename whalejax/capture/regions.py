@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from whalejax.annotations import nesting_problem
-from whalejax.capture.walk import Label, OpDraft, TensorDraft
+from whalejax.capture.drafts import Label, OpDraft, TensorDraft
 from whalejax.meshes.problems import Problems
 from whalejax.planner.graph import Mark, TaskGraph
 

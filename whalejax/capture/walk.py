@@ -20,62 +20,17 @@ from typing import Any
 from whalejax import _compat
 from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
-from whalejax.annotations import parse_scope
 from whalejax.capture.behaviour import Behaviour, Equation
+from whalejax.capture.drafts import (
+    Context,
+    OpDraft,
+    Position,
+    TensorDraft,
+    Value,
+    without_literals,
+)
 from whalejax.capture.rules import behaviour
-from whalejax.planner.graph import Factor, Mark, TensorKind
-
-
-Position = tuple[int, ...]
-Label = tuple[Mark, Position]
-"""A mark and the place of the jaxpr in which it was opened."""
-
-Value = int | None
-"""A tensor's id; None for a scalar that is written into the program."""
-
-
-@dataclass(slots=True, kw_only=True)
-class TensorDraft:
-    """A tensor before it is known whether a gradient flows through it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize_bytes: int
-    inexact: bool
-    kind: TensorKind = "value"
-    path: str = ""
-    names: tuple[str | None, ...] = ()
-    pinned: tuple[str | None, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class OpDraft:
-    """An operation before regions and gradients are known; slots leave literals out."""
-
-    kind: str
-    position: Position
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    behaviour: Behaviour
-    trip: int
-    remat: int | None
-    labels: tuple[Label, ...]
-    scope: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What surrounds the equations of one inner jaxpr."""
-
-    prefix: Position = ()
-    labels: tuple[Label, ...] = ()
-    scope: str = ""
-    trip: int = 1
-    remat: int | None = None
-
-    def inside(self, position: Position, index: int) -> Context:
-        """The surroundings inside a call's inner jaxpr."""
-        return replace(self, prefix=(*position, index))
+from whalejax.planner.graph import Factor, TensorKind
 
 
 @dataclass(slots=True)
@@ -158,7 +113,7 @@ class Walk:
             text = _compat.scope_text(equation)
             here = scopes.get(text)
             if here is None:
-                here = scopes[text] = _scoped(context, text)
+                here = scopes[text] = context.under(text)
             operands = tuple(self._read(atom, env) for atom in equation.invars)
             position = (*context.prefix, index)
             results = self._equation(equation, position, operands, here)
@@ -222,7 +177,7 @@ class Walk:
                 position=position,
                 operands=tuple(t for t in operands if t is not None),
                 results=tuple(results),
-                behaviour=_renumbered(rule, operands, len(results)),
+                behaviour=without_literals(rule, operands, len(results)),
                 trip=here.trip,
                 remat=here.remat,
                 labels=here.labels,
@@ -247,7 +202,7 @@ class Walk:
         shape, out = view.inputs[0], view.outputs[0]
         apart = (*shape[:axis], count, *out[axis:])
         source = self.tensors[whole]
-        self.tensors.append(replace_shape(source, apart))
+        self.tensors.append(source.reshaped(apart))
         middle = len(self.tensors) - 1
         self._emit("reshape", position, [whole], [middle], _RESHAPE, here)
         factors = [Factor(members=((0, axis),), kind="unshardable")]
@@ -416,59 +371,5 @@ class Walk:
 _RESHAPE = Behaviour(reshape=True)
 
 
-def replace_shape(tensor: TensorDraft, shape: tuple[int, ...]) -> TensorDraft:
-    """A computed value like another one, of another shape."""
-    return TensorDraft(
-        shape=shape,
-        dtype=tensor.dtype,
-        itemsize_bytes=tensor.itemsize_bytes,
-        inexact=tensor.inexact,
-    )
-
-
 def _shape(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
-
-
-def _scoped(context: Context, text: str) -> Context:
-    """The context of equations under a relative name stack."""
-    if not text:
-        return context
-    marks = tuple(
-        (mark, context.prefix)
-        for mark in map(parse_scope, text.split("/"))
-        if mark is not None
-    )
-    return replace(
-        context,
-        labels=context.labels + marks,
-        scope=f"{context.scope}/{text}" if context.scope else text,
-    )
-
-
-def _renumbered(
-    rule: Behaviour, operands: Sequence[Value], num_results: int
-) -> Behaviour:
-    """The rule with slots counted without literals."""
-    if None not in operands:
-        return rule
-    slots: dict[int, int] = {}
-    for slot, tensor in enumerate(operands):
-        if tensor is not None:
-            slots[slot] = len(slots)
-    kept = len(slots)
-    slots.update((len(operands) + k, kept + k) for k in range(num_results))
-    factors: list[Factor] = []
-    for factor in rule.factors:
-        members = tuple((slots[s], d) for s, d in factor.members if s in slots)
-        if members:
-            factors.append(Factor(members=members, kind=factor.kind))
-    return replace(
-        rule,
-        factors=tuple(factors),
-        saves=tuple(
-            (slots[slot], slots[wrt])
-            for slot, wrt in rule.saves
-            if slot in slots and wrt in slots
-        ),
-    )

@@ -1,0 +1,142 @@
+"""Leaves of a model: their paths, their forms, and keeping both from step to step.
+
+Everything here works on any pytree; the adapters of all kinds of model share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.meshes.problems import Problems
+
+
+Path = tuple[Any, ...]
+
+
+def dotted(path: Path) -> str:
+    """A pytree key path as dotted text, such as ``"blocks.0.kernel"``.
+
+    >>> dotted((jax.tree_util.DictKey("a"), jax.tree_util.SequenceKey(0)))
+    'a.0'
+    """
+    return ".".join(_key_text(key) for key in path) or "value"
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The dotted path of every leaf, in flatten order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(dotted(path) for path, _ in leaves)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """A leaf's dtype; plain numbers have the one that JAX gives them."""
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.result_type(leaf) if dtype is None else dtype
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is a floating-point array, real or abstract."""
+    return hasattr(leaf, "shape") and _compat.is_inexact(dtype_of(leaf))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is one random key or an array of them."""
+    return hasattr(leaf, "dtype") and _compat.is_key_dtype(leaf.dtype)
+
+
+def fold_key(leaf: Any, number: Any) -> Any:
+    """The leaf with a number folded into it where it is a key."""
+    if not is_key(leaf):
+        return leaf
+    fold = jax.random.fold_in
+    for _ in leaf.shape:
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(leaf, number)
+
+
+def cast_floats(tree: Any, source: Any, target: Any) -> Any:
+    """A tree with every leaf of one floating-point type cast to another."""
+
+    def cast(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        return leaf.astype(target) if dtype == source else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def cast_back(after: Any, before: Any, computed: Any) -> Any:
+    """State that was computed in another float type, in the type that it had."""
+    types = dict(
+        zip(paths_of(before), map(dtype_of, jax.tree.leaves(before)), strict=True)
+    )
+
+    def cast(path: Path, leaf: Any) -> Any:
+        had = types.get(dotted(path), leaf.dtype)
+        return leaf.astype(had) if leaf.dtype == computed != had else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, after)
+
+
+def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
+    """Every leaf is an array or a number, and every path is told from the others."""
+    seen: set[str] = set()
+    for tree in (params, rest):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = dotted(path)
+            if name in seen:
+                problems.add(
+                    f"{name}: two leaves have this dotted path. Use names without dots."
+                )
+            seen.add(name)
+            is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+            if not is_array and not isinstance(leaf, (bool, int, float, complex)):
+                problems.add(
+                    f"{name} is a {type(leaf).__name__}; expected an array, a number "
+                    "or a jax.ShapeDtypeStruct. Keep what is no array out of the model."
+                )
+
+
+def conformed(
+    paths: Sequence[str], before: Any, after: Any, *, what: str = "state"
+) -> Any:
+    """``after`` in the very structure of ``before``.
+
+    Raises:
+        WhaleError: a leaf is gone, new, or of another shape or dtype.
+    """
+    problems = Problems("model")
+    tree: Any
+    leaves, tree = jax.tree.flatten(before)
+    old = dict(zip(paths, leaves, strict=True))
+    new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
+    for path in [*old, *(p for p in new if p not in old)]:
+        if path not in new or path not in old:
+            change = "is gone" if path not in new else "is new"
+            problems.add(
+                f"{what} {path} {change}; a model keeps its leaves from step to step."
+            )
+            continue
+        was, now = _form_text(old[path]), _form_text(new[path])
+        if was != now:
+            problems.add(
+                f"{what} {path} changed from {was} to {now}; a model keeps its leaves' "
+                "shapes and dtypes from step to step."
+            )
+    problems.raise_if_any()
+    return tree.unflatten([new[path] for path in paths])
+
+
+def _form_text(leaf: Any) -> str:
+    return f"{dtype_of(leaf)}{list(jnp.shape(leaf))}"

@@ -1,0 +1,110 @@
+"""What Flax metadata says of a parameter's dimensions: names, and fixed mesh axes.
+
+Linen boxes and NNX variables hold the same thing under different names: for every
+dimension a name, several, or None. A name of one of our mesh axes pins that axis; any
+other names the dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from whalejax.meshes.problems import Problems
+from whalejax.planner.layout import MESH_AXES
+
+
+DimensionTexts = tuple[str | None, ...]
+"""One text, or None, for each dimension."""
+
+
+def read_metadata(
+    paths: Sequence[str],
+    params: Any,
+    metadata: Callable[[str], Any],
+    axes: Mapping[str, str],
+    problems: Problems,
+) -> tuple[tuple[DimensionTexts, ...], tuple[DimensionTexts, ...]]:
+    """Names and pinned axes of the dimensions of every trained leaf.
+
+    Args:
+        paths: dotted paths of the leaves, in flatten order.
+        params: the leaves.
+        metadata: a leaf's box or mapping of metadata by its path, or None.
+        axes: every name that stands for one of our mesh axes, mapped to it.
+        problems: where too many names and foreign mesh axes are reported.
+    """
+    names: list[DimensionTexts] = []
+    pinned: list[DimensionTexts] = []
+    for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
+        rank = len(leaf.shape)
+        entries, mesh_names = _box_entries(metadata(path))
+        if len(entries) > rank:
+            problems.add(
+                f"{path}: its metadata names {len(entries)} dimensions "
+                f"{tuple(entries)}, but its shape is {tuple(leaf.shape)}. Name each "
+                "dimension once."
+            )
+            entries = entries[:rank]
+        entries = [*entries, *[None] * (rank - len(entries))]
+        names.append(tuple(_logical_name(entry, axes, mesh_names) for entry in entries))
+        pinned.append(
+            tuple(
+                _pinned_axes(entry, axes, mesh_names, path, problems)
+                for entry in entries
+            )
+        )
+    return tuple(names), tuple(pinned)
+
+
+def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Per-dimension entries of one metadata box, and the names of its own mesh."""
+    if box is None:
+        return [], ()
+    fields = box if isinstance(box, Mapping) else vars(box)
+    found = next(
+        (
+            fields[name]
+            for name in ("names", "out_sharding", "sharding", "sharding_names")
+            if fields.get(name) is not None
+        ),
+        (),
+    )
+    mesh = fields.get("mesh") or getattr(found, "mesh", None)
+    found = getattr(found, "spec", found)
+    return list(found), tuple(getattr(mesh, "axis_names", ()))
+
+
+def _parts(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _logical_name(
+    entry: Any, axes: Mapping[str, str], mesh_names: Collection[str]
+) -> str | None:
+    parts = [p for p in _parts(entry) if p not in axes and p not in mesh_names]
+    return "+".join(parts) or None
+
+
+def _pinned_axes(
+    entry: Any,
+    axes: Mapping[str, str],
+    mesh_names: Collection[str],
+    path: str,
+    problems: Problems,
+) -> str | None:
+    found = []
+    for part in _parts(entry):
+        if part in axes:
+            found.append(axes[part])
+        elif part in mesh_names:
+            problems.add(
+                f"{path}: its metadata names the mesh axis {part!r}, which is none of "
+                f"ours ({', '.join(MESH_AXES)}). Map it, as in "
+                f"axis_names={{{part!r}: 'tensor'}}."
+            )
+    return "+".join(found) or None

@@ -1,0 +1,210 @@
+"""Plain pytrees and Linen variables in the adapter's shape, and the choice of leaves.
+
+Both are trees that the user owns: the parts are that tree with gaps, so that whatever
+walks over parameters (an optimizer's masks, say) sees the user's own structure.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import jax
+
+from whalejax.adapters_leaves import dotted, is_inexact, paths_of
+from whalejax.meshes.problems import Problems, WhaleError
+
+
+_IGNORED_COLLECTIONS: Final = ("params", "intermediates")
+
+
+class Form(Protocol):
+    """What differs between the three kinds of model."""
+
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        """(params, rest) of a model."""
+        ...
+
+    def join(self, params: Any, rest: Any) -> Any:
+        """The model as the loss function gets it."""
+        ...
+
+    def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
+        """The rest after the loss function ran on ``model``."""
+        ...
+
+    def rebuild(self, params: Any, rest: Any) -> Any:
+        """The model in the user's own type."""
+        ...
+
+
+class Selection:
+    """Which leaves are trained, by dotted path; the paths asked are remembered."""
+
+    def __init__(self, trainable: Any) -> None:
+        self._trainable = trainable
+        self._seen: list[str] = []
+        self._chosen = False
+        self._patterns: tuple[str, ...] | None = None
+        if isinstance(trainable, str):
+            self._patterns = (trainable,)
+        elif isinstance(trainable, Collection) and all(
+            isinstance(item, str) for item in trainable
+        ):
+            self._patterns = tuple(trainable)
+        elif trainable is not None and not callable(trainable):
+            raise WhaleError(
+                f"trainable={trainable!r}: expected glob patterns of dotted paths such "
+                "as 'head.*', or a predicate on the dotted path."
+            )
+
+    def __call__(self, path: str) -> bool:
+        """Whether the leaf at a path is trained."""
+        self._seen.append(path)
+        if self._patterns is not None:
+            chosen = any(fnmatch.fnmatchcase(path, p) for p in self._patterns)
+        else:
+            chosen = self._trainable is None or bool(self._trainable(path))
+        self._chosen = self._chosen or chosen
+        return chosen
+
+    def check(self) -> None:
+        """Raise where nothing was chosen, or a pattern chose nothing."""
+        problems = Problems("trainable")
+        known = ", ".join(self._seen[:5]) + (", …" if len(self._seen) > 5 else "")
+        if self._patterns is not None:
+            for pattern in self._patterns:
+                if not fnmatch.filter(self._seen, pattern):
+                    problems.add(
+                        f"the pattern {pattern!r} matches none of the "
+                        f"{len(self._seen)} parameters ({known}). Patterns match whole "
+                        "dotted paths; '*' also matches dots."
+                    )
+        elif not self._chosen and self._trainable is not None:
+            problems.add(
+                f"the predicate chose none of the {len(self._seen)} parameters "
+                f"({known}). It gets one dotted path and returns whether to train it."
+            )
+        problems.raise_if_any()
+
+
+class PytreeForm:
+    """Any pytree: the two parts are the user's tree with gaps (None)."""
+
+    def __init__(self, model: Any, selection: Selection) -> None:
+        self._tree: Any
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(model)
+        self._trained = [
+            is_inexact(leaf) and selection(dotted(path)) for path, leaf in leaves
+        ]
+        self._paths = [dotted(path) for path, _ in leaves]
+        selection.check()
+
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        if jax.tree.structure(model) != self._tree:
+            _refuse_other_tree(self._paths, model)
+        leaves = jax.tree.leaves(model)
+        pairs = list(zip(leaves, self._trained, strict=True))
+        return (
+            self._tree.unflatten([leaf if t else None for leaf, t in pairs]),
+            self._tree.unflatten([None if t else leaf for leaf, t in pairs]),
+        )
+
+    def join(self, params: Any, rest: Any) -> Any:
+        trained, others = iter(jax.tree.leaves(params)), iter(jax.tree.leaves(rest))
+        return self._tree.unflatten(
+            [next(trained) if t else next(others) for t in self._trained]
+        )
+
+    def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
+        del model
+        if variables:
+            raise WhaleError(
+                f"loss_fn returned Aux(variables={sorted(variables)}), but the model "
+                "is a plain pytree without collections. Return updated values as "
+                "metrics, or give Linen variables."
+            )
+        return rest
+
+    def rebuild(self, params: Any, rest: Any) -> Any:
+        return self.join(params, rest)
+
+
+class LinenForm:
+    """Linen variables: ``params`` is trained, other collections are the rest.
+
+    The loss function gets the variables without Flax's metadata boxes, because a box
+    would constrain its value to axes that need not exist in our mesh; ``rebuild`` puts
+    them back.
+    """
+
+    def __init__(self, variables: Mapping[str, Any], selection: Selection) -> None:
+        from flax.core import meta
+
+        self._meta = meta
+        self._boxes = variables
+        plain = self._bare(variables)
+        self._params = PytreeForm(plain["params"], selection)
+        self._type: Callable[[Mapping[str, Any]], Any] = type(variables)
+        is_box = meta.is_axis_metadata
+        boxed, _ = jax.tree_util.tree_flatten_with_path(
+            variables["params"], is_leaf=is_box
+        )
+        self._names = {dotted(path): leaf for path, leaf in boxed if is_box(leaf)}
+
+    def metadata(self, path: str) -> Any:
+        """The box of a parameter, or None."""
+        return self._names.get(path)
+
+    def _bare(self, tree: Any) -> Any:
+        """The tree without boxes; Flax's own unboxing constrains the values."""
+        is_box = self._meta.is_axis_metadata
+
+        def bare(node: Any) -> Any:
+            return jax.tree.leaves(node)[0] if is_box(node) else node
+
+        return jax.tree.map(bare, tree, is_leaf=is_box)
+
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        plain = dict(self._bare(model))
+        params, frozen = self._params.take_apart(plain.pop("params"))
+        if jax.tree.leaves(frozen):
+            plain["params"] = frozen
+        return params, plain
+
+    def join(self, params: Any, rest: Any) -> Any:
+        collections = dict(rest)
+        frozen = collections.pop("params", None)
+        joined = {"params": self._params.join(params, frozen), **collections}
+        return self._type(joined)
+
+    def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
+        del model
+        known = [name for name in rest if name != "params"]
+        foreign = [n for n in variables if n not in (*known, *_IGNORED_COLLECTIONS)]
+        if foreign:
+            raise WhaleError(
+                f"loss_fn returned Aux(variables=...) with the collections {foreign}; "
+                f"the model has {known}. Return only those that the model holds."
+            )
+        updated = {name: variables[name] for name in known if name in variables}
+        return {**rest, **self._bare(updated)}
+
+    def rebuild(self, params: Any, rest: Any) -> Any:
+        return self._meta.replace_boxed(self._boxes, self.join(params, rest))
+
+
+def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:
+    """Raise for a tree of another structure, naming the leaves that differ."""
+    found = paths_of(model)
+    problems = Problems("model")
+    for path in paths:
+        if path not in found:
+            problems.add(f"{path} is gone; a model keeps its leaves.")
+    for path in found:
+        if path not in paths:
+            problems.add(f"{path} is new; a model keeps its leaves.")
+    if not problems:
+        problems.add("its leaves stand in containers of other types than before.")
+    problems.raise_if_any()

@@ -1,0 +1,165 @@
+"""From a walked program to the planner's graph: names, gradients, regions, hash.
+
+It is apart from tracing because it needs no JAX of its own: what it reads and writes is
+plain data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from whalejax.adapters import Adapter
+from whalejax.annotations import scope_name
+from whalejax.capture.batch import BatchLeaf
+from whalejax.capture.drafts import Value
+from whalejax.capture.gradients import differentiable, saved_slots
+from whalejax.capture.regions import found_marks, regions
+from whalejax.capture.walk import Walk
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.graph import Graph, Mark, Op, Tensor, TensorKind
+
+
+def loss_id(results: Sequence[Value]) -> int:
+    """The tensor of the loss's total.
+
+    Raises:
+        WhaleError: the loss is a constant.
+    """
+    loss = results[0]
+    if loss is None:
+        raise WhaleError(
+            "the loss is a constant. It has to depend on the model's parameters; check "
+            "that loss_fn uses the model that it is given."
+        )
+    return loss
+
+
+def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
+    if not flows[loss]:
+        paths = [t.path for t in walk.tensors if t.kind == "param"]
+        listed = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
+        raise WhaleError(
+            f"the loss depends on none of the {len(paths)} trained parameters "
+            f"({listed}). Check that loss_fn uses the model that it is given, and that "
+            "no stop_gradient cuts it off."
+        )
+
+
+def name_inputs(walk: Walk, adapter: Adapter, leaves: Sequence[BatchLeaf]) -> None:
+    """Write kinds, paths and metadata onto the tensors that are the inputs."""
+    kinds: tuple[tuple[TensorKind, Sequence[str]], ...] = (
+        ("param", adapter.param_paths),
+        ("state", adapter.rest_paths),
+        ("batch", [leaf.path for leaf in leaves]),
+        ("rng", ["rng"] * adapter.takes_rng),
+    )
+    tensors = iter(walk.tensors)
+    for kind, paths in kinds:
+        for path in paths:
+            tensor = next(tensors)
+            tensor.kind, tensor.path = kind, path
+    for index in range(len(adapter.param_paths)):
+        tensor = walk.tensors[index]
+        tensor.names, tensor.pinned = adapter.names[index], adapter.pinned[index]
+
+
+def graph_of(
+    walk: Walk,
+    loss: int,
+    leaves: Sequence[BatchLeaf],
+    num_micro_batches: int,
+    weighted: bool,
+    entered: Sequence[Mark],
+) -> Graph:
+    """The graph of a walked program whose inputs have been named.
+
+    Args:
+        walk: the program.
+        loss: id of the loss's total.
+        leaves: the batch.
+        num_micro_batches: into how many parts the batch was cut.
+        weighted: the user gave the loss's weight.
+        entered: marks that were entered while tracing.
+
+    Raises:
+        WhaleError: no parameter reaches the loss, or marks nest in a forbidden way.
+    """
+    flows = differentiable(walk, loss)
+    _check_gradient(walk, flows, loss)
+    found = regions(walk.ops, walk.tensors)
+    marks = found_marks(walk.ops)
+    first_batch = next(i for i, t in enumerate(walk.tensors) if t.kind == "batch")
+    batch_dims = tuple(
+        (first_batch + index, leaf.axis)
+        for index, leaf in enumerate(leaves)
+        if leaf.axis is not None
+    )
+    some, axis = batch_dims[0]
+    unknown = (op.kind for op in walk.ops if op.behaviour.unknown)
+    return Graph(
+        tensors=_tensors(walk, flows),
+        ops=_ops(walk, flows, found.of_op),
+        task_graphs=found.task_graphs,
+        loss=loss,
+        batch_size=walk.tensors[some].shape[axis],
+        batch_dims=batch_dims,
+        num_micro_batches=num_micro_batches,
+        weighted=weighted,
+        model_hash=_hash(walk, leaves, marks),
+        unknown_primitives=tuple(dict.fromkeys(unknown)),
+        undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
+    )
+
+
+def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(
+            id=index,
+            shape=draft.shape,
+            dtype=draft.dtype,
+            itemsize_bytes=draft.itemsize_bytes,
+            kind=draft.kind,
+            path=draft.path,
+            names=draft.names,
+            pinned=draft.pinned,
+            differentiable=flows[index],
+        )
+        for index, draft in enumerate(walk.tensors)
+    )
+
+
+def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, ...]:
+    return tuple(
+        Op(
+            kind=draft.kind,
+            position=draft.position,
+            operands=draft.operands,
+            results=draft.results,
+            factors=draft.behaviour.factors,
+            reshape=draft.behaviour.reshape,
+            elementwise=draft.behaviour.elementwise,
+            flops=draft.behaviour.flops,
+            matmul=draft.behaviour.matmul,
+            saves=saved_slots(draft, flows),
+            trip=draft.trip,
+            task_graph=region,
+            remat=draft.remat,
+            scope=draft.scope,
+            unknown=draft.behaviour.unknown,
+        )
+        for draft, region in zip(walk.ops, of_op, strict=True)
+    )
+
+
+def _hash(walk: Walk, leaves: Sequence[BatchLeaf], marks: set[Mark]) -> str:
+    """Sixteen hex digits over the leaves, the global batch and the marks."""
+    model = [
+        (t.kind, t.path, t.shape, t.dtype)
+        for t in walk.tensors
+        if t.kind in ("param", "state")
+    ]
+    batch = [(leaf.path, leaf.shape, str(leaf.dtype), leaf.axis) for leaf in leaves]
+    text = json.dumps([model, batch, sorted(map(scope_name, marks))])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

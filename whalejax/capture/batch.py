@@ -1,0 +1,114 @@
+"""The batch as it is traced: cut into micro-batches, and checked.
+
+All leaves must agree on the number of samples; every disagreement is reported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from whalejax import _compat
+from whalejax.adapters_leaves import dotted
+from whalejax.meshes.problems import Problems, WhaleError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLeaf:
+    """One leaf of the batch as it is traced."""
+
+    path: str
+    shape: tuple[int, ...]
+    micro_shape: tuple[int, ...]
+    dtype: Any
+    axis: int | None
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """What is traced in its place."""
+        return _compat.abstract(self.micro_shape, self.dtype)
+
+
+def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf as JAX takes it in: 64 bits only where enabled."""
+    aval = jax.typeof(leaf) if not hasattr(leaf, "dtype") else leaf
+    return _compat.abstract(
+        tuple(aval.shape), jax.dtypes.canonicalize_dtype(aval.dtype, True)
+    )
+
+
+def batch_leaves(
+    batch: Any, batch_axes: Any, num_micro_batches: int
+) -> tuple[list[BatchLeaf], Any]:
+    """The batch's leaves at micro-batch shape, checked; all problems at once."""
+    count = num_micro_batches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise WhaleError(f"num_micro_batches={count!r}: expected a positive integer.")
+    problems = Problems("batch")
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(batch)
+    axes = _axes_of(batch_axes, tree)
+    leaves: list[BatchLeaf] = []
+    sizes: dict[str, int] = {}
+    for (path, value), axis in zip(with_paths, axes, strict=True):
+        name, aval = f"batch.{dotted(path)}" if path else "batch", aval_of(value)
+        shape = tuple(aval.shape)
+        micro = shape
+        if axis is not None:
+            if not -len(shape) <= axis < len(shape):
+                problems.add(
+                    f"{name}: shape {shape} has no dimension {axis}. Every leaf holds "
+                    "its samples along dimension 0; say otherwise with batch_axes= "
+                    "(None for a leaf without samples)."
+                )
+                continue
+            axis %= len(shape)
+            sizes[name] = shape[axis]
+            part = shape[axis] // num_micro_batches
+            micro = (*shape[:axis], part, *shape[axis + 1 :])
+        leaves.append(
+            BatchLeaf(
+                path=name, shape=shape, micro_shape=micro, dtype=aval.dtype, axis=axis
+            )
+        )
+    _check_sizes(sizes, num_micro_batches, problems)
+    problems.raise_if_any()
+    return leaves, tree
+
+
+def _axes_of(batch_axes: Any, tree: Any) -> list[int | None]:
+    if batch_axes is None or isinstance(batch_axes, int):
+        return [batch_axes] * tree.num_leaves
+    axes, axes_tree = jax.tree.flatten(batch_axes, is_leaf=lambda x: x is None)
+    if len(axes) != tree.num_leaves:
+        raise WhaleError(
+            f"batch_axes has the structure {axes_tree}, the batch {tree}. Give one "
+            "integer, or one for every leaf of the batch."
+        )
+    return axes
+
+
+def _check_sizes(
+    sizes: dict[str, int], num_micro_batches: int, problems: Problems
+) -> None:
+    if not sizes:
+        if not problems:
+            problems.add("no leaf has a batch dimension. Give at least one array.")
+        return
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        problems.add(
+            f"the leaves differ in their number of samples: {listed}. Give all of them "
+            "the same batch dimension, or say which it is with batch_axes=."
+        )
+        return
+    size = next(iter(sizes.values()))
+    if size == 0 or size % num_micro_batches:
+        lower = size - size % num_micro_batches
+        near = f"{lower} or " if lower else ""
+        problems.add(
+            f"{size} samples do not divide into {num_micro_batches} micro-batches. Use "
+            f"a batch of {near}{lower + num_micro_batches}, or another "
+            "num_micro_batches."
+        )

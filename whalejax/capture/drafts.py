@@ -1,0 +1,117 @@
+"""What the walk writes down before regions and gradients are known.
+
+It is apart from the walk because regions and gradients read it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from whalejax.annotations import parse_scope
+from whalejax.capture.behaviour import Behaviour
+from whalejax.planner.graph import Factor, Mark, TensorKind
+
+
+Position = tuple[int, ...]
+Label = tuple[Mark, Position]
+"""A mark and the place of the jaxpr in which it was opened."""
+
+Value = int | None
+"""A tensor's id; None for a scalar that is written into the program."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorDraft:
+    """A tensor before it is known whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize_bytes: int
+    inexact: bool
+    kind: TensorKind = "value"
+    path: str = ""
+    names: tuple[str | None, ...] = ()
+    pinned: tuple[str | None, ...] = ()
+
+    def reshaped(self, shape: tuple[int, ...]) -> TensorDraft:
+        """A computed value like this one, of another shape."""
+        return TensorDraft(
+            shape=shape,
+            dtype=self.dtype,
+            itemsize_bytes=self.itemsize_bytes,
+            inexact=self.inexact,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class OpDraft:
+    """An operation before regions and gradients are known; slots leave literals out."""
+
+    kind: str
+    position: Position
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    behaviour: Behaviour
+    trip: int
+    remat: int | None
+    labels: tuple[Label, ...]
+    scope: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What surrounds the equations of one inner jaxpr."""
+
+    prefix: Position = ()
+    labels: tuple[Label, ...] = ()
+    scope: str = ""
+    trip: int = 1
+    remat: int | None = None
+
+    def inside(self, position: Position, index: int) -> Context:
+        """The surroundings inside a call's inner jaxpr."""
+        return replace(self, prefix=(*position, index))
+
+    def under(self, text: str) -> Context:
+        """The surroundings of equations under a relative name stack."""
+        if not text:
+            return self
+        marks = tuple(
+            (mark, self.prefix)
+            for mark in map(parse_scope, text.split("/"))
+            if mark is not None
+        )
+        return replace(
+            self,
+            labels=self.labels + marks,
+            scope=f"{self.scope}/{text}" if self.scope else text,
+        )
+
+
+def without_literals(
+    rule: Behaviour, operands: Sequence[Value], num_results: int
+) -> Behaviour:
+    """A rule with slots counted without operands that are literals."""
+    if None not in operands:
+        return rule
+    slots: dict[int, int] = {}
+    for slot, tensor in enumerate(operands):
+        if tensor is not None:
+            slots[slot] = len(slots)
+    kept = len(slots)
+    slots.update((len(operands) + k, kept + k) for k in range(num_results))
+    factors: list[Factor] = []
+    for factor in rule.factors:
+        members = tuple((slots[s], d) for s, d in factor.members if s in slots)
+        if members:
+            factors.append(Factor(members=members, kind=factor.kind))
+    return replace(
+        rule,
+        factors=tuple(factors),
+        saves=tuple(
+            (slots[slot], slots[wrt])
+            for slot, wrt in rule.saves
+            if slot in slots and wrt in slots
+        ),
+    )

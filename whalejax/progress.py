@@ -1,0 +1,122 @@
+"""How far a run is: a bar on a terminal, elsewhere a line every few seconds.
+
+What runs calls ``Meter.show`` after every step and need not know where the output goes.
+It stands apart from ``show`` because it lives while something runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from whalejax.planner.explain import milliseconds
+
+
+_LINE_SECONDS = 5.0
+
+
+class Meter:
+    """How far a run is: a bar on a terminal, elsewhere a line every few seconds.
+
+    Used as a context manager.
+
+    Args:
+        console: where to; a quiet one shows nothing.
+        title: such as ``"training"``.
+        first: steps done before.
+        steps: to be done in all.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        *,
+        first: int,
+        steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._title = title
+        self._steps = steps
+        self._clock = clock
+        self._printed: float | None = None
+        self._bar: Progress | None = None
+        if console.is_terminal and not console.quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[words]}"),
+                console=console,
+            )
+            self._task = self._bar.add_task(
+                title, total=steps, completed=first, words=""
+            )
+
+    def show(self, step: int, words: str = "") -> None:
+        """So many steps are done.
+
+        Args:
+            step: counted from 1.
+            words: what else to say of it.
+        """
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, words=words)
+            return
+        now = self._clock()
+        due = self._printed is None or now - self._printed >= _LINE_SECONDS
+        if due or step == self._steps:
+            self._printed = now
+            line = f"{self._title} {step}/{self._steps}  {words}".rstrip()
+            self._console.print(Text(line))
+
+    def __enter__(self) -> Meter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def progress_words(
+    loss: float,
+    *,
+    unit: str,
+    units_per_step: int,
+    predicted_seconds: float,
+    measured_seconds: float | None,
+) -> str:
+    """Loss, speed and step time of a run in one line.
+
+    Args:
+        loss: of the latest step.
+        unit: what the speed counts, ``"tokens"`` or ``"samples"``.
+        units_per_step: how many of it a global batch holds.
+        predicted_seconds: of a step, by the plan.
+        measured_seconds: of a step, or None while nothing is measured.
+
+    >>> progress_words(2.5, unit="tokens", units_per_step=4096,
+    ...                predicted_seconds=0.4, measured_seconds=0.5)
+    'loss 2.5000 · 8,192 tokens/s · step 500 ms, predicted 400 ms'
+    """
+    predicted = f"predicted {milliseconds(predicted_seconds)}"
+    if measured_seconds is None:
+        return f"loss {loss:.4f} · step not measured yet, {predicted}"
+    speed = f"{units_per_step / measured_seconds:,.0f} {unit}/s"
+    step = f"step {milliseconds(measured_seconds)}, {predicted}"
+    return f"loss {loss:.4f} · {speed} · {step}"
