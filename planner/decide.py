@@ -14,7 +14,7 @@ from whalejax.meshes.problems import Problems
 from whalejax.planner.choices import NOTHING_TO_SPLIT
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
-from whalejax.planner.graph import Graph
+from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import spec_of
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -291,7 +291,9 @@ def _notes(
             f"{', '.join(minor)}"
         )
     if best.num_micro_batches > 1:
-        notes.extend(_micro_batch_notes(analysed, best))
+        notes.extend(
+            _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
+        )
     whole = [leaf for leaf in leaves if leaf.note]
     if whole:
         names = ", ".join(leaf.path for leaf in whole[:3])
@@ -300,21 +302,25 @@ def _notes(
     return tuple(notes)
 
 
-def _micro_batch_notes(analysed: Analysed, best: Scored) -> list[str]:
-    """Statistics over the batch that accumulation makes per micro-batch."""
-    graph, dims = analysed.graph, analysed.dims
-    batch = {r.index for r in dims.batch}
+_PER_PART = {
+    "statistic": "its statistics over the batch are",
+    "auxiliary": "this term of the loss is not linear in the samples and is",
+    "weight": "this division by a sum over the batch is",
+}
+
+
+def _micro_batch_notes(
+    graph: Graph, reductions: Sequence[BatchReduction], count: int
+) -> list[str]:
+    """What accumulation computes per micro-batch and not over the global batch."""
+    size = graph.batch_size * graph.num_micro_batches // count
     found: dict[str, None] = {}
-    for op in graph.ops:
-        held = {r for t in op.operands for atoms in dims.layouts[t] for r in atoms}
-        left = {r for t in op.results for atoms in dims.layouts[t] for r in atoms}
-        statistic = any(graph.tensors[t].shape for t in op.results)
-        if statistic and (held - left) & batch:
-            found[op.scope or op.kind] = None
-    size = graph.batch_size * graph.num_micro_batches // best.num_micro_batches
-    return [
-        f"{scope}: its statistics over the batch are per micro-batch of {size} "
-        f"({best.num_micro_batches} per step), as on one device with as much "
-        "accumulation. For the global batch: num_micro_batches=1"
-        for scope in list(found)[:8]
-    ]
+    for r in reductions:
+        remedy = "num_micro_batches=1 takes the global batch"
+        if r.what == "weight":
+            remedy = "return wh.WeightedLoss(total, weight) for the global mean"
+        found[
+            f"{r.scope or 'the loss'}: {_PER_PART[r.what]} per micro-batch of {size} "
+            f"({count} per step), as on one device with as much accumulation; {remedy}"
+        ] = None
+    return list(found)

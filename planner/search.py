@@ -36,7 +36,7 @@ from whalejax.planner.cost import (
     seconds_of,
 )
 from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import Graph
+from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import Table
 from whalejax.planner.leaves import LeafFacts, plan_leaves
 from whalejax.planner.memory import (
@@ -83,6 +83,7 @@ class Request:
         num_devices: devices to use.
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
+        reductions: what is computed per micro-batch where there are several.
     """
 
     optimizer: OptimizerBytes
@@ -93,6 +94,7 @@ class Request:
     num_devices: int
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
+    reductions: tuple[BatchReduction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

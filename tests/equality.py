@@ -7,16 +7,18 @@ micro-batches, with no part of the lowering in between.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import whalejax as wh
 from whalejax import hlo
@@ -25,15 +27,55 @@ from whalejax.losses import Job
 from whalejax.train import TrainStep
 
 
+FLOAT64_TOLERANCE: Final = 1e-10
+FLOAT32_TOLERANCE: Final = 1e-5
+NOISE_FACTOR: Final = 3.0
+LEARNING_RATE: Final = 0.125  # a power of two: multiplying by it rounds nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneDevice:
+    """What one device computes for a job, one micro-batch after the other.
+
+    Attributes:
+        job: whose loss.
+        model: the user's own model, with real arrays.
+        batch: the global batch.
+        key: the run's random key.
+        num_micro_batches: micro-batch ``m`` holds samples ``m::num_micro_batches``.
+        adapter: the model and loss in the shape that every executor sees.
+        loss: the mean loss.
+        gradients: of the mean loss, in flat order.
+        metrics: what the loss reports, averaged over the micro-batches.
+        rest: numbers that are not trained, after the step, in flat order.
+    """
+
+    job: Job
+    model: Any
+    batch: Any
+    key: Any
+    num_micro_batches: int
+    adapter: Adapter
+    loss: float
+    gradients: list[np.ndarray]
+    metrics: Mapping[str, float]
+    rest: list[np.ndarray]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one case gave.
+    """What one case gave, every error relative.
 
     Attributes:
         plan: the plan.
-        worst: the largest error of a leaf, in units of the measure.
+        worst: the largest error of a gradient leaf, in units of the measure.
         worst_path: the leaf.
-        loss_error: relative error of the loss.
+        loss_error: of the loss.
+        metric_error: the largest of a metric.
+        rest_error: the largest of what is not trained (running statistics), in units
+            of the measure.
+        update_error: the largest of a parameter after the update, against the update
+            computed from the gradients that the step itself reports.
         compilations: programs compiled over the steps.
         collectives: of the compiled step.
         step: the compiled step.
@@ -43,61 +85,137 @@ class Outcome:
     worst: float
     worst_path: str
     loss_error: float
+    metric_error: float
+    rest_error: float
+    update_error: float
     compilations: int
     collectives: hlo.Collectives
     step: TrainStep
 
+    @property
+    def error(self) -> float:
+        """The largest of all errors."""
+        return max(
+            self.worst,
+            self.loss_error,
+            self.metric_error,
+            self.rest_error,
+            self.update_error,
+        )
+
 
 def keep_gradient() -> optax.GradientTransformation:
-    """An optimizer whose state is the gradient it was given; parameters stay."""
+    """Gradient descent whose state is the gradient that it was given."""
 
     def init(params: Any) -> Any:
         return {"gradient": jax.tree.map(jnp.zeros_like, params)}
 
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
         del state, params
-        return jax.tree.map(jnp.zeros_like, gradients), {"gradient": gradients}
+        updates = jax.tree.map(lambda g: g * -LEARNING_RATE, gradients)
+        return updates, {"gradient": gradients}
 
     return optax.GradientTransformation(init, update)
 
 
-def reference(
-    adapter: Adapter, params: Any, rest: Any, batch: Any, key: Any, count: int
-) -> tuple[Any, list[np.ndarray]]:
-    """Loss and flat gradient on one device, micro-batch ``m`` being ``m::count``."""
+def build(job: Job, seed: int = 0) -> Any:
+    """The job's model, initialised in one compiled program."""
+    model = jax.eval_shape(job.make_model, jax.random.key(seed))
+    jit = nnx.jit if isinstance(model, nnx.Module) else jax.jit
+    return jit(job.make_model)(jax.random.key(seed))
 
-    def total(params: Any, rest: Any, part: Any, index: int) -> Any:
+
+def on_one_device(
+    job: Job, num_micro_batches: int = 1, *, seed: int = 0, permuted: bool = False
+) -> OneDevice:
+    """Run a job on one device.
+
+    Args:
+        job: the model, its loss and its batches.
+        num_micro_batches: how many to accumulate.
+        seed: of the parameters and the run.
+        permuted: order the samples inside each micro-batch differently.
+    """
+    count, model, batch = num_micro_batches, build(job, seed), job.batch_at(0)
+    key = jax.random.key(seed)
+    adapter = adapt(model, job.loss_fn)
+    params, before = adapter.take_apart(model)
+
+    def total(params: Any, rest: Any, part: Any, index: Any) -> Any:
         folded = adapter.fold_rest(adapter.fold_rest(rest, 0), index)
         rng = jax.random.fold_in(jax.random.fold_in(key, 0), index)
         result = adapter.loss(params, folded, part, rng if adapter.takes_rng else None)
         fresh = adapter.restore_keys(result.rest, rest)
-        return result.total, (result.weight, fresh)
+        return result.total, (result.weight, result.metrics, fresh)
 
-    run = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=3)
+    run = jax.jit(jax.value_and_grad(total, has_aux=True))
     sums: Any = None
-    weight: Any = 0.0
-    loss: Any = 0.0
+    rest = before
     for index in range(count):
-        part = jax.tree.map(lambda x: jnp.asarray(x[index::count]), batch)  # noqa: B023
-        (value, (w, rest)), grads = run(params, rest, part, index)
-        sums = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
-        weight, loss = weight + w, loss + value
-    flat = [np.asarray(g / weight.astype(g.dtype)) for g in jax.tree.leaves(sums)]
-    return loss / weight, flat
+        part = jax.tree.map(lambda x: _part(x, index, count, permuted), batch)  # noqa: B023
+        (value, (weight, metrics, rest)), grads = run(params, rest, part, index)
+        added = (value, weight, metrics, grads)
+        sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
+    loss, weight, metrics, grads = sums
+    return OneDevice(
+        job=job,
+        model=model,
+        batch=batch,
+        key=key,
+        num_micro_batches=count,
+        adapter=adapter,
+        loss=float(loss / weight),
+        gradients=[np.asarray(g / weight.astype(g.dtype)) for g in jax.tree.leaves(grads)],
+        metrics={name: float(value) / count for name, value in metrics.items()},
+        rest=numbers(rest),
+    )
+
+
+def _part(leaf: Any, index: int, count: int, permuted: bool) -> Any:
+    rows = np.asarray(leaf)[index::count]
+    return rows[np.random.default_rng(7).permutation(len(rows))] if permuted else rows
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """The leaves of a tree that are numbers and not random keys."""
+    leaves = jax.tree.leaves(tree)
+    keys = jax.dtypes.prng_key
+    return [np.asarray(x) for x in leaves if not jnp.issubdtype(x.dtype, keys)]
+
+
+def own_noise(job: Job, num_micro_batches: int) -> float:
+    """The measure between two one-device runs that differ in the order of samples.
+
+    Args:
+        job: must not draw random numbers by the position of a sample.
+        num_micro_batches: how many to accumulate.
+    """
+    one = on_one_device(job, num_micro_batches)
+    other = on_one_device(job, num_micro_batches, permuted=True)
+    return worst_leaf(other.gradients, one.gradients, one.adapter.param_paths)[0]
 
 
 def worst_leaf(
-    got: list[np.ndarray], want: list[np.ndarray], paths: tuple[str, ...]
+    got: Sequence[np.ndarray], want: Sequence[np.ndarray], paths: Sequence[str]
 ) -> tuple[float, str]:
-    """The largest error in units of the measure, and its leaf."""
+    """The largest error in units of the measure, and its leaf.
+
+    Args:
+        got, want: leaves in the same order.
+        paths: their names.
+    """
     norms = [float(np.linalg.norm(g.astype(np.float64))) for g in want]
     floor = 1e-3 * float(np.sqrt(np.mean(np.square(norms))))
     errors = [
         float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))
-        / max(norm, floor)
+        / max(norm, floor, np.finfo(np.float64).tiny)
         for a, b, norm in zip(got, want, norms, strict=True)
     ]
     index = int(np.argmax(errors))
+    # A leaf that is no number must not pass for small.
+    broken = [i for i, error in enumerate(errors) if not np.isfinite(error)]
+    if broken:
+        return float("inf"), paths[broken[0]]
     return errors[index], paths[index]
 
 
@@ -128,67 +246,91 @@ def count_compilations() -> Iterator[_Compiles]:
         logger.propagate = propagate
 
 
-def check(
-    job: Job,
-    *,
-    devices: int = 8,
-    mesh: Mapping[str, int] | None = None,
-    zero: int | None = None,
-    num_micro_batches: int = 1,
-    default: Any = None,
-    precision: str = "f32",
-    steps: int = 1,
-    seed: int = 0,
-) -> Outcome:
-    """Plan a job on some devices, run it, and compare its gradient with one device's.
+def free_links(num_devices: int) -> wh.Cluster:
+    """Devices between which nothing takes time.
+
+    At test size a real machine would rather leave a tensor axis idle; here the search
+    shards whatever divides work, which is what the tests are about.
+    """
+    cluster = wh.cluster(f"h100:{num_devices}")
+    kind = dataclasses.replace(cluster.slowest, op_overhead_seconds=0.0)
+    return dataclasses.replace(
+        cluster,
+        nodes=tuple(dataclasses.replace(node, kind=kind) for node in cluster.nodes),
+        levels=tuple(
+            dataclasses.replace(
+                level, latency_seconds=0.0, bandwidth_bytes_per_second=1e18
+            )
+            for level in cluster.levels
+        ),
+    )
+
+
+def compiled(
+    job: Job, model: Any, *, devices: int = 8, optimizer: Any = None, **options: Any
+) -> TrainStep:
+    """Plan a job on devices with free links, and compile the plan.
 
     Args:
-        job: the model.
+        job: the loss and the batch.
+        model: the model, abstract or real.
         devices: how many.
-        mesh, zero, num_micro_batches, default, precision: as for ``wh.plan``.
-        steps: how many steps to run for counting compilations.
-        seed: of the parameters.
+        optimizer: ``keep_gradient()`` where left out.
+        options: of ``wh.plan``; one micro-batch unless they say otherwise.
     """
-    key = jax.random.key(seed)
-    model = job.make_model(key)
-    batch = job.batch_at(0)
-    optimizer = keep_gradient()
+    optimizer = keep_gradient() if optimizer is None else optimizer
     plan = wh.plan(
         job.loss_fn,
         model,
-        batch,
+        job.batch_at(0),
         optimizer=optimizer,
-        cluster=f"h100:{devices}",
-        mesh=mesh,
-        zero=zero,
-        num_micro_batches=num_micro_batches,
-        default=default,
-        precision=precision,
+        **{"cluster": free_links(devices), "num_micro_batches": 1, **options},
     )
-    step = wh.compile(
+    return wh.compile(
         plan,
         job.loss_fn,
         model,
         optimizer=optimizer,
         devices=jax.devices()[:devices],
     )
-    adapter = adapt(model, job.loss_fn)
-    params, rest = adapter.take_apart(model)
-    want_loss, want = reference(adapter, params, rest, batch, key, num_micro_batches)
-    state = step.init_from(model, rng=key)
+
+
+def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
+    """Plan a job on some devices, run it, and compare it with one device.
+
+    Args:
+        one: what one device computes.
+        steps: how many steps to run for counting compilations.
+        options: of ``compiled``.
+    """
+    options = {"num_micro_batches": one.num_micro_batches, **options}
+    step = compiled(one.job, one.model, **options)
+    before = [np.asarray(p) for p in jax.tree.leaves(one.adapter.take_apart(one.model)[0])]
+    state = step.init_from(one.model, rng=one.key)
     with count_compilations() as compiles:
-        state, metrics = step(state, batch)
+        state, metrics = step(state, one.batch)
         got = [np.asarray(g) for g in jax.tree.leaves(state.opt_state["gradient"])]
+        after, rest = numbers(state.params), numbers(state.rest)
         for _ in range(steps - 1):
-            state, _ = step(state, batch)
-    worst, path = worst_leaf(got, want, adapter.param_paths)
-    found = float(metrics["loss"])
+            state, _ = step(state, one.batch)
+    paths = one.adapter.param_paths
+    worst, worst_path = worst_leaf(got, one.gradients, paths)
+    updated = [p - LEARNING_RATE * g for p, g in zip(before, got, strict=True)]
     return Outcome(
-        plan=plan,
+        plan=step.plan,
         worst=worst,
-        worst_path=path,
-        loss_error=abs(found - float(want_loss)) / max(abs(float(want_loss)), 1e-30),
+        worst_path=worst_path,
+        loss_error=_relative(metrics["loss"], one.loss),
+        metric_error=max(
+            (_relative(metrics[k], v) for k, v in one.metrics.items()), default=0.0
+        ),
+        rest_error=worst_leaf(rest, one.rest, [""] * len(rest))[0] if rest else 0.0,
+        update_error=worst_leaf(after, updated, paths)[0],
         compilations=compiles.count,
         collectives=hlo.collectives(step.lower(state).compile().as_text()),
         step=step,
     )
+
+
+def _relative(got: Any, want: float) -> float:
+    return abs(float(got) - want) / max(abs(want), 1e-30)

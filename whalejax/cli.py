@@ -1,140 +1,249 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``calibrate``.
 
-It reads options, finds the model that was named, and hands over: what a command does
-stands in the modules that scripts import too. Options are dataclasses whose field
-docstrings are the help texts. Nothing heavy is imported before a command needs it, so
-that help and errors come at once.
+It reads options, finds the model that was named, and hands over; what a command does
+stands in modules that scripts can import too. Nothing heavy is imported before a
+command needs it, so that help and errors come at once.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import inspect
 import json
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from tyro import conf
 
 from whalejax import __version__
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.problems import WhaleError
+from whalejax.options import (
+    CalibrateCommand,
+    Command,
+    PlanCommand,
+    ShowCommand,
+    TrainCommand,
+    WhyCommand,
+)
 
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from whalejax.losses import Job
-    from whalejax.meshes import Cluster
+
+
+_DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
+how to spread it, says why in numbers, and runs it."""
+_USER_ERROR = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the words after the program's name.
+
+    Returns:
+        0; 2 where something the user gave cannot be used, with the reason on standard
+        error; 130 where the user interrupted.
+    """
+    started = time.monotonic()
+    if list(argv) == ["--version"]:
+        print(f"whalejax {__version__}")
+        return 0
+    try:
+        command = _parse(argv)
+    except SystemExit as stop:  # after --help, or an error that was printed
+        return stop.code if isinstance(stop.code, int) else _USER_ERROR
+    try:
+        _run(command, started)
+    except WhaleError as error:
+        print(f"whalejax: {error}", file=sys.stderr)
+        return _USER_ERROR
+    except KeyboardInterrupt:
+        print("whalejax: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Who reads our output has seen enough. Python must not write the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> Command:
+    parsed: Command = tyro.cli(
+        Command,
+        prog="whalejax",
+        description=_DESCRIPTION,
+        args=list(argv),
+        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff),
+    )
+    return parsed
+
+
+def _run(command: Command, started: float) -> None:
+    match command:
+        case TrainCommand():
+            from whalejax import session
+
+            job = find_job(command.model)
+            session.run(job, command, started=started)
+        case PlanCommand():
+            _plan(command)
+        case ShowCommand():
+            _show(command)
+        case WhyCommand():
+            from whalejax.planner.plan import Plan
+
+            print(Plan.load(command.plan).why(command.path))
+        case CalibrateCommand():
+            _calibrate(command)
+
+
+def _plan(command: PlanCommand) -> None:
+    from whalejax import session, show
+
+    if command.output is not None and not command.output.absolute().parent.is_dir():
+        raise WhaleError(
+            f"--output {command.output}: there is no directory "
+            f"{command.output.absolute().parent}. Make it first"
+        )
+    job = find_job(command.model)
+    plan = session.make_plan(
+        job,
+        session.abstract_model(job),
+        job.batch_at(0, command.batch),
+        session.machine(command.cluster),
+        precision=command.precision,
+        micro_batches=command.micro_batches,
+    )
+    if command.output is not None:
+        plan.save(command.output)
+    if command.json:
+        print(json.dumps(plan.document()))
+        return
+    console = show.make_console()
+    show.print_plan(plan, console)
+    if command.output is not None:
+        console.print(f"\nwritten to {command.output}", markup=False)
+
+
+def _show(command: ShowCommand) -> None:
+    from whalejax import show
     from whalejax.planner.plan import Plan
 
+    plan = Plan.load(command.plan)
+    if command.json:
+        print(json.dumps(plan.document()))
+    else:
+        show.print_plan(plan, show.make_console(), all_rows=command.all)
 
-Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]
-PlanFile = Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
-OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
-OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
-Precision = Literal["f32", "bf16"]
+
+def _calibrate(command: CalibrateCommand) -> None:
+    from whalejax.meshes.calibrate import write_calibration
+
+    directory = command.output.absolute().parent
+    if not directory.is_dir():
+        raise WhaleError(
+            f"--output {command.output}: there is no directory {directory}. Make it "
+            "first"
+        )
+    cluster = write_calibration(command.output, command.seconds)
+    print(f"{cluster.describe()}, measured and written to {command.output}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainCommand:
-    """Train a model on the devices of this machine.
+# Finding the job.
 
-    Plans, compiles, trains, and compares with one device if asked to. Options that a
-    plan decides (--batch, --precision, --micro-batches) cannot go with --plan.
+
+def find_job(name: str) -> Job:
+    """The job that the command line names.
+
+    Args:
+        name: a reference model, or ``file.py:function``.
+
+    Raises:
+        WhaleError: there is no such model, file or function, or it makes no job.
+
+    >>> find_job("mlp").name
+    'mlp'
     """
+    path, colon, function = name.rpartition(":")
+    if colon or name.endswith(".py"):
+        return _job_from_file(Path(path or name), function if colon else "")
+    from whalejax import models
 
-    model: Model
-    """a reference model, such as gpt, or file.py:function, whose function takes no
-    argument and returns a wh.Job"""
-    plan: Annotated[Path | None, conf.arg(metavar="PLAN.json")] = None
-    """run this plan, which whalejax plan made, instead of making one"""
-    cluster: OptionalText = None
-    """what the devices are, instead of measuring them: h100:8, h100:4x8, a .toml file"""
-    batch: OptionalNumber = None
-    """samples in a global batch; the job's own number if left out"""
-    steps: int = 100
-    """steps to be done in all, those before a resumption counted"""
-    save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
-    """write checkpoints into this directory"""
-    save_every: int = 100
-    """steps between checkpoints; there is one after the last step too"""
-    resume: bool = False
-    """go on from the latest checkpoint in the directory of --save, if there is one"""
-    precision: Precision = "f32"
-    """f32 computes in the model's own types, bf16 in bfloat16 with float32 masters"""
-    micro_batches: OptionalNumber = None
-    """parts of the global batch, one after the other; the fewest that fit if left
-    out"""
-    seed: int = 0
-    """of the model's initial values and of dropout"""
-    replay: Annotated[int, conf.arg(metavar="N")] = 0
-    """afterwards do the first N steps again on one device and compare the losses"""
-    json: bool = False
-    """print the results as one JSON object in the last line"""
-    quiet: bool = False
-    """print no plan and no progress"""
+    if name in models.available():
+        return models.job(name)
+    near = difflib.get_close_matches(name, models.available(), n=3, cutoff=0.5)
+    raise WhaleError(
+        f"no reference model is named {name!r}"
+        f"{'; nearest: ' + ', '.join(near) if near else ''}. There are: "
+        f"{', '.join(models.available())}. A model of your own: file.py:function, "
+        "whose function returns a wh.Job"
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCommand:
-    """Choose how to train a model on a cluster; needs no device of it."""
+def _job_from_file(path: Path, function: str) -> Job:
+    from whalejax.losses import Job
 
-    model: Model
-    """a reference model, such as gpt, or file.py:function, whose function takes no
-    argument and returns a wh.Job"""
-    cluster: OptionalText = None
-    """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
-    batch: OptionalNumber = None
-    """samples in a global batch; the job's own number if left out"""
-    output: Annotated[
-        Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")
-    ] = None
-    """write the plan to this file"""
-    precision: Precision = "f32"
-    """f32 computes in the model's own types, bf16 in bfloat16 with float32 masters"""
-    micro_batches: OptionalNumber = None
-    """parts of the global batch, one after the other; the fewest that fit if left
-    out"""
-    json: bool = False
-    """print the plan as one line of JSON and nothing else"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowCommand:
-    """Show a plan: its mesh, time, memory, parameters and traffic."""
-
-    plan: PlanFile
-    """a file that whalejax plan wrote"""
-    all: bool = False
-    """show every kind of parameter, not only the largest"""
-    json: bool = False
-    """print the plan as one line of JSON and nothing else"""
+    if not path.is_file():
+        raise WhaleError(
+            f"MODEL is {str(path)!r} and {function!r}; there is no such file "
+            f"({path.absolute()}). Give file.py:function"
+        )
+    module = _load(path)
+    make = _function(module, path, function)
+    parameters = inspect.signature(make).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
+    if needed:
+        raise WhaleError(
+            f"{path}:{function} takes {', '.join(needed)}; expected a function of no "
+            "argument that returns a wh.Job. Give its parameters default values"
+        )
+    job = make()
+    if not isinstance(job, Job):
+        raise WhaleError(
+            f"{path}:{function} returned {type(job).__name__}; expected "
+            "wh.Job(loss_fn, make_model, batch, optimizer)"
+        )
+    return job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhyCommand:
-    """Say why a parameter is laid out as it is."""
-
-    plan: PlanFile
-    """a file that whalejax plan wrote"""
-    path: Annotated[conf.Positional[str], conf.arg(metavar="PATH")]
-    """dotted path of a parameter, such as head.kernel"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateCommand:
-    """Measure the devices of this machine and write a description of them."""
-
-    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="CLUSTER.toml")]
-    """where to write the description, which --cluster takes"""
-    seconds: float = 20.0
-    """stop measuring after about this long"""
+def _load(path: Path) -> ModuleType:
+    """Run a file as a module; its neighbours can be imported, as in a script."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise WhaleError(f"{path} is no Python file; expected a name that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.path.insert(0, str(path.absolute().parent))
+    spec.loader.exec_module(module)
+    return module
 
 
-Command = (
-    Annotated[TrainCommand, conf.subcommand("train")]
-    | Annotated[PlanCommand, conf.subcommand("plan")]
-    | Annotated[ShowCommand, conf.subcommand("show")]
-    | Annotated[WhyCommand, conf.subcommand("why")]
-    | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
-)
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
+    own = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    found = getattr(module, name, None) if name else None
+    if callable(found):
+        return found
+    if not name:
+        raise WhaleError(
+            f"MODEL is {str(path)!r} and names no function in it; expected "
+            f"file.py:function. It has {', '.join(own) or 'none'}"
+        )
+    near = difflib.get_close_matches(name, own, n=3, cutoff=0.4)
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    raise WhaleError(
+        f"{path} has no function {name!r}{nearest}. It has {', '.join(own) or 'none'}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,13 @@ import optax
 
 from whalejax.adapters import adapt
 from whalejax.capture import capture
+from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.decide import decide
+from whalejax.planner.graph import BatchReduction
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.precision import PRECISIONS, at_precision
@@ -93,10 +95,13 @@ def plan(
     adapter = at_precision(
         adapt(model, loss_fn, trainable=trainable, axis_names=axis_names), precision
     )
-    parts = 1 if sync_batch_stats and num_micro_batches is None else num_micro_batches
     captured = capture(
-        adapter, batch, num_micro_batches=parts or 1, batch_axes=batch_axes
+        adapter, batch, num_micro_batches=num_micro_batches or 1, batch_axes=batch_axes
     )
+    reductions = batch_reductions(captured)
+    if sync_batch_stats and reductions:
+        _check_synced(num_micro_batches, reductions)
+        num_micro_batches = 1
     leaves = batch_leaves(batch)
     counts = range(machine.num_devices, 0, -1) if allow_idle else [machine.num_devices]
     problem: PlanError | None = None
@@ -104,12 +109,13 @@ def plan(
         request = Request(
             optimizer=optimizer_bytes(adapter, transformation),
             state_bytes=_tree_bytes(adapter.rest),
-            num_micro_batches=parts,
+            num_micro_batches=num_micro_batches,
             default=kind,
             cast_bytes=0.5 if precision == "bf16" else 1.0,
             num_devices=count,
             mesh=mesh,
             zero=zero,
+            reductions=reductions,
         )
         try:
             return decide(
@@ -145,6 +151,19 @@ def _check_options(
         )
     problems.raise_if_any()
     return None if mark is None else str(mark.kind)
+
+
+def _check_synced(
+    num_micro_batches: int | None, reductions: Sequence[BatchReduction]
+) -> None:
+    if num_micro_batches in (None, 1):
+        return
+    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
+    raise PlanError(
+        f"sync_batch_stats=True asks for statistics of the global batch, and "
+        f"num_micro_batches={num_micro_batches} computes them in parts ({places}). "
+        "Drop one of the two"
+    )
 
 
 def _check_mesh(mesh: Mapping[str, int], num_devices: int, allow_idle: bool) -> None:

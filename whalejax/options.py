@@ -1,0 +1,126 @@
+"""The options of every command, as data; their docstrings are the help texts.
+
+They stand apart from ``cli`` so that what runs a command can name its options without
+importing the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro import conf
+
+
+Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]
+PlanFile = Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
+OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
+OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
+Precision = Annotated[Literal["f32", "bf16"] | None, conf.arg(metavar="f32|bf16")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCommand:
+    """Train a model on the devices of this machine.
+
+    Plans, compiles, trains, and compares with one device if asked to. Options that a
+    plan decides (--batch, --precision, --micro-batches) cannot go with --plan.
+    """
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function, whose function takes no
+    argument and returns a wh.Job"""
+    plan: Annotated[Path | None, conf.arg(metavar="PLAN.json")] = None
+    """run this plan, which whalejax plan made, instead of making one"""
+    cluster: OptionalText = None
+    """what the devices are, instead of measuring them: h100:8, h100:4x8, a .toml file"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    steps: int = 100
+    """steps to be done in all, those before a resumption counted"""
+    save: Annotated[Path | None, conf.arg(metavar="DIR")] = None
+    """write checkpoints into this directory"""
+    save_every: int = 100
+    """steps between checkpoints; there is one after the last step too"""
+    resume: bool = False
+    """go on from the latest checkpoint in the directory of --save, if there is one"""
+    precision: Precision = None
+    """f32 computes in the model's own types and is taken if left out, bf16 in bfloat16
+    with float32 masters"""
+    micro_batches: OptionalNumber = None
+    """parts of the global batch, one after the other; the fewest that fit if left
+    out"""
+    seed: int = 0
+    """of the model's initial values and of dropout"""
+    replay: Annotated[int, conf.arg(metavar="N")] = 0
+    """afterwards do the first N steps again on one device, or as many as were done,
+    and compare the losses"""
+    json: bool = False
+    """print the results as one JSON object in the last line"""
+    quiet: bool = False
+    """print no plan and no progress"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCommand:
+    """Choose how to train a model on a cluster; needs no device of it."""
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function, whose function takes no
+    argument and returns a wh.Job"""
+    cluster: OptionalText = None
+    """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
+    """write the plan to this file"""
+    precision: Precision = None
+    """f32 computes in the model's own types and is taken if left out, bf16 in bfloat16
+    with float32 masters"""
+    micro_batches: OptionalNumber = None
+    """parts of the global batch, one after the other; the fewest that fit if left
+    out"""
+    json: bool = False
+    """print the plan as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowCommand:
+    """Show a plan: its mesh, time, memory, parameters and traffic."""
+
+    plan: PlanFile
+    """a file that whalejax plan wrote"""
+    all: bool = False
+    """show every kind of parameter, not only the largest"""
+    json: bool = False
+    """print the plan as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyCommand:
+    """Say why a parameter is laid out as it is."""
+
+    plan: PlanFile
+    """a file that whalejax plan wrote"""
+    path: Annotated[conf.Positional[str], conf.arg(metavar="PATH")]
+    """dotted path of a parameter, such as head.kernel"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateCommand:
+    """Measure the devices of this machine and write a description of them."""
+
+    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="CLUSTER.toml")]
+    """where to write the description, which --cluster takes"""
+    seconds: float = 20.0
+    """stop measuring after about this long"""
+
+
+Command = (
+    Annotated[TrainCommand, conf.subcommand("train")]
+    | Annotated[PlanCommand, conf.subcommand("plan")]
+    | Annotated[ShowCommand, conf.subcommand("show")]
+    | Annotated[WhyCommand, conf.subcommand("why")]
+    | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
+)
