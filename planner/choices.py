@@ -8,24 +8,39 @@ vocabulary do not, which is Megatron's tensor parallelism, found and not declare
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.dimensions import Dimensions, Role
-from whalejax.planner.graph import Graph, TaskGraph
+from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.graph import Graph, Mark, TaskGraph
 from whalejax.planner.layout import Table
+from whalejax.planner.pins import (
+    Limits,
+    Pin,
+    check_together,
+    mark_pins,
+    metadata_pins,
+)
 from whalejax.planner.plan import PlanError
-from whalejax.planner.regions import expert_roles
+from whalejax.planner.regions import expert_roles, weight_homes
 from whalejax.planner.rows import Rows
 
 
-NOTHING_TO_SPLIT = "a split would shard nothing"
-"""Reason to refuse a mesh."""
+NOTHING_TO_SPLIT = "no dimension of a split region divides by the axis"
+NEEDS_AN_AXIS = "a split region needs a tensor or an expert axis"
+NO_TENSOR = "no dimension for a tensor axis"
+NO_EXPERTS = "no dimension for an expert axis"
+"""Reasons to refuse a mesh."""
 
 MOST_SETS = 32
 """Independent sets kept for one TaskGraph, those that hold most weight first."""
+
+MOST_TRIED = 4096
+"""Independent sets looked at for one TaskGraph; a model of very many unlike layers has
+more, and then the greedy one by weight is sure to be among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +53,7 @@ class Choice:
         devices: how many devices a ``split`` asks for, or None.
         sets: sets of roles that one axis may shard together, best guess first.
         experts: roles that the ``expert`` axis may shard here.
-        pinned: a role that ``split(axis=…)`` asks for, or None.
+        pins: dimensions that the user asks for.
     """
 
     task_graph: int
@@ -46,7 +61,21 @@ class Choice:
     devices: int | None
     sets: tuple[tuple[int, ...], ...]
     experts: frozenset[int]
-    pinned: int | None
+    pins: tuple[Pin, ...]
+
+    @property
+    def obliged(self) -> bool:
+        """It is a ``split`` that something can follow."""
+        return self.strategy == "split" and bool(self.sets or self.experts)
+
+    def pinned_to(self, axis: str) -> frozenset[int]:
+        """Roles that metadata fixes to a mesh axis."""
+        return frozenset(p.role for p in self.pins if p.axis == axis)
+
+    @property
+    def asked(self) -> frozenset[int]:
+        """Roles that the mark names."""
+        return frozenset(p.role for p in self.pins if p.axis is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +87,15 @@ class Options:
         batch: the batch roles.
         minor: roles that some parameter holds only as a minor atom; no PartitionSpec
             can name them.
+        sizes: of all roles, by index.
+        homes: the TaskGraph that computes with each parameter, by tensor id.
     """
 
     choices: Mapping[int, Choice]
     batch: tuple[int, ...]
     minor: frozenset[int]
+    sizes: tuple[int, ...]
+    homes: Mapping[int, int]
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -73,47 +106,49 @@ class Options:
         self, task_graph: int, mesh: Mapping[str, int], dims: Dimensions
     ) -> list[Table]:
         """Every table that the TaskGraph may have on a mesh."""
+        del dims
         choice = self.choices[task_graph]
         base: dict[str, tuple[int, ...]] = {"data": self.batch, "fsdp": self.batch}
         found: list[Table] = []
-        for expert in self._expert(choice, mesh, dims):
-            for tensor in self._tensor(choice, mesh, dims, expert):
+        for expert in self._expert(choice, mesh):
+            for tensor in self._tensor(choice, mesh, expert):
                 found.append({**base, "expert": expert, "tensor": tensor})
         return found
 
-    def _expert(
-        self, choice: Choice, mesh: Mapping[str, int], dims: Dimensions
-    ) -> list[tuple[int, ...]]:
+    def _expert(self, choice: Choice, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
         size = mesh["expert"]
-        if size == 1 or not choice.experts or choice.strategy == "replicate":
-            return [self.batch]
-        fits = [r for r in sorted(choice.experts) if dims.roles[r].size % size == 0]
-        if choice.pinned is not None and choice.pinned in fits:
-            return [(choice.pinned,)]
-        return [(r,) for r in fits]
-
-    def _tensor(
-        self,
-        choice: Choice,
-        mesh: Mapping[str, int],
-        dims: Dimensions,
-        expert: tuple[int, ...],
-    ) -> list[tuple[int, ...]]:
-        size = mesh["tensor"]
+        pinned = choice.pinned_to("expert")
         if size == 1 or choice.strategy == "replicate":
             return [self.batch]
-        busy = set(expert) if mesh["expert"] > 1 else set()
+        if pinned:
+            fits = all(self.sizes[r] % size == 0 for r in pinned)
+            return [tuple(sorted(pinned))] if fits else []
+        if not choice.experts:
+            return [self.batch]
+        fitting = [r for r in sorted(choice.experts) if self.sizes[r] % size == 0]
+        asked = [r for r in fitting if r in choice.asked]
+        return [(r,) for r in asked or fitting]
+
+    def _tensor(
+        self, choice: Choice, mesh: Mapping[str, int], expert: tuple[int, ...]
+    ) -> list[tuple[int, ...]]:
+        size = mesh["tensor"]
+        busy = set(expert) - set(self.batch) if mesh["expert"] > 1 else set[int]()
+        wanted = choice.pinned_to("tensor")
+        asked = choice.asked - busy
+        if size == 1 or choice.strategy == "replicate":
+            return [self.batch]
         found: dict[tuple[int, ...], None] = {}
         for roles in choice.sets:
-            fits = tuple(
-                r for r in roles if dims.roles[r].size % size == 0 and r not in busy
-            )
-            if fits and (choice.pinned in (None, *fits) or choice.pinned in busy):
+            fits = tuple(r for r in roles if self._fits(r, size) and r not in busy)
+            if fits and {*wanted, *asked} <= set(fits):
                 found[fits] = None
-        by_experts = bool(busy) and expert != self.batch
-        if choice.strategy is None or by_experts:
+        if not wanted and not asked and (not choice.obliged or busy):
             found[self.batch] = None
         return list(found)
+
+    def _fits(self, role: int, size: int) -> bool:
+        return self.sizes[role] % size == 0
 
 
 def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
@@ -124,29 +159,21 @@ def sharded_by_split(options: Options, mesh: Mapping[str, int]) -> str:
         mesh: axis sizes.
     """
     model = mesh["tensor"] * mesh["expert"]
-    uses_tensor = any(c.sets for c in options.choices.values() if _splits(c))
-    uses_expert = any(c.experts for c in options.choices.values() if _splits(c))
-    if mesh["tensor"] > 1 and not uses_tensor:
-        return "no dimension for a tensor axis"
-    if mesh["expert"] > 1 and not uses_expert:
-        return "no dimension for an expert axis"
+    free = [c for c in options.choices.values() if c.strategy != "replicate"]
+    if mesh["tensor"] > 1 and not any(c.sets for c in free):
+        return NO_TENSOR
+    if mesh["expert"] > 1 and not any(c.experts or c.pinned_to("expert") for c in free):
+        return NO_EXPERTS
     for choice in options.choices.values():
-        if choice.strategy != "split":
+        if not choice.obliged:
             continue
         if choice.devices is not None and choice.devices != model:
             return f"a split asks for {choice.devices} devices"
-        serves = mesh["tensor"] > 1 or (mesh["expert"] > 1 and choice.experts)
-        if not serves and choice.devices != 1 and _several(mesh):
-            return NOTHING_TO_SPLIT
+        by_experts = mesh["expert"] > 1 and choice.experts >= choice.asked
+        serves = mesh["tensor"] > 1 or (by_experts and choice.experts)
+        if not serves and choice.devices != 1 and any(n > 1 for n in mesh.values()):
+            return NEEDS_AN_AXIS
     return ""
-
-
-def _several(mesh: Mapping[str, int]) -> bool:
-    return any(size > 1 for size in mesh.values())
-
-
-def _splits(choice: Choice) -> bool:
-    return choice.strategy != "replicate"
 
 
 def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> Options:
@@ -162,43 +189,84 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
         PlanError: a ``split`` names a dimension that does not exist there, or hints
             contradict each other; every problem is listed.
     """
-    problems = Problems()
-    minor = _minor_roles(graph, dims)
+    problems = Problems("the hints cannot be obeyed", PlanError)
+    limits = Limits(minor=_minor_roles(graph, dims), itself=_cut_roles(graph, dims))
     experts = expert_roles(graph, dims)
-    meeting_itself = _cut_roles(graph, dims)
+    homes = weight_homes(graph, rows.weight)
+    fixed = metadata_pins(graph, dims, homes, limits, problems)
+    weight = _weight_bytes(graph, dims)
     found: dict[int, Choice] = {}
+    used = {0, *(op.task_graph for op in graph.ops)}
     for task_graph in graph.task_graphs:
-        present, meet, weighed = _meetings(rows, task_graph.index)
-        if not present and task_graph.index:
+        index = task_graph.index
+        if index not in used:
             continue
-        allowed = [
-            r
-            for r in sorted(weighed)
-            if not dims.roles[r].unshardable
-            and not dims.roles[r].is_batch
-            and r not in minor
-            and r not in meeting_itself
-        ]
+        present, meet, weighed = _meetings(rows, index)
+        asked = mark_pins(task_graph, dims, present, limits, problems)
+        pins = (*asked, *fixed.get(index, ()))
+        check_together(pins, meet, problems)
+        roles = weighed | {p.role for p in pins}
+        usable = [r for r in roles if not limits.obstacle(dims.roles[r])]
         mark = task_graph.strategy
-        strategy = mark.kind if mark else default
-        pinned = _pinned(task_graph, dims, present, problems)
-        found[task_graph.index] = Choice(
-            task_graph=task_graph.index,
-            strategy=None if task_graph.name == "experts" and not mark else strategy,
-            devices=mark.devices if mark and mark.kind == "split" else None,
-            sets=_independent(allowed, meet, dims, pinned),
+        if not usable and mark is not None and mark.kind == "split":
+            usable = [r for r in present if not limits.obstacle(dims.roles[r])]
+        found[index] = Choice(
+            task_graph=index,
+            strategy=mark.kind if mark else default,
+            devices=_split_devices(task_graph),
+            sets=_independent(sorted(usable), meet, weight, pins),
             experts=experts & present if _may_hold_experts(task_graph) else frozenset(),
-            pinned=pinned,
+            pins=pins,
         )
-    _check_pins(graph, dims, found, problems)
-    problems.raise_if_any(PlanError, title="the hints cannot be obeyed")
-    batch = tuple(r.index for r in dims.batch)
-    return Options(choices=found, batch=batch, minor=minor)
+    _check_widths(graph, found, problems)
+    problems.raise_if_any()
+    return Options(
+        choices=found,
+        batch=tuple(r.index for r in dims.batch),
+        minor=limits.minor,
+        sizes=tuple(r.size for r in dims.roles),
+        homes=homes,
+    )
+
+
+def idle_marks(graph: Graph, options: Options) -> list[str]:
+    """Notes on marks that change nothing."""
+    notes = []
+    for choice in options.choices.values():
+        mark = graph.task_graphs[choice.task_graph].strategy
+        if mark is not None and mark.kind == "split" and not choice.obliged:
+            notes.append(
+                f"{graph.task_graphs[choice.task_graph].name}: {mark} has no effect: "
+                "no dimension of what it covers can be sharded"
+            )
+    return notes
 
 
 def _may_hold_experts(task_graph: TaskGraph) -> bool:
     mark = task_graph.strategy
     return task_graph.name == "experts" or (mark is not None and mark.kind == "split")
+
+
+def _split_devices(task_graph: TaskGraph) -> int | None:
+    """What the innermost ``split`` that gives a number asks for."""
+    splits: list[Mark] = [m for m in task_graph.marks if m.kind == "split"]
+    return next((m.devices for m in reversed(splits) if m.devices is not None), None)
+
+
+def _check_widths(
+    graph: Graph, found: Mapping[int, Choice], problems: Problems
+) -> None:
+    asked = {
+        graph.task_graphs[c.task_graph].name: c.devices
+        for c in found.values()
+        if c.devices is not None and c.obliged
+    }
+    if len(set(asked.values())) > 1:
+        listed = ", ".join(f"{name} over {n}" for name, n in asked.items())
+        problems.add(
+            f"the split regions ask for different numbers of devices ({listed}); all "
+            "of them share one mesh. Give them one number, or leave devices= out"
+        )
 
 
 def _meetings(
@@ -226,8 +294,7 @@ def _cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     found: set[int] = set()
     for cut in dims.cuts:
         op = graph.ops[cut.op]
-        layout = dims.layouts[(op.operands + op.results)[cut.slot]]
-        found.update(layout[cut.dim] if cut.dim >= 0 else ())
+        found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
     return frozenset(found)
 
 
@@ -237,100 +304,62 @@ def _minor_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     )
 
 
+def _weight_bytes(graph: Graph, dims: Dimensions) -> Counter[int]:
+    """Bytes of the parameters that hold each role."""
+    found: Counter[int] = Counter()
+    for t in graph.params:
+        for role in {r for atoms in dims.layouts[t.id] for r in atoms}:
+            found[role] += t.nbytes
+    return found
+
+
 def _independent(
-    allowed: list[int],
+    usable: Sequence[int],
     meet: Mapping[int, set[int]],
-    dims: Dimensions,
-    pinned: int | None,
+    weight: Mapping[int, int],
+    pins: Sequence[Pin],
 ) -> tuple[tuple[int, ...], ...]:
-    """Maximal sets of roles that never meet, and every role alone."""
-    free = [r for r in allowed if pinned is None or r not in meet.get(pinned, ())]
-    if pinned is not None and pinned not in free:
-        free.append(pinned)
-    sets = {tuple(sorted(s)): None for s in _maximal(free, meet)}
-    sets.update({(r,): None for r in free})
-    if pinned is not None:
-        sets = {s: None for s in sets if pinned in s}
-    order = sorted(sets, key=lambda s: -sum(dims.roles[r].copies for r in s))
-    return tuple(order[:MOST_SETS])
+    """Maximal sets of roles that never meet, and every role alone.
+
+    Where pins name dimensions, every set holds them; pins to another axis do not count.
+    """
+    asked = {p.role for p in pins if p.axis in (None, "tensor")}
+    elsewhere = {p.role for p in pins if p.axis == "expert"}
+    apart = [
+        r
+        for r in usable
+        if r not in elsewhere and not any(r in meet.get(a, ()) for a in asked)
+    ]
+    by_weight = sorted(apart, key=lambda r: (-weight.get(r, 0), r))
+    greedy: set[int] = set()
+    for role in by_weight:
+        if greedy.isdisjoint(meet.get(role, ())):
+            greedy.add(role)
+    maximal = itertools.islice(_maximal(apart, meet), MOST_TRIED)
+    sets = {tuple(sorted(s)): None for s in (greedy, *maximal) if s}
+    sets.update({(r,): None for r in apart})
+    fitting = [s for s in sets if asked <= set(s)]
+
+    def rank(roles: tuple[int, ...]) -> tuple[int, int]:
+        return -sum(weight.get(r, 0) for r in roles), len(roles)
+
+    return tuple(sorted(fitting, key=rank)[:MOST_SETS])
 
 
 def _maximal(roles: list[int], meet: Mapping[int, set[int]]) -> Iterator[set[int]]:
-    """Bron and Kerbosch (1973) on the complement of the meeting graph."""
+    """Bron and Kerbosch (1973), with pivots, on the complement of the meeting graph."""
+    everything = set(roles)
+    apart = {r: everything - meet.get(r, set()) - {r} for r in roles}
 
     def grow(chosen: set[int], open_: set[int], done: set[int]) -> Iterator[set[int]]:
         if not open_ and not done:
             yield chosen
-        for role in sorted(open_):
-            away = meet.get(role, set()) | {role}
-            yield from grow(chosen | {role}, open_ - away, done - away)
+            return
+        pivot = max(open_ | done, key=lambda r: (len(open_ & apart[r]), -r))
+        for role in sorted(open_ - apart[pivot]):
+            yield from grow(chosen | {role}, open_ & apart[role], done & apart[role])
             open_ = open_ - {role}
             done = done | {role}
 
     if roles:
-        yield from grow(set(), set(roles), set())
-
-
-def _pinned(
-    task_graph: TaskGraph, dims: Dimensions, present: set[int], problems: Problems
-) -> int | None:
-    mark = task_graph.strategy
-    name = mark.get("axis") if mark else None
-    if name is None:
-        return None
-    role = dims.find(name) or _by_suffix(dims, name, present)
-    if role is None or role.index not in present:
-        names = [n for r in present for n in _names(dims.roles[r])]
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:6]
-        problems.add(
-            f"{task_graph.name}: split(axis={name!r}) names no dimension of that "
-            f"region. Nearest: {', '.join(near) or 'none'}"
-        )
-        return None
-    if role.is_batch or role.unshardable:
-        why = "the batch belongs to replicate" if role.is_batch else role.unshardable
-        problems.add(
-            f"{task_graph.name}: split(axis={name!r}) cannot be sharded ({why}). "
-            "Name another dimension or leave axis= out"
-        )
-        return None
-    return role.index
-
-
-def _names(role: Role) -> tuple[str, ...]:
-    return (role.name, *role.aliases)
-
-
-def _by_suffix(dims: Dimensions, name: str, present: set[int]) -> Role | None:
-    """A role whose name ends in the given one, if just one does."""
-    found = {
-        r: None
-        for r in sorted(present)
-        if any(n.endswith("." + name) for n in _names(dims.roles[r]))
-    }
-    return dims.roles[next(iter(found))] if len(found) == 1 else None
-
-
-def _check_pins(
-    graph: Graph, dims: Dimensions, found: Mapping[int, Choice], problems: Problems
-) -> None:
-    """Mesh axes fixed in the model's own metadata against the marks."""
-    homes: dict[int, int] = {}
-    for op in graph.ops:
-        for t in op.operands:
-            homes.setdefault(t, op.task_graph)
-    for tensor in graph.params:
-        axes = [a for a in tensor.pinned if a is not None]
-        twice = sorted({a for a in axes if axes.count(a) > 1})
-        if twice:
-            problems.add(
-                f"{tensor.path}: its metadata puts axis {', '.join(twice)} on two "
-                "dimensions; one axis can shard one dimension of a tensor"
-            )
-        home = found.get(homes.get(tensor.id, 0))
-        if home is not None and home.strategy == "replicate" and "tensor" in axes:
-            name = graph.task_graphs[home.task_graph].name
-            problems.add(
-                f"{tensor.path}: its metadata shards it over tensor, and {name} "
-                "replicates it. Drop one of the two hints"
-            )
+        yield from grow(set(), everything, set())

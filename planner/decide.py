@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
-from whalejax.planner.choices import NOTHING_TO_SPLIT
+from whalejax.planner.choices import idle_marks
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import spec_of
+from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import (
     BatchLeaf,
     Candidate,
@@ -25,15 +26,10 @@ from whalejax.planner.plan import (
     RegionTable,
     RoleInfo,
 )
+from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
-from whalejax.planner.search import (
-    BATCH_DOES_NOT_DIVIDE,
-    Request,
-    Scored,
-    Search,
-    ranked,
-)
-from whalejax.planner.virtual_devices import virtual_devices
+from whalejax.planner.search import Request, Scored, Search, ranked
+from whalejax.planner.virtual_devices import check_devices
 
 
 KEPT_CANDIDATES = 12
@@ -84,73 +80,32 @@ def decide(
     search = Search(analysed.graph, analysed.dims, cluster, request)
     fitting = search.run()
     if not fitting:
-        raise PlanError(_nothing_fits(search, cluster, request))
+        raise refusal(search)
     return _plan(analysed, search, fitting, cluster, request, precision, batch)
 
 
 def _check_marks(graph: Graph, num_devices: int) -> None:
-    problems = Problems()
+    problems = Problems("the marks cannot be obeyed", PlanError)
     for text in graph.undeclared_marks:
         problems.add(
             f"the mark {text} covers no operation of the loss: nothing inside it was "
             "reached while tracing. Remove it or move it around what it should cover"
         )
-    problems.raise_if_any(PlanError, title="the marks cannot be obeyed")
     marked = [g for g in graph.task_graphs if g.marks]
     if marked:
-        virtual_devices(marked, num_devices)
+        check_devices(marked, num_devices, problems)
     staged = [g.name for g in marked if any(_is_stage(m.kind) for m in g.marks)]
     if staged:
-        raise PlanError(
+        problems.add(
             f"{', '.join(staged)}: stage and pipeline were read and are well formed, "
             "but this version of WhaleJAX cannot run pipelines. Remove these marks; "
             "replicate and split run"
         )
+    problems.raise_if_any()
 
 
 def _is_stage(kind: str) -> bool:
     return kind in ("stage", "pipeline")
-
-
-def _nothing_fits(search: Search, cluster: Cluster, request: Request) -> str:
-    if not search.scored:
-        return _nothing_serves(search, request)
-    nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
-    lacking = nearest.memory.total_bytes - cluster.memory_bytes
-    terms = ", ".join(
-        f"{f.name.removesuffix('_bytes')} {gigabytes(getattr(nearest.memory, f.name))}"
-        for f in dataclasses.fields(nearest.memory)
-    )
-    return (
-        f"no plan fits: the nearest ({nearest.layout}) needs "
-        f"{gigabytes(nearest.memory.total_bytes)} and lacks {gigabytes(lacking)} "
-        f"({lacking} bytes) of {gigabytes(cluster.memory_bytes)} per device ({terms}). "
-        f"{len(search.scored)} plans were weighed. Use more devices or a smaller batch"
-    )
-
-
-def _nothing_serves(search: Search, request: Request) -> str:
-    size = search.graph.batch_size * search.graph.num_micro_batches
-    count = request.num_micro_batches or 1
-    part = f"{size} samples in {count} micro-batch{'es' if count > 1 else ''}"
-    remedies = {
-        BATCH_DOES_NOT_DIVIDE: (
-            f"the global batch is {part}, and the devices that share a micro-batch "
-            f"must divide it. Use a batch that is a multiple of "
-            f"{request.num_devices * count}, or fewer devices"
-        ),
-        NOTHING_TO_SPLIT: (
-            "a split region needs an axis: mesh= gives it none, or no dimension of its "
-            "weights divides by the axis"
-        ),
-    }
-    lines = [
-        f"no layout of {request.num_devices} devices serves this model "
-        f"({sum(search.refused.values())} were looked at):"
-    ]
-    for why, number in sorted(search.refused.items(), key=lambda item: -item[1]):
-        lines.append(f"  {why} ({number} layouts). {remedies.get(why, '')}".rstrip())
-    return "\n".join(lines)
 
 
 def _plan(
@@ -282,8 +237,10 @@ def _notes(
         for name in graph.unknown_primitives
     ]
     marked = [g for g in graph.task_graphs if g.marks]
-    if marked:
-        notes.append(f"{len(marked)} marked TaskGraphs obeyed")
+    idle = idle_marks(graph, search.options)
+    if len(marked) > len(idle):
+        notes.append(f"{len(marked) - len(idle)} marked TaskGraphs obeyed")
+    notes += [*idle, *unplanned_pins(graph, best.mesh)]
     minor = sorted(dims.roles[r].name for r in search.options.minor)
     if minor and best.mesh["tensor"] > 1:
         notes.append(

@@ -19,64 +19,148 @@ from whalejax.planner.plan import LeafPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBytes:
+    """Optimizer state: bytes that follow a parameter, by its path, and the rest."""
+
+    by_path: Mapping[str, int]
+    other_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafGroup:
+    """Parameters that every layout treats alike, as those of equal layers.
+
+    Attributes:
+        shape: of each.
+        layout, sizes: their atoms.
+        home: the TaskGraph that computes with them first.
+        order: dimensions that storage may shard, best first.
+        nbytes: of one of them.
+        optimizer_bytes: optimizer state that follows one of them.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    sizes: Layout
+    home: int
+    order: tuple[int, ...]
+    nbytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafLayout:
+    """Layouts of the parameters of one group; see ``plan.LeafPlan``."""
+
+    compute: Spec
+    param: Spec
+    gradient: Spec
+    optimizer: Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeafFacts:
-    """What the search needs of every parameter, worked out once.
+    """What the search needs of the parameters, worked out once.
 
     Attributes:
         tensors: the parameters.
-        layouts, sizes: their atoms.
-        homes: the TaskGraph that reads each first.
-        storage: roles in the order in which storage tries them.
-        dims_in_order: for each parameter, its dimensions in that order.
+        groups: (group, how many parameters it stands for).
+        group_of: for each parameter, the index of its group.
         role_names: for each parameter, names of the roles of each dimension.
+        storage: roles in the order in which storage tries them.
+        optimizer_other_bytes: optimizer state that follows no parameter.
     """
 
     tensors: tuple[Tensor, ...]
-    layouts: tuple[Layout, ...]
-    sizes: tuple[Layout, ...]
-    homes: tuple[int, ...]
-    storage: tuple[int, ...]
-    dims_in_order: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[LeafGroup, int], ...]
+    group_of: tuple[int, ...]
     role_names: tuple[tuple[tuple[str, ...], ...], ...]
+    storage: tuple[int, ...]
+    optimizer_other_bytes: int
 
     @property
-    def nbytes(self) -> tuple[int, ...]:
-        """Bytes of each parameter."""
-        return tuple(t.nbytes for t in self.tensors)
+    def homes(self) -> tuple[int, ...]:
+        """For each parameter, the TaskGraph that computes with it first."""
+        return tuple(self.groups[index][0].home for index in self.group_of)
 
     @classmethod
-    def of(cls, graph: Graph, dims: Dimensions, weight: Sequence[bool]) -> LeafFacts:
+    def of(
+        cls,
+        graph: Graph,
+        dims: Dimensions,
+        weight: Sequence[bool],
+        optimizer: OptimizerBytes,
+    ) -> LeafFacts:
         """Collect the facts.
 
         Args:
             graph: the captured loss.
             dims: its logical dimensions.
             weight: for every tensor, whether it depends on parameters alone.
+            optimizer: bytes of its state.
         """
         tensors = graph.params
         homes = _homes(graph, weight)
-        covered: Counter[int] = Counter()
-        for t in tensors:
-            for role in {r for atoms in dims.layouts[t.id] for r in atoms}:
-                if not dims.roles[role].unshardable:
-                    covered[role] += t.nbytes
-        storage = tuple(role for role, _ in covered.most_common())
+        storage = _storage_order(tensors, dims)
         rank = {role: place for place, role in enumerate(storage)}
+        groups: dict[LeafGroup, int] = {}
+        counts: Counter[int] = Counter()
+        group_of = []
+        for t in tensors:
+            group = LeafGroup(
+                shape=t.shape,
+                layout=dims.layouts[t.id],
+                sizes=dims.sizes[t.id],
+                home=homes.get(t.id, 0),
+                order=_order(t, dims.layouts[t.id], rank),
+                nbytes=t.nbytes,
+                optimizer_bytes=optimizer.by_path.get(t.path, 0),
+            )
+            group_of.append(groups.setdefault(group, len(groups)))
+            counts[group_of[-1]] += 1
         return cls(
             tensors=tensors,
-            layouts=tuple(dims.layouts[t.id] for t in tensors),
-            sizes=tuple(dims.sizes[t.id] for t in tensors),
-            homes=tuple(homes.get(t.id, 0) for t in tensors),
+            groups=tuple((group, counts[index]) for group, index in groups.items()),
+            group_of=tuple(group_of),
+            role_names=tuple(_role_names(t, dims) for t in tensors),
             storage=storage,
-            dims_in_order=tuple(_order(t, dims.layouts[t.id], rank) for t in tensors),
-            role_names=tuple(
-                tuple(
-                    tuple(dims.roles[r].name for r in atoms)
-                    for atoms in dims.layouts[t.id]
-                )
-                for t in tensors
-            ),
+            optimizer_other_bytes=optimizer.other_bytes,
         )
+
+    def leaves(self, layouts: Sequence[LeafLayout]) -> tuple[LeafPlan, ...]:
+        """The plan of every parameter from the layouts of the groups."""
+        return tuple(
+            LeafPlan(
+                path=tensor.path,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                roles=names,
+                compute_spec=layouts[index].compute,
+                param_spec=layouts[index].param,
+                gradient_spec=layouts[index].gradient,
+                optimizer_spec=layouts[index].optimizer,
+            )
+            for tensor, names, index in zip(
+                self.tensors, self.role_names, self.group_of, strict=True
+            )
+        )
+
+
+def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        tuple(dims.roles[role].name for role in atoms)
+        for atoms in dims.layouts[tensor.id]
+    )
+
+
+def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ...]:
+    """Shardable roles of the parameters, those that cover most bytes first."""
+    covered: Counter[int] = Counter()
+    for t in tensors:
+        for role in {r for atoms in dims.layouts[t.id] for r in atoms}:
+            if not dims.roles[role].unshardable:
+                covered[role] += t.nbytes
+    return tuple(role for role, _ in covered.most_common())
 
 
 def _homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
@@ -98,13 +182,13 @@ def _order(tensor: Tensor, layout: Layout, rank: Mapping[int, int]) -> tuple[int
     return tuple(sorted(usable, key=lambda d: (d not in pins, rank[layout[d][0]])))
 
 
-def plan_leaves(
+def lay_out(
     facts: LeafFacts,
     tables: Mapping[int, Table],
     mesh: Mapping[str, int],
     zero: int,
-) -> tuple[LeafPlan, ...]:
-    """Lay out every parameter.
+) -> tuple[LeafLayout, ...]:
+    """Lay out the parameters, group by group.
 
     Args:
         facts: what is known of the parameters.
@@ -113,23 +197,26 @@ def plan_leaves(
         zero: level over ``data``: 0, 1 or 2.
     """
     found = []
-    for i, tensor in enumerate(facts.tensors):
-        compute = spec_of(
-            facts.layouts[i], facts.sizes[i], tables[facts.homes[i]], mesh
-        )
-        shape, order = tensor.shape, facts.dims_in_order[i]
-        param: Spec = extend_spec(compute, shape, "fsdp", mesh, order)
-        owned: Spec = extend_spec(param, shape, "data", mesh, order)
+    for group, _ in facts.groups:
+        compute = spec_of(group.layout, group.sizes, tables[group.home], mesh)
+        param: Spec = extend_spec(compute, group.shape, "fsdp", mesh, group.order)
+        owned: Spec = extend_spec(param, group.shape, "data", mesh, group.order)
         found.append(
-            LeafPlan(
-                path=tensor.path,
-                shape=shape,
-                dtype=tensor.dtype,
-                roles=facts.role_names[i],
-                compute_spec=compute,
-                param_spec=param,
-                gradient_spec=owned if zero >= 2 else param,
-                optimizer_spec=owned if zero >= 1 else param,
+            LeafLayout(
+                compute=compute,
+                param=param,
+                gradient=owned if zero >= 2 else param,
+                optimizer=owned if zero >= 1 else param,
             )
         )
     return tuple(found)
+
+
+def sharded_share(facts: LeafFacts, layouts: Sequence[LeafLayout], axis: str) -> float:
+    """Which part of the optimizer's bytes a storage axis shards."""
+    total = sharded = 0
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        total += group.nbytes * count
+        if any(axis in axes for axes in layout.optimizer):
+            sharded += group.nbytes * count
+    return sharded / max(1, total)

@@ -17,7 +17,8 @@ from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.graph import LOOPS, Graph, Op
 from whalejax.planner.layout import Table, shards, spec_of
-from whalejax.planner.plan import LeafPlan, MemoryTerms
+from whalejax.planner.leaves import LeafFacts, LeafLayout
+from whalejax.planner.plan import MemoryTerms
 
 
 _REPEATED = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "copy"})
@@ -81,14 +82,6 @@ class Residents:
     saved: tuple[Kept, ...]
     rebuilt: tuple[tuple[Kept, ...], ...]
     largest: tuple[Kept, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerBytes:
-    """Optimizer state: bytes that follow a parameter, by its path, and the rest."""
-
-    by_path: Mapping[str, int]
-    other_bytes: int = 0
 
 
 def residents(graph: Graph, dims: Dimensions, weight: Sequence[bool]) -> Residents:
@@ -211,12 +204,12 @@ def kept_bytes(
 
 
 def memory_of(
-    leaves: Sequence[LeafPlan],
-    leaf_bytes: Sequence[int],
+    facts: LeafFacts,
+    layouts: Sequence[LeafLayout],
     found: Residents,
     tables: Mapping[int, Table],
     s: Setting,
-    optimizer: OptimizerBytes,
+    *,
     state_bytes: int,
     cast_bytes: float,
     accumulates: bool,
@@ -224,44 +217,43 @@ def memory_of(
     """Memory on one device.
 
     Args:
-        leaves: layouts of the parameters.
-        leaf_bytes: bytes of each, unsharded, as stored.
+        facts: the parameters.
+        layouts: of each of their groups.
         found: what a pass holds.
         tables: compute table of each TaskGraph.
         s: mesh and micro-batches.
-        optimizer: bytes of its state, unsharded.
         state_bytes: bytes of what is not trained.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
     """
-    params = gradients = state = working = 0.0
-    gathered = [0.0]
-    fresh: list[float] = []
-    for leaf, nbytes in zip(leaves, leaf_bytes, strict=True):
-        params += nbytes / shards(leaf.param_spec, s.mesh)
-        fresh.append(nbytes / shards(leaf.gradient_spec, s.mesh))
-        owned = optimizer.by_path.get(leaf.path, 0)
-        state += owned / shards(leaf.optimizer_spec, s.mesh)
-        used = nbytes * cast_bytes / shards(leaf.compute_spec, s.mesh)
-        if leaf.compute_spec != leaf.param_spec:
-            gathered.append(used)
+    params = gradients = state = working = gathered = fresh = 0.0
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
+        gradient = nbytes / shards(layout.gradient, s.mesh)
+        params += count * nbytes / shards(layout.param, s.mesh)
+        gradients += count * gradient
+        owned = group.optimizer_bytes / shards(layout.optimizer, s.mesh)
+        state += count * owned
+        fresh = max(fresh, gradient)
+        used = nbytes * cast_bytes / whole
+        if layout.compute != layout.param:
+            gathered = max(gathered, used)
         elif cast_bytes != 1.0:
-            working += used
-        gradients += fresh[-1]
-        if leaf.gradient_spec != leaf.compute_spec:
-            gathered.append(nbytes / shards(leaf.compute_spec, s.mesh))
+            working += count * used
+        if layout.gradient != layout.compute:
+            gathered = max(gathered, nbytes / whole)
     saved = math.fsum(kept_bytes(found.saved, tables, s))
     rebuilt = max(
         (math.fsum(kept_bytes(r, tables, s)) for r in found.rebuilt), default=0.0
     )
     largest = max(kept_bytes(found.largest, tables, s), default=0.0)
-    working += rebuilt + 2 * largest + 2 * max(gathered)
+    working += rebuilt + 2 * largest + 2 * gathered
     if accumulates:
-        working += max(fresh, default=0.0)
+        working += fresh
     return MemoryTerms(
         params_bytes=int(params),
         gradients_bytes=int(gradients),
-        optimizer_bytes=int(state) + optimizer.other_bytes,
+        optimizer_bytes=int(state) + facts.optimizer_other_bytes,
         state_bytes=state_bytes,
         activations_bytes=int(saved),
         working_bytes=int(working),

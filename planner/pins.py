@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.dimensions import Dimensions, Role
-from whalejax.planner.graph import Graph, Mark, TaskGraph, Tensor
+from whalejax.planner.graph import Graph, TaskGraph, Tensor
 
 
 MODEL_AXES = ("expert", "tensor")
@@ -40,8 +40,8 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What pins are judged by.
+class Limits:
+    """Which roles no model axis can shard, beside the batch and unshardable ones.
 
     Attributes:
         minor: roles that some parameter holds only as a minor atom.
@@ -52,7 +52,7 @@ class Terms:
     itself: frozenset[int]
 
     def obstacle(self, role: Role) -> str:
-        """Why a role cannot be sharded by a model axis, or an empty text."""
+        """Why a model axis cannot shard a role, or an empty text."""
         if role.is_batch:
             return "it is the batch, which belongs to replicate"
         if role.unshardable:
@@ -63,18 +63,15 @@ class Terms:
                 "can name; make it a dimension of its own"
             )
         if role.index in self.itself:
-            return (
-                "it meets itself, as a sequence does in attention; this version does "
-                "not plan that"
-            )
+            return "it meets itself, as a sequence does in attention"
         return ""
 
 
 def mark_pins(
     task_graph: TaskGraph,
     dims: Dimensions,
-    present: set[int],
-    terms: Terms,
+    present: Collection[int],
+    limits: Limits,
     problems: Problems,
 ) -> tuple[Pin, ...]:
     """The dimensions that ``split(axis=…)`` asks for.
@@ -83,7 +80,7 @@ def mark_pins(
         task_graph: the marked region.
         dims: the logical dimensions.
         present: roles that stand in the region.
-        terms: what can be sharded.
+        limits: what cannot be sharded.
         problems: where a name that cannot be obeyed is reported.
     """
     mark = task_graph.strategy
@@ -91,14 +88,168 @@ def mark_pins(
     if name is None:
         return ()
     where = f"{task_graph.name}: split(axis={name!r})"
-    found = [r for r in sorted(present) if name in names_of(dims.roles[r])]
+    roles = [dims.roles[r] for r in sorted(present)]
+    found = [r for r in roles if name in (r.name, *r.aliases)]
+    found = found or [r for r in roles if _means(r, name, whole=True)]
     if not found:
-        found = [r for r in sorted(present) if _ends_in(dims.roles[r], name)]
+        found = [r for r in roles if _means(r, name, whole=False)]
         if len(found) > 1:
-            several = ", ".join(_full_name(dims.roles[r], name) for r in found)
+            several = ", ".join(written(r)[0] for r in found)
             problems.add(f"{where} may mean {several}. Write more of the path")
             return ()
     if not found:
-        problems.add(f"{where} names no dimension of that region. {_near(...)}")
-        return ()
-    return tuple(_free_of_obstacles(found, where, dims, terms, problems))
+        problems.add(f"{where} names no dimension of that region. {_near(name, roles)}")
+    free = []
+    for role in found:
+        obstacle = limits.obstacle(role)
+        if obstacle:
+            problems.add(
+                f"{where} cannot be sharded: {obstacle}. Name another dimension, or "
+                "leave axis= out"
+            )
+        else:
+            free.append(Pin(role=role.index, axis=None, where=where))
+    return tuple(free)
+
+
+def written(role: Role) -> list[str]:
+    """The names by which a user may write a role: logical ones, then its leaves.
+
+    A dimension of a leaf is written as its path and the number, ``head.kernel.1``;
+    what stands before a repeated layer's number may be left out.
+    """
+    names = []
+    for alias in dict.fromkeys((*role.aliases, role.name)):
+        dotted = alias.replace("[", ".").rstrip("]")
+        dotted = dotted.rpartition("*.")[2]
+        if _WRITABLE.fullmatch(dotted):
+            names.append(dotted)
+    return list(dict.fromkeys(names))
+
+
+def _means(role: Role, name: str, *, whole: bool) -> bool:
+    """A path of the role is the name, or ends in it."""
+    asked = name.split(".")
+    for alias in role.aliases:
+        parts = alias.replace("[", ".").rstrip("]").split(".")
+        if len(parts) == len(asked) or (not whole and len(parts) > len(asked)):
+            ends = parts[len(parts) - len(asked) :]
+            if all(_same(a, b) for a, b in zip(ends, asked, strict=True)):
+                return True
+    return False
+
+
+def _same(pattern: str, component: str) -> bool:
+    """A component of a path, with ``*`` for a layer's number, fits another."""
+    return (
+        re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), component) is not None
+    )
+
+
+def _near(name: str, roles: Collection[Role]) -> str:
+    names = list(dict.fromkeys(n for role in roles for n in written(role)))
+    if not names:
+        return (
+            "No dimension there has a name: give the model's parameters logical names "
+            "(nn.with_partitioning, nnx.with_partitioning), or leave axis= out"
+        )
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:6]
+    return f"Nearest: {', '.join(near)}"
+
+
+def metadata_pins(
+    graph: Graph,
+    dims: Dimensions,
+    homes: Mapping[int, int],
+    limits: Limits,
+    problems: Problems,
+) -> dict[int, tuple[Pin, ...]]:
+    """The model axes that metadata fixes, by TaskGraph.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        homes: the TaskGraph that computes with each parameter, by tensor id.
+        limits: what cannot be sharded.
+        problems: where contradictions are reported.
+    """
+    found: dict[int, dict[tuple[int, str | None], Pin]] = {}
+    for tensor in graph.params:
+        home = graph.task_graphs[homes.get(tensor.id, 0)]
+        _check_twice(tensor, problems)
+        for dim, axis in _pinned(tensor):
+            if axis not in MODEL_AXES:
+                continue
+            where = f"{tensor.path} dim {dim}: its metadata shards it over {axis}"
+            mark = home.strategy
+            if mark is not None and mark.kind == "replicate":
+                problems.add(
+                    f"{where}, and {home.name} replicates it. Drop one of the two hints"
+                )
+                continue
+            atoms = dims.layouts[tensor.id][dim]
+            obstacle = "its size is 1"
+            if atoms:
+                obstacle = limits.obstacle(dims.roles[atoms[0]])
+            if obstacle:
+                problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
+                continue
+            pin = Pin(role=atoms[0], axis=axis, where=where)
+            found.setdefault(home.index, {}).setdefault((atoms[0], axis), pin)
+    return {index: tuple(pins.values()) for index, pins in found.items()}
+
+
+def _pinned(tensor: Tensor) -> Iterator[tuple[int, str]]:
+    """(dimension, mesh axis) for every axis that metadata fixes."""
+    for dim, text in enumerate(tensor.pinned):
+        for axis in (text or "").split("+"):
+            if axis:
+                yield dim, axis
+
+
+def _check_twice(tensor: Tensor, problems: Problems) -> None:
+    places: dict[str, list[int]] = {}
+    for dim, axis in _pinned(tensor):
+        places.setdefault(axis, []).append(dim)
+    for axis, held in places.items():
+        if len(held) > 1:
+            listed = " and ".join(f"dim {d} ({tensor.shape[d]})" for d in held)
+            problems.add(
+                f"{tensor.path}: its metadata puts axis {axis} on {listed}; one axis "
+                "can shard one dimension of a tensor. Keep one of them"
+            )
+
+
+def check_together(
+    pins: tuple[Pin, ...], meet: Mapping[int, set[int]], problems: Problems
+) -> None:
+    """Report pins of one region that no layout can obey together.
+
+    Args:
+        pins: all of the region's.
+        meet: which roles stand in one operation.
+        problems: where contradictions are reported.
+    """
+    for i, one in enumerate(pins):
+        for other in pins[i + 1 :]:
+            clash = one.role in meet.get(other.role, ())
+            same = one.axis == other.axis or None in (one.axis, other.axis)
+            if clash and same:
+                problems.add(
+                    f"{one.where}, and {other.where}: both stand in one operation, "
+                    "which one axis can shard along one of them. Drop one of the two"
+                )
+
+
+def unplanned_pins(graph: Graph, mesh: Mapping[str, int]) -> list[str]:
+    """Notes on axes in the metadata that shard nothing because their size is 1."""
+    idle: dict[str, list[str]] = {}
+    for tensor in graph.params:
+        for _, axis in _pinned(tensor):
+            if mesh.get(axis, 1) == 1:
+                idle.setdefault(axis, []).append(tensor.path)
+    return [
+        f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first), which has "
+        "size 1 in this plan: the name has no effect"
+        for axis, paths in idle.items()
+    ]

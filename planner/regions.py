@@ -9,6 +9,7 @@ the two become a TaskGraph of their own, with an all-to-all on either side.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Graph, Op, TaskGraph
@@ -84,6 +85,26 @@ def _inside(
     return any(t in inside for t in values) and all(
         t in inside or not dims.layouts[t] for t in values
     )
+
+
+def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
+    """The TaskGraph that first computes with each parameter, through casts.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+
+    Returns:
+        Tensor id to TaskGraph index, for parameters and what is made of them alone.
+    """
+    homes: dict[int, int] = {}
+    for op in reversed(graph.ops):
+        passed = bool(op.results) and all(weight[t] for t in op.results)
+        for t in op.operands:
+            if weight[t]:
+                home = homes.get(op.results[0]) if passed else None
+                homes[t] = op.task_graph if home is None else home
+    return homes
 
 
 def _roles(dims: Dimensions, tensor: int) -> frozenset[int]:

@@ -38,9 +38,14 @@ from whalejax.planner.cost import (
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import Table
-from whalejax.planner.leaves import LeafFacts, plan_leaves
-from whalejax.planner.memory import (
+from whalejax.planner.leaves import (
+    LeafFacts,
+    LeafLayout,
     OptimizerBytes,
+    lay_out,
+    sharded_share,
+)
+from whalejax.planner.memory import (
     Residents,
     memory_of,
     residents,
@@ -62,6 +67,9 @@ BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 
 TIE = 0.005
 """Plans closer than this part of the best step time count as equally fast."""
+
+LEAST_SHARE = 0.5
+"""Part of the parameters' bytes that an axis must shard to count as sharding them."""
 
 OVERLAP = {"cpu": 0.0, "gpu": 0.5, "tpu": 0.5}
 """Part of gradient and parameter traffic that hides behind compute, by platform. On
@@ -106,7 +114,7 @@ class Scored:
         zero: ZeRO level over ``data``.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
-        leaves: parameter layouts.
+        facts, layouts: the parameters, and the layout of each of their groups.
         collectives: of one step.
         time, memory: predictions.
         fits: memory is within the device's.
@@ -116,11 +124,17 @@ class Scored:
     zero: int
     num_micro_batches: int
     tables: Mapping[int, Table]
-    leaves: tuple[LeafPlan, ...]
+    facts: LeafFacts
+    layouts: tuple[LeafLayout, ...]
     collectives: tuple[Collective, ...]
     time: TimeTerms
     memory: MemoryTerms
     fits: bool
+
+    @property
+    def leaves(self) -> tuple[LeafPlan, ...]:
+        """The plan of every parameter."""
+        return self.facts.leaves(self.layouts)
 
     @property
     def wire_bytes(self) -> int:
@@ -174,7 +188,7 @@ class Search:
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
         self.residents: Residents = residents(graph, dims, self.rows.weight)
-        self.facts = LeafFacts.of(graph, dims, self.rows.weight)
+        self.facts = LeafFacts.of(graph, dims, self.rows.weight, request.optimizer)
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self.scored: list[Scored] = []
@@ -205,11 +219,26 @@ class Search:
             self.refused[NOTHING_TO_SPLIT] = self.refused.get(NOTHING_TO_SPLIT, 0) + 1
         for combination in itertools.product(*lists):
             tables = dict(zip(self.options.order, combination, strict=True))
+            if not self._uses_model_axes(mesh, tables):
+                continue
             if self._batch_divides(mesh, tables):
                 yield tables
             else:
                 why = BATCH_DOES_NOT_DIVIDE
                 self.refused[why] = self.refused.get(why, 0) + 1
+
+    def _uses_model_axes(
+        self, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> bool:
+        """Some TaskGraph uses each model axis for more than the batch.
+
+        Otherwise the mesh is another one, with that axis's devices in ``data``.
+        """
+        for axis in ("expert", "tensor"):
+            uses = (t.get(axis, ()) for t in tables.values())
+            if mesh[axis] > 1 and all(set(r) <= self.batch_roles for r in uses):
+                return False
+        return True
 
     def _batch_divides(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -230,16 +259,68 @@ class Search:
             levels = (self.request.zero,)
         costs: dict[int, tuple[RowCost, ...]] = {}
         for zero in levels:
-            best: Scored | None = None
-            for count in self._micro_batches(mesh, tables):
-                s = self._setting(mesh, count)
-                if count not in costs:
-                    costs[count] = tuple(self._costs(tables, s))
-                best = self._evaluate(tables, zero, count, costs[count], s)
-                if best.fits:
-                    break
-            if best is not None:
-                self.scored.append(best)
+            layouts = lay_out(self.facts, tables, mesh, zero)
+            if self._shards_nothing(mesh, zero, layouts):
+                continue
+            count, memory = self._smallest_count(mesh, tables, zero, layouts)
+            s = self._setting(mesh, count)
+            if count not in costs:
+                costs[count] = tuple(self._costs(tables, s))
+            time, collectives = self._time(layouts, zero, count, costs[count], s)
+            self.scored.append(
+                Scored(
+                    mesh=mesh,
+                    zero=zero,
+                    num_micro_batches=count,
+                    tables=tables,
+                    facts=self.facts,
+                    layouts=layouts,
+                    collectives=collectives,
+                    time=time,
+                    memory=memory,
+                    fits=memory.total_bytes <= self.cluster.memory_bytes,
+                )
+            )
+
+    def _shards_nothing(
+        self, mesh: Mapping[str, int], zero: int, layouts: tuple[LeafLayout, ...]
+    ) -> bool:
+        """A storage axis that divides little of the parameters is another plan's."""
+        axes = ["fsdp"] * (mesh["fsdp"] > 1) + ["data"] * (zero > 0)
+        fixed = self.request.mesh or {}
+        for axis in axes:
+            asked = axis in fixed or (axis == "data" and self.request.zero)
+            if not asked and sharded_share(self.facts, layouts, axis) < LEAST_SHARE:
+                why = f"{axis} would shard less than half of the parameters"
+                self.refused[why] = self.refused.get(why, 0) + 1
+                return True
+        return False
+
+    def _smallest_count(
+        self,
+        mesh: Mapping[str, int],
+        tables: Mapping[int, Table],
+        zero: int,
+        layouts: tuple[LeafLayout, ...],
+    ) -> tuple[int, MemoryTerms]:
+        """The fewest micro-batches that fit, or the most that there can be."""
+        found: tuple[int, MemoryTerms] | None = None
+        for count in self._micro_batches(mesh, tables):
+            memory = memory_of(
+                self.facts,
+                layouts,
+                self.residents,
+                tables,
+                self._setting(mesh, count),
+                state_bytes=self.request.state_bytes,
+                cast_bytes=self.request.cast_bytes,
+                accumulates=count > 1,
+            )
+            found = (count, memory)
+            if memory.total_bytes <= self.cluster.memory_bytes:
+                break
+        assert found is not None  # one micro-batch is always possible
+        return found
 
     def _setting(self, mesh: Mapping[str, int], count: int) -> Setting:
         # The graph was traced at one part of its batch; what is searched is how many
@@ -268,49 +349,15 @@ class Search:
         most = self.graph.batch_size // parts
         yield from (m for m in range(1, most + 1) if most % m == 0)
 
-    def _evaluate(
-        self,
-        tables: dict[int, Table],
-        zero: int,
-        count: int,
-        costs: tuple[RowCost, ...],
-        s: Setting,
-    ) -> Scored:
-        request = self.request
-        leaves = plan_leaves(self.facts, tables, s.mesh, zero)
-        memory = memory_of(
-            leaves,
-            self.facts.nbytes,
-            self.residents,
-            tables,
-            s,
-            request.optimizer,
-            request.state_bytes,
-            request.cast_bytes,
-            accumulates=count > 1,
-        )
-        time, collectives = self._time(leaves, zero, count, costs, s)
-        return Scored(
-            mesh=s.mesh,
-            zero=zero,
-            num_micro_batches=count,
-            tables=tables,
-            leaves=leaves,
-            collectives=collectives,
-            time=time,
-            memory=memory,
-            fits=memory.total_bytes <= self.cluster.memory_bytes,
-        )
-
     def _time(
         self,
-        leaves: tuple[LeafPlan, ...],
+        layouts: tuple[LeafLayout, ...],
         zero: int,
         count: int,
         costs: tuple[RowCost, ...],
         s: Setting,
     ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        storage = storage_collectives(leaves, self.facts, s, self.request.cast_bytes)
+        storage = storage_collectives(self.facts, layouts, s, self.request.cast_bytes)
         found = [c for cost in costs for c in cost.collectives]
         gradients = [c for c in found if c.what == "gradient"]
         others = [c for c in found if c.what != "gradient"]
@@ -333,9 +380,7 @@ class Search:
             parameter_seconds=seconds["parameter"] * exposed,
             activation_seconds=seconds["activation"],
             border_seconds=seconds["border"],
-            update_seconds=update_seconds(
-                leaves, self.facts, self.request.optimizer, self.cluster, s
-            ),
+            update_seconds=update_seconds(self.facts, layouts, self.cluster, s),
         )
         return terms, (*during, *storage.in_update)
 
@@ -348,14 +393,21 @@ class Search:
                 yield move_cost(move, source, target, s)
 
 
-def ranked(scored: list[Scored]) -> list[Scored]:
-    """Best first: the fastest, ties broken by memory, then by communication."""
+def ranked(scored: list[Scored], most: int = 32) -> list[Scored]:
+    """Best first: the fastest, ties broken by memory, then by communication.
+
+    Args:
+        scored: plans in any order.
+        most: how many to rank; what follows them is in order of time alone.
+    """
     left = sorted(scored, key=lambda s: s.time.step_seconds)
     found: list[Scored] = []
-    while left:
+    while left and len(found) < most:
         limit = left[0].time.step_seconds * (1 + TIE)
-        tied = [s for s in left if s.time.step_seconds <= limit]
+        tied = list(
+            itertools.takewhile(lambda s: s.time.step_seconds <= limit, left)  # noqa: B023
+        )
         best = min(tied, key=lambda s: (s.memory.total_bytes, s.wire_bytes))
         found.append(best)
         left.remove(best)
-    return found
+    return [*found, *left]

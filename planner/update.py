@@ -15,9 +15,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.collectives import CollectiveKind
 from whalejax.planner.cost import Collective, Setting
 from whalejax.planner.layout import Spec, shards
-from whalejax.planner.leaves import LeafFacts
-from whalejax.planner.memory import OptimizerBytes
-from whalejax.planner.plan import LeafPlan
+from whalejax.planner.leaves import LeafFacts, LeafLayout
 
 
 GATHERS = 2
@@ -38,26 +36,26 @@ class StorageCollectives:
 
 
 def storage_collectives(
-    leaves: Sequence[LeafPlan], facts: LeafFacts, s: Setting, cast_bytes: float
+    facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
 ) -> StorageCollectives:
     """Gathers of parameters that storage shards beyond the computation.
 
     Args:
-        leaves: the layouts.
         facts: the parameters.
+        layouts: of each of their groups.
         s: mesh and micro-batches.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
     """
     during: Counter[tuple[tuple[str, ...], int]] = Counter()
     update: Counter[tuple[tuple[str, ...], int]] = Counter()
-    for leaf, nbytes in zip(leaves, facts.nbytes, strict=True):
-        axes = _added(leaf.compute_spec, leaf.param_spec)
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        axes = _added(layout.compute, layout.param)
         if axes:
-            payload = int(nbytes * cast_bytes / shards(leaf.compute_spec, s.mesh))
-            during[axes, payload] += GATHERS
-        axes = _added(leaf.param_spec, leaf.optimizer_spec)
+            payload = int(group.nbytes * cast_bytes / shards(layout.compute, s.mesh))
+            during[axes, payload] += GATHERS * count
+        axes = _added(layout.param, layout.optimizer)
         if axes:
-            update[axes, int(nbytes / shards(leaf.param_spec, s.mesh))] += 1
+            update[axes, int(group.nbytes / shards(layout.param, s.mesh))] += count
     return StorageCollectives(
         in_micro_batch=_gathers(during, "forward"),
         in_update=_gathers(update, "update"),
@@ -131,16 +129,11 @@ def _gathers(
 
 
 def update_seconds(
-    leaves: Sequence[LeafPlan],
-    facts: LeafFacts,
-    optimizer: OptimizerBytes,
-    cluster: Cluster,
-    s: Setting,
+    facts: LeafFacts, layouts: Sequence[LeafLayout], cluster: Cluster, s: Setting
 ) -> float:
     """Time of the optimizer: it reads the gradient, reads and writes the rest."""
     moved = 0.0
-    for leaf, nbytes in zip(leaves, facts.nbytes, strict=True):
-        state = optimizer.by_path.get(leaf.path, 0)
-        parts = shards(leaf.optimizer_spec, s.mesh)
-        moved += (3 * nbytes + 2 * state) / parts
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        once = 3 * group.nbytes + 2 * group.optimizer_bytes
+        moved += count * once / shards(layout.optimizer, s.mesh)
     return cluster.slowest.elementwise_seconds(moved)

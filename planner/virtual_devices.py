@@ -2,7 +2,7 @@
 
 Devices are taken in sequence. Stages stand on devices of their own, one after the
 other; TaskGraphs outside stages share theirs, so that a replicated backbone and a split
-head live on the same devices. What is left over multiplies: K devices over the sum
+head live on the same devices. What is left over multiplies: K devices over the number
 that one model replica needs gives the degree of the surrounding data parallelism
 (Jia et al., Whale, USENIX ATC 2022, section 3.2.1).
 """
@@ -17,17 +17,36 @@ from whalejax.planner.graph import TaskGraph
 from whalejax.planner.plan import PlanError
 
 
+_Key = tuple[int, ...]
+"""Identifies the stage that a TaskGraph stands in; empty outside stages."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualDevice:
     """The devices of one TaskGraph.
 
     Attributes:
         task_graph: its name.
-        replicas: for each replica of the model, the physical device numbers.
+        replicas: for each replica of the TaskGraph, the physical device numbers.
     """
 
     task_graph: str
     replicas: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """One model replica: which of its devices each stage has.
+
+    Attributes:
+        needed: devices of one replica.
+        starts: first device of each stage inside the replica.
+        widths: devices of each stage; under the empty key, of the whole replica.
+    """
+
+    needed: int
+    starts: dict[_Key, int]
+    widths: dict[_Key, int]
 
 
 def virtual_devices(
@@ -40,25 +59,43 @@ def virtual_devices(
         num_devices: physical devices.
 
     Returns:
-        One entry for each TaskGraph, in the same order.
+        One entry for each TaskGraph, in the same order. A TaskGraph that asks for fewer
+        devices than the stage or model replica around it is repeated inside it.
 
     Raises:
         PlanError: more devices asked than there are, or a count that does not divide
             them; every problem is listed.
     """
-    problems = Problems()
-    stages: dict[tuple[int, ...], list[TaskGraph]] = {}
+    problems = Problems("the marks do not fit the devices", PlanError)
+    check_devices(task_graphs, num_devices, problems)
+    problems.raise_if_any()
+    places = _places(task_graphs, num_devices)
+    found = []
     for graph in task_graphs:
         key = _stage_key(graph)
-        stages.setdefault(key, []).append(graph)
-    staged = [key for key in stages if key]
-    whole = 1 if staged else num_devices
-    widths = {
-        key: max((_devices(g) or whole for g in graphs), default=whole)
-        for key, graphs in stages.items()
-    }
-    _check_colocated(stages, widths, problems)
-    needed = sum(widths[key] for key in staged) if staged else widths.get((), 1)
+        first, width = places.starts.get(key, 0), places.widths[key]
+        count = _devices(graph) or width
+        replicas = tuple(
+            tuple(range(start, start + count))
+            for base in range(0, num_devices, places.needed)
+            for start in range(base + first, base + first + width, count)
+        )
+        found.append(VirtualDevice(task_graph=graph.name, replicas=replicas))
+    return tuple(found)
+
+
+def check_devices(
+    task_graphs: Sequence[TaskGraph], num_devices: int, problems: Problems
+) -> None:
+    """Report device counts that cannot be had.
+
+    Args:
+        task_graphs: the marked TaskGraphs, in program order.
+        num_devices: physical devices.
+        problems: where they are reported.
+    """
+    places = _places(task_graphs, num_devices)
+    needed = places.needed
     if needed > num_devices:
         problems.add(
             f"the marks ask for {needed} devices ({_listing(task_graphs)}); there are "
@@ -68,72 +105,63 @@ def virtual_devices(
         problems.add(
             f"one model replica takes {needed} devices ({_listing(task_graphs)}), "
             f"which does not divide {num_devices}. Counts that do: "
-            f"{', '.join(str(d) for d in _divisors(num_devices))}"
+            f"{_counts(num_devices)}"
         )
-    problems.raise_if_any(PlanError, title="the marks do not fit the devices")
-    return _assign(task_graphs, stages, widths, needed, num_devices)
-
-
-def _assign(
-    task_graphs: Sequence[TaskGraph],
-    stages: dict[tuple[int, ...], list[TaskGraph]],
-    widths: dict[tuple[int, ...], int],
-    needed: int,
-    num_devices: int,
-) -> tuple[VirtualDevice, ...]:
-    start: dict[tuple[int, ...], int] = {}
-    offset = 0
-    for key in stages:
-        start[key] = offset if key else 0
-        offset += widths[key] if key else 0
-    found = []
     for graph in task_graphs:
-        key = _stage_key(graph)
-        first, count = start[key], _devices(graph) or widths[key]
-        replicas = tuple(
-            tuple(range(base + first, base + first + count))
-            for base in range(0, num_devices, needed)
-        )
-        found.append(VirtualDevice(task_graph=graph.name, replicas=replicas))
-    return tuple(found)
+        count, width = _devices(graph), places.widths[_stage_key(graph)]
+        if count is not None and width % count:
+            what = "a stage" if _stage_key(graph) else "a model replica"
+            problems.add(
+                f"{graph.name} asks for {count} devices inside {what} of {width}; "
+                f"{count} does not divide {width}. Counts that do: {_counts(width)}"
+            )
 
 
-def _stage_key(graph: TaskGraph) -> tuple[int, ...]:
-    """Identifies the stage a TaskGraph stands in; empty outside stages."""
+def _places(task_graphs: Sequence[TaskGraph], num_devices: int) -> _Places:
+    asked: dict[_Key, list[int]] = {}
+    for graph in task_graphs:
+        counts = asked.setdefault(_stage_key(graph), [])
+        counts += [n for n in (_devices(graph), _stage_devices(graph)) if n is not None]
+    outside = asked.pop((), [])
+    widths = {key: max(counts, default=1) for key, counts in asked.items()}
+    starts: dict[_Key, int] = {}
+    offset = 0
+    for key, width in widths.items():
+        starts[key] = offset
+        offset += width
+    needed = offset or max(outside, default=num_devices)
+    return _Places(needed=needed, starts=starts, widths={**widths, (): needed})
+
+
+def _stage_key(graph: TaskGraph) -> _Key:
     for depth, mark in enumerate(graph.marks):
         if mark.kind == "stage":
             return (*graph.path[:depth], int(mark.get("i") or 0), depth)
     return ()
 
 
+def _stage_devices(graph: TaskGraph) -> int | None:
+    return next((m.devices for m in graph.marks if m.kind == "stage"), None)
+
+
 def _devices(graph: TaskGraph) -> int | None:
-    """The count asked for by the innermost mark that asks."""
+    """The count asked for by the innermost mark that asks; in a stage, inside it."""
     for mark in reversed(graph.marks):
-        if mark.kind != "pipeline" and mark.devices is not None:
+        if mark.kind == "pipeline":
+            return None
+        if mark.devices is not None:
             return mark.devices
     return None
 
 
-def _check_colocated(
-    stages: dict[tuple[int, ...], list[TaskGraph]],
-    widths: dict[tuple[int, ...], int],
-    problems: Problems,
-) -> None:
-    for key, graphs in stages.items():
-        for graph in graphs:
-            count = _devices(graph)
-            if count is not None and widths[key] % count:
-                problems.add(
-                    f"{graph.name} asks for {count} devices and shares them with a "
-                    f"TaskGraph on {widths[key]}; {count} does not divide {widths[key]}"
-                )
-
-
 def _listing(task_graphs: Sequence[TaskGraph]) -> str:
-    return ", ".join(
-        f"{g.name}: {_devices(g)}" for g in task_graphs if _devices(g) is not None
-    )
+    named = {
+        f"{graph.name}: {_devices(graph) or 1}": None
+        for graph in task_graphs
+        if _devices(graph) is not None or _stage_key(graph)
+    }
+    return ", ".join(named)
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def _counts(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -35,8 +35,8 @@ class Model:
         options: what else ``make`` is given.
         quiet: further options that take away what depends on a sample's place in the
             batch (dropout), for measuring the noise of float32.
-        marks: what its annotations cover: ``"all"`` of the model, ``"part"`` of it
-            (the rest is left to the default strategy).
+        marks: what its annotations cover: ``"all"`` of it, or a ``"part"``, the rest
+            being left to the default strategy.
         experts: it has some.
         seconds: about what a case takes, to prefer cheap ones.
     """
@@ -194,3 +194,192 @@ def _sharded(
         "gradients": params | gradients,
         "optimizer": params | gradients | optimizer,
     }
+
+
+STRATEGIES: Final = (
+    Strategy(name="dp", mesh=_all("data"), **_sharded(_axes("data"))),
+    Strategy(
+        name="zero-1",
+        mesh=_all("data"),
+        zero=1,
+        **_sharded(_axes("data"), optimizer=_axes("data")),
+    ),
+    Strategy(
+        name="zero-2",
+        mesh=_all("data"),
+        zero=2,
+        **_sharded(_axes("data"), gradients=_axes("data")),
+    ),
+    Strategy(name="fsdp", mesh=_all("fsdp"), **_sharded(_axes("fsdp"), _axes("fsdp"))),
+    Strategy(
+        name="hsdp",
+        mesh=_two_by("data", "fsdp"),
+        zero=1,
+        **_sharded(_axes("data", "fsdp"), _axes("fsdp"), optimizer=_axes("data")),
+    ),
+    Strategy(
+        name="tensor",
+        mesh=_all("tensor"),
+        default="split",
+        **_sharded(_axes(), _axes("tensor")),
+    ),
+    Strategy(
+        name="data-tensor",
+        mesh=_two_by("data", "tensor"),
+        default="split",
+        **_sharded(_axes("data"), _axes("tensor")),
+    ),
+    Strategy(
+        name="fsdp-tensor",
+        mesh=_two_by("fsdp", "tensor"),
+        default="split",
+        **_sharded(_axes("fsdp"), _axes("fsdp", "tensor")),
+    ),
+    Strategy(
+        name="expert",
+        mesh=_all("expert"),
+        **_sharded(_axes("expert"), _axes("expert")),
+    ),
+    Strategy(
+        name="data-expert",
+        mesh=_two_by("data", "expert"),
+        **_sharded(_axes("data", "expert"), _axes("expert")),
+    ),
+    Strategy(
+        name="replicate-split",
+        mesh=_all("tensor"),
+        annotated=True,
+        **_sharded(_axes("tensor"), _axes("tensor")),
+    ),
+    Strategy(
+        name="data-replicate-split",
+        mesh=_two_by("data", "tensor"),
+        annotated=True,
+        **_sharded(_axes("data", "tensor"), _axes("tensor")),
+    ),
+    Strategy(
+        name="default-replicate",
+        mesh=lambda n: {},
+        zero=None,
+        default="replicate",
+        annotated=True,
+    ),
+    Strategy(name="planner", mesh=lambda n: {}, zero=None),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One combination.
+
+    Attributes:
+        model, strategy: of ``MODELS`` and ``STRATEGIES``.
+        devices: how many.
+        num_micro_batches: accumulated in a step.
+        dtype: of parameters, statistics and computation.
+    """
+
+    model: Model
+    strategy: Strategy
+    devices: int
+    num_micro_batches: int
+    dtype: Dtype
+
+    @property
+    def id(self) -> str:
+        """Such as ``"gpt/fsdp/8/m2/float64"``."""
+        return (
+            f"{self.model.name}/{self.strategy.name}/{self.devices}"
+            f"/m{self.num_micro_batches}/{self.dtype}"
+        )
+
+    @property
+    def choices(self) -> tuple[tuple[str, str], ...]:
+        """What was chosen of each kind, by name."""
+        return (
+            ("model", self.model.name),
+            ("strategy", self.strategy.name),
+            ("devices", str(self.devices)),
+            ("micro-batches", str(self.num_micro_batches)),
+            ("dtype", self.dtype),
+        )
+
+
+def reason_to_skip(case: Case) -> str | None:
+    """Why a combination makes no sense, or None where it does."""
+    strategy, model = case.strategy, case.model
+    if strategy.mesh(case.devices) is None:
+        return "two mesh axes need at least 4 devices"
+    if "expert" in strategy.name and not model.experts:
+        return "the model has no experts"
+    if "replicate-split" in strategy.name and model.marks == "part":
+        return "its marks leave the rest to a default strategy: see default-replicate"
+    return None
+
+
+def every_combination() -> Iterator[Case]:
+    """All combinations, sensible or not; those that share a reference together."""
+    for model, dtype, count, strategy, devices in itertools.product(
+        MODELS, DTYPES, MICRO_BATCHES, STRATEGIES, DEVICES
+    ):
+        yield Case(
+            model=model,
+            strategy=strategy,
+            devices=devices,
+            num_micro_batches=count,
+            dtype=dtype,
+        )
+
+
+@functools.cache
+def full_matrix() -> tuple[Case, ...]:
+    """All combinations that make sense."""
+    return tuple(c for c in every_combination() if reason_to_skip(c) is None)
+
+
+def skipped() -> dict[str, int]:
+    """How many combinations each reason takes out."""
+    found: dict[str, int] = {}
+    for case in every_combination():
+        reason = reason_to_skip(case)
+        if reason is not None:
+            found[reason] = found.get(reason, 0) + 1
+    return found
+
+
+def pairs(case: Case) -> frozenset[Any]:
+    """Every pair of choices that a case makes."""
+    return frozenset(itertools.combinations(case.choices, 2))
+
+
+@functools.cache
+def pairwise() -> tuple[Case, ...]:
+    """Few and cheap cases that make every pair of choices which any case makes.
+
+    Greedy: each time the case that covers most new pairs for its seconds; the first
+    in the order of the matrix among equals, so that the choice is always the same.
+    """
+    cases = full_matrix()
+    open_pairs = frozenset().union(*(pairs(c) for c in cases))
+    of = {c.id: pairs(c) for c in cases}
+    chosen: list[Case] = []
+    references: set[tuple[str, str, int]] = set()
+    while open_pairs:
+
+        def worth(case: Case) -> float:
+            known = _reference_of(case) in references  # noqa: B023
+            seconds = case.model.seconds * (1.0 if known else 2.0)
+            if case.num_micro_batches > 1:
+                seconds *= 1.3
+            return len(of[case.id] & open_pairs) / seconds  # noqa: B023
+
+        best = max(cases, key=worth)
+        chosen.append(best)
+        references.add(_reference_of(best))
+        open_pairs -= of[best.id]
+    order = {c.id: place for place, c in enumerate(cases)}
+    return tuple(sorted(chosen, key=lambda c: order[c.id]))
+
+
+def _reference_of(case: Case) -> tuple[str, str, int]:
+    return case.model.name, case.dtype, case.num_micro_batches

@@ -8,6 +8,7 @@ micro-batches, with no part of the lowering in between.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ import optax
 from flax import nnx
 
 import whalejax as wh
+from tests.cases import MODELS, Case, Dtype
 from whalejax import hlo
-from whalejax.adapters import Adapter, adapt
+from whalejax.adapters import adapt
 from whalejax.losses import Job
 from whalejax.train import TrainStep
 
@@ -43,7 +45,7 @@ class OneDevice:
         batch: the global batch.
         key: the run's random key.
         num_micro_batches: micro-batch ``m`` holds samples ``m::num_micro_batches``.
-        adapter: the model and loss in the shape that every executor sees.
+        paths: of the gradient's leaves.
         loss: the mean loss.
         gradients: of the mean loss, in flat order.
         metrics: what the loss reports, averaged over the micro-batches.
@@ -55,7 +57,7 @@ class OneDevice:
     batch: Any
     key: Any
     num_micro_batches: int
-    adapter: Adapter
+    paths: tuple[str, ...]
     loss: float
     gradients: list[np.ndarray]
     metrics: Mapping[str, float]
@@ -120,23 +122,29 @@ def keep_gradient() -> optax.GradientTransformation:
 
 def build(job: Job, seed: int = 0) -> Any:
     """The job's model, initialised in one compiled program."""
-    model = jax.eval_shape(job.make_model, jax.random.key(seed))
-    jit = nnx.jit if isinstance(model, nnx.Module) else jax.jit
-    return jit(job.make_model)(jax.random.key(seed))
+    # The same for all models: it does not mind what is no module.
+    return nnx.jit(job.make_model)(jax.random.key(seed))
 
 
 def on_one_device(
-    job: Job, num_micro_batches: int = 1, *, seed: int = 0, permuted: bool = False
+    job: Job,
+    num_micro_batches: int = 1,
+    *,
+    model: Any = None,
+    seed: int = 0,
+    permuted: bool = False,
 ) -> OneDevice:
     """Run a job on one device.
 
     Args:
         job: the model, its loss and its batches.
         num_micro_batches: how many to accumulate.
+        model: built from the seed where left out.
         seed: of the parameters and the run.
         permuted: order the samples inside each micro-batch differently.
     """
-    count, model, batch = num_micro_batches, build(job, seed), job.batch_at(0)
+    count, batch = num_micro_batches, job.batch_at(0)
+    model = build(job, seed) if model is None else model
     key = jax.random.key(seed)
     adapter = adapt(model, job.loss_fn)
     params, before = adapter.take_apart(model)
@@ -163,7 +171,7 @@ def on_one_device(
         batch=batch,
         key=key,
         num_micro_batches=count,
-        adapter=adapter,
+        paths=adapter.param_paths,
         loss=float(loss / weight),
         gradients=[np.asarray(g / weight.astype(g.dtype)) for g in jax.tree.leaves(grads)],
         metrics={name: float(value) / count for name, value in metrics.items()},
@@ -181,18 +189,6 @@ def numbers(tree: Any) -> list[np.ndarray]:
     leaves = jax.tree.leaves(tree)
     keys = jax.dtypes.prng_key
     return [np.asarray(x) for x in leaves if not jnp.issubdtype(x.dtype, keys)]
-
-
-def own_noise(job: Job, num_micro_batches: int) -> float:
-    """The measure between two one-device runs that differ in the order of samples.
-
-    Args:
-        job: must not draw random numbers by the position of a sample.
-        num_micro_batches: how many to accumulate.
-    """
-    one = on_one_device(job, num_micro_batches)
-    other = on_one_device(job, num_micro_batches, permuted=True)
-    return worst_leaf(other.gradients, one.gradients, one.adapter.param_paths)[0]
 
 
 def worst_leaf(
@@ -305,7 +301,7 @@ def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
     """
     options = {"num_micro_batches": one.num_micro_batches, **options}
     step = compiled(one.job, one.model, **options)
-    before = [np.asarray(p) for p in jax.tree.leaves(one.adapter.take_apart(one.model)[0])]
+    before = numbers(step.adapter.take_apart(one.model)[0])
     state = step.init_from(one.model, rng=one.key)
     with count_compilations() as compiles:
         state, metrics = step(state, one.batch)
@@ -313,8 +309,7 @@ def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
         after, rest = numbers(state.params), numbers(state.rest)
         for _ in range(steps - 1):
             state, _ = step(state, one.batch)
-    paths = one.adapter.param_paths
-    worst, worst_path = worst_leaf(got, one.gradients, paths)
+    worst, worst_path = worst_leaf(got, one.gradients, one.paths)
     updated = [p - LEARNING_RATE * g for p, g in zip(before, got, strict=True)]
     return Outcome(
         plan=step.plan,
@@ -325,7 +320,7 @@ def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
             (_relative(metrics[k], v) for k, v in one.metrics.items()), default=0.0
         ),
         rest_error=worst_leaf(rest, one.rest, [""] * len(rest))[0] if rest else 0.0,
-        update_error=worst_leaf(after, updated, paths)[0],
+        update_error=worst_leaf(after, updated, one.paths)[0],
         compilations=compiles.count,
         collectives=hlo.collectives(step.lower(state).compile().as_text()),
         step=step,
@@ -334,3 +329,125 @@ def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
 
 def _relative(got: Any, want: float) -> float:
     return abs(float(got) - want) / max(abs(want), 1e-30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a case passes, and by how much.
+
+    Attributes:
+        case: which.
+        outcome: what it gave.
+        tolerance: what its errors may be.
+        noise: in float32, what one device differs from itself by; 0 in float64.
+        problems: what is wrong, in words.
+    """
+
+    case: Case
+    outcome: Outcome
+    tolerance: float
+    noise: float
+    problems: tuple[str, ...]
+
+
+def run_case(case: Case, *, steps: int = 5) -> Verdict:
+    """Run one case of the matrix.
+
+    Args:
+        case: which; consecutive cases should share model, dtype and micro-batches,
+            because their reference is computed once.
+        steps: how many steps must make do with one compilation.
+    """
+    with jax.enable_x64(case.dtype == "float64"):
+        name, dtype, count = case.model.name, case.dtype, case.num_micro_batches
+        one = dataclasses.replace(
+            _reference(name, dtype, count),
+            job=_job(name, dtype, case.strategy.annotated),
+            model=_model(name, dtype, case.strategy.annotated),
+        )
+        noise = 0.0 if dtype == "float64" else _noise(name, count)
+        outcome = check(
+            one,
+            steps=steps,
+            devices=case.devices,
+            **case.strategy.options(case.devices),
+        )
+    tolerance = FLOAT64_TOLERANCE
+    if dtype == "float32":
+        tolerance = max(FLOAT32_TOLERANCE, NOISE_FACTOR * noise)
+    problems = [*_too_large(outcome, tolerance), *_unsharded(case, outcome.plan)]
+    if outcome.compilations != 1:
+        problems.append(f"{outcome.compilations} compilations in {steps} steps")
+    return Verdict(
+        case=case,
+        outcome=outcome,
+        tolerance=tolerance,
+        noise=noise,
+        problems=tuple(problems),
+    )
+
+
+def _too_large(outcome: Outcome, tolerance: float) -> list[str]:
+    errors = {
+        f"gradient of {outcome.worst_path}": outcome.worst,
+        "loss": outcome.loss_error,
+        "metrics": outcome.metric_error,
+        "running statistics": outcome.rest_error,
+        "update": outcome.update_error,
+    }
+    return [
+        f"{what}: error {error:.2e} > {tolerance:.1e}"
+        for what, error in errors.items()
+        if not error <= tolerance
+    ]
+
+
+def _unsharded(case: Case, plan: wh.Plan) -> list[str]:
+    """Where a plan does not shard what its strategy is about."""
+    specs = {
+        "batch": [leaf.spec for leaf in plan.batch],
+        "params": [leaf.param_spec for leaf in plan.leaves],
+        "gradients": [leaf.gradient_spec for leaf in plan.leaves],
+        "optimizer": [leaf.optimizer_spec for leaf in plan.leaves],
+    }
+    problems = []
+    for what, found in specs.items():
+        wanted = getattr(case.strategy, what)
+        axes = {axis for spec in found for dim in spec for axis in dim}
+        if wanted is not None and axes != wanted:
+            problems.append(
+                f"{what} sharded over {sorted(axes)}, expected {sorted(wanted)}"
+            )
+    return problems
+
+
+@functools.cache
+def _job(name: str, dtype: Dtype, annotated: bool, quiet: bool = False) -> Job:
+    model = next(m for m in MODELS if m.name == name)
+    return model.job(dtype, annotated=annotated, quiet=quiet)
+
+
+@functools.cache
+def _model(name: str, dtype: Dtype, annotated: bool, quiet: bool = False) -> Any:
+    return build(_job(name, dtype, annotated, quiet))
+
+
+@functools.cache
+def _reference(name: str, dtype: Dtype, count: int) -> OneDevice:
+    job, model = _job(name, dtype, False), _model(name, dtype, False)
+    return on_one_device(job, count, model=model)
+
+
+@functools.cache
+def _noise(name: str, count: int) -> float:
+    """What one device differs from itself by in float32.
+
+    Between two runs whose samples are permuted; without dropout, whose masks go by the
+    sample's place and would be other ones.
+    """
+    quiet, model = _job(name, "float32", False, True), _model(name, "float32", False, True)
+    one = _reference(name, "float32", count)
+    if next(m for m in MODELS if m.name == name).quiet:
+        one = on_one_device(quiet, count, model=model)
+    other = on_one_device(quiet, count, model=model, permuted=True)
+    return worst_leaf(other.gradients, one.gradients, one.paths)[0]

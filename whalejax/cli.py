@@ -234,7 +234,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
         for key, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    found = getattr(module, name, None) if name else None
+    found: Callable[..., Any] | None = getattr(module, name, None) if name else None
     if callable(found):
         return found
     if not name:

@@ -14,7 +14,7 @@ import jax
 import optax
 
 from whalejax.adapters import Adapter
-from whalejax.planner.memory import OptimizerBytes
+from whalejax.planner.leaves import OptimizerBytes
 
 
 def optimizer_bytes(

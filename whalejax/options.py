@@ -29,12 +29,11 @@ class TrainCommand:
     """
 
     model: Model
-    """a reference model, such as gpt, or file.py:function, whose function takes no
-    argument and returns a wh.Job"""
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
     plan: Annotated[Path | None, conf.arg(metavar="PLAN.json")] = None
     """run this plan, which whalejax plan made, instead of making one"""
     cluster: OptionalText = None
-    """what the devices are, instead of measuring them: h100:8, h100:4x8, a .toml file"""
+    """what the devices are, if not to be measured: h100:8, h100:4x8, a .toml file"""
     batch: OptionalNumber = None
     """samples in a global batch; the job's own number if left out"""
     steps: int = 100
@@ -46,16 +45,13 @@ class TrainCommand:
     resume: bool = False
     """go on from the latest checkpoint in the directory of --save, if there is one"""
     precision: Precision = None
-    """f32 computes in the model's own types and is taken if left out, bf16 in bfloat16
-    with float32 masters"""
+    """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
-    """parts of the global batch, one after the other; the fewest that fit if left
-    out"""
+    """parts of a global batch, one after the other; if left out the fewest that fit"""
     seed: int = 0
     """of the model's initial values and of dropout"""
     replay: Annotated[int, conf.arg(metavar="N")] = 0
-    """afterwards do the first N steps again on one device, or as many as were done,
-    and compare the losses"""
+    """then do the first N steps (at most all) on one device and compare the losses"""
     json: bool = False
     """print the results as one JSON object in the last line"""
     quiet: bool = False
@@ -67,8 +63,7 @@ class PlanCommand:
     """Choose how to train a model on a cluster; needs no device of it."""
 
     model: Model
-    """a reference model, such as gpt, or file.py:function, whose function takes no
-    argument and returns a wh.Job"""
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
     cluster: OptionalText = None
     """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
     batch: OptionalNumber = None
@@ -76,11 +71,9 @@ class PlanCommand:
     output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
     """write the plan to this file"""
     precision: Precision = None
-    """f32 computes in the model's own types and is taken if left out, bf16 in bfloat16
-    with float32 masters"""
+    """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
-    """parts of the global batch, one after the other; the fewest that fit if left
-    out"""
+    """parts of a global batch, one after the other; if left out the fewest that fit"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
 

@@ -149,6 +149,11 @@ def _check_options(
         problems.add(
             f"default is {default!r}; expected wh.replicate(), wh.split() or None"
         )
+    elif mark is not None and mark.attributes:
+        problems.add(
+            f"default is {default!r}; a default takes no arguments. Give "
+            f"wh.{mark.kind}(), and mark the regions that need more"
+        )
     problems.raise_if_any()
     return None if mark is None else str(mark.kind)
 

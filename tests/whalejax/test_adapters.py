@@ -308,6 +308,19 @@ def test_a_single_array_is_a_model() -> None:
     assert adapter.param_paths == ("value",)
 
 
+def test_taking_apart_another_tree_is_refused() -> None:
+    adapter = adapt({"a": jnp.ones(2), "b": [jnp.ones(3)]}, two)
+    with pytest.raises(wh.WhaleError) as caught:
+        adapter.take_apart({"a": jnp.ones(2), "c": jnp.ones(3)})
+    assert str(caught.value) == (
+        "model: 2 problems\n"
+        "  1. b.0 is gone; a model keeps its leaves.\n"
+        "  2. c is new; a model keeps its leaves."
+    )
+    with pytest.raises(wh.WhaleError, match="containers of other types"):
+        adapter.take_apart({"a": jnp.ones(2), "b": (jnp.ones(3),)})
+
+
 def test_updated_variables_of_a_pytree_are_refused() -> None:
     adapter = adapt(
         {"w": jnp.ones(3)},

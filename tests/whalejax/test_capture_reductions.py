@@ -27,7 +27,7 @@ from tests.whalejax.capture_zoo import (
     transformer_batch,
     transformer_loss,
 )
-from whalejax.capture.reductions import batch_reductions
+from whalejax.capture import batch_reductions
 
 
 pytestmark = pytest.mark.relaxed_promotion

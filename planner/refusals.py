@@ -1,0 +1,203 @@
+"""Why no plan could be made: what stood in the way of every layout, and what would do.
+
+Separate from the decision because it runs only when that failed, and because its texts
+are the ones a user reads most closely: each names the parameter, the numbers and the
+remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from whalejax.meshes.problems import Problems
+from whalejax.planner.choices import (
+    NEEDS_AN_AXIS,
+    NO_EXPERTS,
+    NO_TENSOR,
+    NOTHING_TO_SPLIT,
+    Choice,
+    sharded_by_split,
+)
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.plan import PlanError
+from whalejax.planner.search import BATCH_DOES_NOT_DIVIDE, Search, meshes
+
+
+MOST_LEAVES = 4
+"""Dimensions listed of one region."""
+
+
+def refusal(search: Search) -> PlanError:
+    """The error for a search that found nothing.
+
+    Args:
+        search: after ``run`` returned no plan.
+    """
+    if search.scored:
+        return PlanError(_nothing_fits(search))
+    problems = Problems(
+        f"no layout of {_devices(search.request.num_devices)} serves this model "
+        f"({sum(search.refused.values())} were looked at)"
+    )
+    reasons = search.refused
+    explained = {BATCH_DOES_NOT_DIVIDE: _batch(search)}
+    if NOTHING_TO_SPLIT in reasons or any("a split asks" in why for why in reasons):
+        for text in _indivisible(search):
+            problems.add(text)
+    fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
+    given = f"mesh= fixes {fixed}, which gives it none" if fixed else "none was found"
+    explained[NEEDS_AN_AXIS] = f"{NEEDS_AN_AXIS}; {given}"
+    explained[NO_TENSOR] = (
+        f"mesh= fixes {fixed}, but no dimension of the weights may be sharded by a "
+        "tensor axis. Leave tensor out, or split a region that has weights"
+    )
+    explained[NO_EXPERTS] = (
+        f"mesh= fixes {fixed}, but the model has no experts: no product of values with "
+        "weights has a batch dimension. Leave expert out"
+    )
+    only = _decisive(search, bool(problems))
+    for why, _ in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        if why in only:
+            problems.add(explained.get(why, why))
+    return PlanError(problems.text())
+
+
+def _decisive(search: Search, explained: bool) -> set[str]:
+    """Reasons worth a line: those that no choice of mesh explains away."""
+    reasons = set(search.refused)
+    free = {NO_TENSOR, NO_EXPERTS, NEEDS_AN_AXIS, NOTHING_TO_SPLIT}
+    asked = {why for why in reasons if why.startswith("a split asks")}
+    left = reasons - free - asked
+    if left or explained:
+        return left
+    return reasons - {NOTHING_TO_SPLIT}
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _nothing_fits(search: Search) -> str:
+    nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
+    limit = search.cluster.memory_bytes
+    total = nearest.memory.total_bytes
+    sizes = {
+        f.name.removesuffix("_bytes"): getattr(nearest.memory, f.name)
+        for f in dataclasses.fields(nearest.memory)
+    }
+    terms = ", ".join(
+        f"{name} {gigabytes(nbytes)}"
+        for name, nbytes in sorted(sizes.items(), key=lambda item: -item[1])
+        if nbytes
+    )
+    weighed = len(search.scored)
+    return (
+        f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(total)} and "
+        f"lacks {gigabytes(total - limit)} ({total - limit} bytes) of "
+        f"{gigabytes(limit)} per device ({terms}). {weighed} "
+        f"plan{'s were' if weighed > 1 else ' was'} weighed. Use more devices, "
+        f"{_smaller(search, nearest.num_micro_batches)} or a smaller model"
+    )
+
+
+def _smaller(search: Search, used: int) -> str:
+    if search.request.num_micro_batches is None:
+        return "a smaller batch"
+    return f"more micro-batches than the {used} that num_micro_batches= fixes"
+
+
+def _batch(search: Search) -> str:
+    graph, request = search.graph, search.request
+    count = request.num_micro_batches or 1
+    size = graph.batch_size * graph.num_micro_batches
+    micro = size // count
+    least = _least_share(search)
+    unit = least * count
+    remedies = [f"Use a batch of {math.ceil(size / unit) * unit}"]
+    if size > unit:
+        remedies[0] += f" or {size // unit * unit}"
+    usable = [d for d in range(2, request.num_devices) if micro % d == 0]
+    if request.mesh:
+        remedies.append("another mesh=")
+    elif usable:
+        remedies.append(f"{max(usable)} devices")
+    if count > 1:
+        remedies.append("fewer micro-batches")
+    each = f", {micro} in each of {count} micro-batches" if count > 1 else ""
+    return (
+        f"the global batch has {size} sample{'s' if size > 1 else ''}{each}; at least "
+        f"{least} devices would share them, and {least} does not divide {micro}. "
+        f"{', or '.join(remedies)}"
+    )
+
+
+def _least_share(search: Search) -> int:
+    """The fewest devices that share a micro-batch on any mesh that serves the marks."""
+    options, request = search.options, search.request
+    batch = search.batch_roles
+    shares = []
+    for mesh in meshes(request.num_devices):
+        fixed = (request.mesh or {}).items()
+        if any(mesh[a] != n for a, n in fixed) or sharded_by_split(options, mesh):
+            continue
+        regions = []
+        for region in options.order:
+            tables = options.tables(region, mesh, search.dims)
+            parts = (
+                math.prod(n for a, n in mesh.items() if set(t.get(a, ())) & batch)
+                for t in tables
+            )
+            regions.append(min(parts, default=request.num_devices))
+        shares.append(max(regions))
+    return min(shares, default=request.num_devices)
+
+
+def _indivisible(search: Search) -> Iterator[str]:
+    """For every split region that no axis serves: its dimensions and what would do."""
+    for choice in search.options.choices.values():
+        if choice.obliged:
+            yield from _region(search, choice)
+
+
+def _region(search: Search, choice: Choice) -> Iterator[str]:
+    request, dims = search.request, search.dims
+    fixed = (request.mesh or {}).get("tensor")
+    axis = choice.devices or fixed or request.num_devices
+    roles = choice.asked or {r for roles in choice.sets for r in roles}
+    if choice.devices is None and fixed is None:
+        fitting = [n for n in _divisors(request.num_devices) if n > 1]
+    else:
+        fitting = [axis]
+    if any(dims.roles[r].size % n == 0 for r in roles for n in fitting):
+        return
+    held = [
+        (search.options.homes.get(tensor.id, 0), tensor, dim)
+        for tensor in search.graph.params
+        for dim, atoms in enumerate(dims.layouts[tensor.id])
+        if atoms and atoms[0] in roles
+    ]
+    own = [(t, d) for home, t, d in held if home == choice.task_graph]
+    for tensor, dim in (own or [(t, d) for _, t, d in held])[:MOST_LEAVES]:
+        yield _dimension(search, tensor.path, dim, tensor.shape[dim], axis)
+
+
+def _dimension(search: Search, path: str, dim: int, size: int, axis: int) -> str:
+    padded = math.ceil(size / axis) * axis
+    remedies = [f"Pad it to {padded}"]
+    usable = [
+        n for n in _divisors(search.request.num_devices) if n > 1 and size % n == 0
+    ]
+    if usable:
+        best = max(usable)
+        remedies.append(f"split over {best} devices (split(devices={best}))")
+    listed = ", ".join([*remedies, "or leave it whole"])
+    return (
+        f"{path} dim {dim} is {size}; an axis of {axis} does not divide {size}. "
+        f"{listed}"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,154 @@
+"""Whale's virtual devices: in sequence, all of them, stages apart."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whalejax.planner.graph import Mark, MarkKind, TaskGraph
+from whalejax.planner.plan import PlanError
+from whalejax.planner.virtual_devices import virtual_devices
+
+
+def mark(kind: MarkKind, devices: int | None = None, **more: str) -> Mark:
+    """A mark, as capture reads it."""
+    given_ = dict(more) if devices is None else {**more, "devices": str(devices)}
+    return Mark(kind=kind, attributes=tuple(sorted(given_.items())))
+
+
+def region(index: int, *marks: Mark, name: str = "", path: int = 0) -> TaskGraph:
+    """A TaskGraph with these marks, outermost first."""
+    return TaskGraph(
+        index=index,
+        marks=marks,
+        name=name or f"region{index}",
+        path=tuple(path for _ in marks),
+    )
+
+
+def stage(i: int, devices: int | None = None, *inside: Mark) -> TaskGraph:
+    """Stage ``i`` of one pipeline, and what is marked in it."""
+    marks = (mark("pipeline"), mark("stage", devices, i=str(i)), *inside)
+    return region(i + 1, *marks, name=f"stage{i}")
+
+
+def test_replicate_and_split_stand_on_the_same_devices() -> None:
+    both = [region(1, mark("replicate")), region(2, mark("split"))]
+    assert [v.replicas for v in virtual_devices(both, 4)] == [((0, 1, 2, 3),)] * 2
+
+
+def test_what_is_left_over_multiplies() -> None:
+    backbone, head = region(1, mark("replicate", 2)), region(2, mark("split", 2))
+    found = virtual_devices([backbone, head], 8)
+    assert [v.replicas for v in found] == [((0, 1), (2, 3), (4, 5), (6, 7))] * 2
+
+
+def test_the_smaller_of_two_is_repeated_inside_the_larger() -> None:
+    backbone, head = region(1, mark("replicate")), region(2, mark("split", 4))
+    small = region(3, mark("split", 2))
+    found = {v.task_graph: v for v in virtual_devices([backbone, head, small], 8)}
+    assert found["region1"].replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert found["region2"].replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert found["region3"].replicas == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_stages_are_taken_in_sequence() -> None:
+    # The paper's figure: two TaskGraphs of one and two devices on six devices.
+    found = virtual_devices([stage(0, 1), stage(1, 2)], 6)
+    assert found[0].replicas == ((0,), (3,))
+    assert found[1].replicas == ((1, 2), (4, 5))
+
+
+def test_a_stage_without_a_number_takes_one_device() -> None:
+    found = virtual_devices([stage(0), stage(1), stage(2)], 3)
+    assert [v.replicas for v in found] == [((0,),), ((1,),), ((2,),)]
+
+
+def test_what_stands_around_a_pipeline_spans_the_replica() -> None:
+    outer = region(9, mark("replicate"))
+    found = virtual_devices([outer, stage(0, 2), stage(1, 2)], 8)
+    assert found[0].replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_a_count_outside_the_pipeline_is_not_the_stages_own() -> None:
+    around = mark("replicate", 4)
+    inner = [
+        region(i, around, mark("pipeline"), mark("stage", i=str(i)), name=f"s{i}")
+        for i in range(2)
+    ]
+    assert [v.replicas[0] for v in virtual_devices(inner, 8)] == [(0,), (1,)]
+
+
+def test_a_split_inside_a_stage_is_repeated_in_it() -> None:
+    found = virtual_devices([stage(0, 4, mark("split", 2)), stage(1, 4)], 8)
+    assert found[0].replicas == ((0, 1), (2, 3))
+    assert found[1].replicas == ((4, 5, 6, 7),)
+
+
+def refused(graphs: list[TaskGraph], num_devices: int) -> str:
+    """Text of the refusal."""
+    with pytest.raises(PlanError) as caught:
+        virtual_devices(graphs, num_devices)
+    return str(caught.value)
+
+
+def test_more_devices_than_there_are() -> None:
+    assert refused([region(1, mark("split", 16), name="split")], 8) == (
+        "the marks do not fit the devices: 1 problem\n"
+        "  1. the marks ask for 16 devices (split: 16); there are 8. Lower the counts, "
+        "or leave devices= out to use all"
+    )
+
+
+def test_a_sum_that_does_not_divide() -> None:
+    assert refused([stage(0, 1), stage(1, 2)], 8) == (
+        "the marks do not fit the devices: 1 problem\n"
+        "  1. one model replica takes 3 devices (stage0: 1, stage1: 2), which does not "
+        "divide 8. Counts that do: 1, 2, 4, 8"
+    )
+
+
+def test_every_problem_is_listed() -> None:
+    marks = [region(1, mark("split", 6)), region(2, mark("split", 4), name="other")]
+    assert refused(marks, 8) == (
+        "the marks do not fit the devices: 2 problems\n"
+        "  1. one model replica takes 6 devices (region1: 6, other: 4), which does not "
+        "divide 8. Counts that do: 1, 2, 4, 8\n"
+        "  2. other asks for 4 devices inside a model replica of 6; 4 does not divide "
+        "6. Counts that do: 1, 2, 3, 6"
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    widths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    replicas=st.integers(1, 4),
+)
+def test_stages_use_every_device_once(widths: list[int], replicas: int) -> None:
+    num_devices = sum(widths) * replicas
+    graphs = [stage(i, width) for i, width in enumerate(widths)]
+    found = virtual_devices(graphs, num_devices)
+    used = [d for v in found for group in v.replicas for d in group]
+    assert sorted(used) == list(range(num_devices))
+    for v, width in zip(found, widths, strict=True):
+        assert len(v.replicas) == replicas
+        for group in v.replicas:
+            assert list(group) == list(range(group[0], group[0] + width))
+    firsts = [v.replicas[0][0] for v in found]
+    assert firsts == sorted(firsts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    counts=st.lists(st.sampled_from([None, 1, 2, 4, 8]), min_size=1, max_size=4),
+    factor=st.sampled_from([8, 16, 24]),
+)
+def test_colocated_regions_each_use_every_device_once(
+    counts: list[int | None], factor: int
+) -> None:
+    graphs = [region(i, mark("split", n)) for i, n in enumerate(counts)]
+    for v, count in zip(virtual_devices(graphs, factor), counts, strict=True):
+        assert [d for group in v.replicas for d in group] == list(range(factor))
+        if count is not None:
+            assert {len(group) for group in v.replicas} == {count}
