@@ -202,7 +202,7 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
         if index not in used:
             continue
         present, meet, weighed = _meetings(rows, index)
-        asked = mark_pins(task_graph, dims, present, limits, problems)
+        asked = mark_pins(task_graph, graph, dims, present, limits, problems)
         pins = (*asked, *fixed.get(index, ()))
         check_together(pins, meet, problems)
         roles = weighed | {p.role for p in pins}

@@ -69,6 +69,7 @@ class Limits:
 
 def mark_pins(
     task_graph: TaskGraph,
+    graph: Graph,
     dims: Dimensions,
     present: Collection[int],
     limits: Limits,
@@ -78,6 +79,7 @@ def mark_pins(
 
     Args:
         task_graph: the marked region.
+        graph: the captured loss.
         dims: the logical dimensions.
         present: roles that stand in the region.
         limits: what cannot be sharded.
@@ -90,12 +92,12 @@ def mark_pins(
     where = f"{task_graph.name}: split(axis={name!r})"
     roles = [dims.roles[r] for r in sorted(present)]
     found = [r for r in roles if name in (r.name, *r.aliases)]
-    found = found or [r for r in roles if _means(r, name, whole=True)]
+    found = found or [r for r in roles if r.index == _of_leaf(name, graph, dims)]
     if not found:
-        found = [r for r in roles if _means(r, name, whole=False)]
+        found = [r for r in roles if _ends_in(r, name)]
         if len(found) > 1:
             several = ", ".join(written(r)[0] for r in found)
-            problems.add(f"{where} may mean {several}. Write more of the path")
+            problems.add(f"{where} may mean {several}. Write the whole path of a leaf")
             return ()
     if not found:
         problems.add(f"{where} names no dimension of that region. {_near(name, roles)}")
@@ -127,15 +129,25 @@ def written(role: Role) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _means(role: Role, name: str, *, whole: bool) -> bool:
-    """A path of the role is the name, or ends in it."""
+def _of_leaf(name: str, graph: Graph, dims: Dimensions) -> int | None:
+    """The role of a dimension of a leaf, written as its whole path and the number."""
+    path, _, number = name.rpartition(".")
+    for tensor in graph.params:
+        if tensor.path == path and number.isdecimal():
+            layout = dims.layouts[tensor.id]
+            atoms = layout[int(number)] if int(number) < len(layout) else ()
+            return atoms[0] if atoms else None
+    return None
+
+
+def _ends_in(role: Role, name: str) -> bool:
+    """A dimension of a leaf of the role is written so that it ends in the name."""
     asked = name.split(".")
     for alias in role.aliases:
         parts = alias.replace("[", ".").rstrip("]").split(".")
-        if len(parts) == len(asked) or (not whole and len(parts) > len(asked)):
-            ends = parts[len(parts) - len(asked) :]
-            if all(_same(a, b) for a, b in zip(ends, asked, strict=True)):
-                return True
+        ends = parts[max(0, len(parts) - len(asked)) :]
+        if len(ends) == len(asked) and all(map(_same, ends, asked)):
+            return True
     return False
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from whalejax.lowering.spmd import (
     optimizer_layouts,
     update,
 )
+from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.plan import Plan, PlanError
@@ -439,7 +440,16 @@ def compile(
 
 
 def _mesh_of(plan: Plan, devices: Any) -> Mesh:
-    found = jax.devices() if devices is None else list(devices)
+    chosen = devices is not None
+    found = list(devices) if chosen else jax.devices()
+    if not chosen and not _same_hardware(plan.cluster, found):
+        raise PlanError(
+            f"this plan is for {plan.cluster.describe()}; here are {len(found)}×"
+            f"{found[0].device_kind}. Make one with whalejax plan … --cluster local, "
+            "or pass devices= to run this one here all the same"
+        )
+    if not chosen and len(found) == plan.cluster.num_devices:
+        found = found[: plan.num_devices]  # the plan may leave devices idle
     if len(found) != plan.num_devices:
         raise PlanError(
             f"this plan is for {plan.num_devices} devices "
@@ -449,6 +459,16 @@ def _mesh_of(plan: Plan, devices: Any) -> Mesh:
         )
     mesh: Mesh = plan.mesh(found)
     return mesh
+
+
+def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
+    """The devices are what a cluster describes; kinds of the user's own may be any."""
+    from whalejax.meshes.catalogue import entries, entry_of_device
+
+    present = [entry_of_device(device.device_kind) for device in devices]
+    names = {entry.kind.name for entry in present if entry is not None}
+    catalogued = {k.name for k in cluster.kinds if k.name in entries()} - {"cpu"}
+    return devices[0].platform == cluster.platform and catalogued <= names
 
 
 def _check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
