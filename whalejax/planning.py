@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from whalejax.adapters import adapt
+from whalejax.batches import batch_leaves
 from whalejax.capture import capture
 from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes import Cluster
@@ -20,7 +22,7 @@ from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.decide import decide
 from whalejax.planner.graph import BatchReduction
-from whalejax.planner.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.precision import PRECISIONS, at_precision
 
@@ -102,28 +104,32 @@ def plan(
     if sync_batch_stats and reductions:
         _check_synced(num_micro_batches, reductions)
         num_micro_batches = 1
-    leaves = batch_leaves(batch)
-    counts = range(machine.num_devices, 0, -1) if allow_idle else [machine.num_devices]
+    request = Request(
+        optimizer=optimizer_bytes(adapter, transformation),
+        state_bytes=_tree_bytes(adapter.rest),
+        num_micro_batches=num_micro_batches,
+        default=kind,
+        cast_bytes=0.5 if precision == "bf16" else 1.0,
+        num_devices=machine.num_devices,
+        mesh=mesh,
+        zero=zero,
+        reductions=reductions,
+    )
+    decided = functools.partial(
+        decide, captured.graph, machine, precision=precision, batch=batch_leaves(batch)
+    )
+    return _with_fewest_idle(decided, request) if allow_idle else decided(request)
+
+
+def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
+    """The plan that uses most devices; where none can, why all of them could not."""
     problem: PlanError | None = None
-    for count in counts:
-        request = Request(
-            optimizer=optimizer_bytes(adapter, transformation),
-            state_bytes=_tree_bytes(adapter.rest),
-            num_micro_batches=num_micro_batches,
-            default=kind,
-            cast_bytes=0.5 if precision == "bf16" else 1.0,
-            num_devices=count,
-            mesh=mesh,
-            zero=zero,
-            reductions=reductions,
-        )
+    for count in range(request.num_devices, 0, -1):
         try:
-            return decide(
-                captured.graph, machine, request, precision=precision, batch=leaves
-            )
+            return decided(dataclasses.replace(request, num_devices=count))
         except PlanError as error:
             problem = problem or error
-    assert problem is not None
+    assert problem is not None  # a cluster has at least one device
     raise problem
 
 
@@ -221,65 +227,3 @@ def _tree_bytes(tree: Any) -> int:
         else:
             total += math.prod(leaf.shape) * leaf.dtype.itemsize
     return total
-
-
-def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
-    """The global batch as the plan remembers it, layouts left open.
-
-    Args:
-        batch: a pytree of arrays, abstract or real.
-    """
-    return tuple(
-        BatchLeaf(
-            path=jax.tree_util.keystr(path),
-            shape=tuple(leaf.shape),
-            dtype=str(jax.dtypes.canonicalize_dtype(leaf.dtype)),
-            spec=((),) * len(leaf.shape),
-        )
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
-    )
-
-
-def batch_of(plan: Plan) -> Any:
-    """The abstract global batch of a plan, rebuilt from the paths of its leaves.
-
-    Dictionaries and sequences come back (sequences as tuples).
-
-    Raises:
-        PlanError: the batch was another kind of tree; give it to ``wh.compile``.
-    """
-    root: dict[Any, Any] = {}
-    for leaf in plan.batch:
-        keys = _keys(leaf.path)
-        if keys is None:
-            raise PlanError(
-                f"the batch has a leaf {leaf.path}, whose container a plan cannot "
-                "rebuild. Pass batch= (abstract will do) to wh.compile"
-            )
-        node = root
-        for key in (None, *keys[:-1]) if keys else ():
-            node = node.setdefault(key, {})
-        node[keys[-1] if keys else None] = jax.ShapeDtypeStruct(
-            leaf.shape, jnp.dtype(leaf.dtype)
-        )
-    return _sequences(root[None])
-
-
-def _keys(path: str) -> list[str | int] | None:
-    keys: list[str | int] = []
-    rest = path
-    while rest:
-        match = re.match(r"\[(?:'([^']*)'|(\d+))\]", rest)
-        if match is None:
-            return None
-        keys.append(match[1] if match[1] is not None else int(match[2]))
-        rest = rest[match.end() :]
-    return keys
-
-
-def _sequences(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    if all(isinstance(key, int) for key in node):
-        return tuple(_sequences(node[key]) for key in sorted(node))
-    return {key: _sequences(value) for key, value in node.items()}

@@ -408,7 +408,7 @@ def compile(
         PlanError: the plan is for another model, batch or machine, or cannot run yet;
             found before anything compiles.
     """
-    from whalejax.planning import batch_of
+    from whalejax.batches import batch_of
 
     if not plan.runnable:
         raise PlanError(
