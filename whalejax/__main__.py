@@ -19,9 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status of the process.
     """
-    from whalejax import cli
+    from whalejax.cli import main as run
 
-    return cli.main(sys.argv[1:] if argv is None else argv)
+    return run(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

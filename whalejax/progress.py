@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from whalejax.planner.explain import milliseconds
+from whalejax.show import seconds_text
 
 
 _LINE_SECONDS = 5.0
@@ -114,9 +114,9 @@ def progress_words(
     ...                predicted_seconds=0.4, measured_seconds=0.5)
     'loss 2.5000 · 8,192 tokens/s · step 500 ms, predicted 400 ms'
     """
-    predicted = f"predicted {milliseconds(predicted_seconds)}"
+    predicted = f"predicted {seconds_text(predicted_seconds)}"
     if measured_seconds is None:
         return f"loss {loss:.4f} · step not measured yet, {predicted}"
     speed = f"{units_per_step / measured_seconds:,.0f} {unit}/s"
-    step = f"step {milliseconds(measured_seconds)}, {predicted}"
+    step = f"step {seconds_text(measured_seconds)}, {predicted}"
     return f"loss {loss:.4f} · {speed} · {step}"

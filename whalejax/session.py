@@ -26,11 +26,10 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.options import TrainCommand
-from whalejax.planner.explain import milliseconds
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planning import plan as find_plan
 from whalejax.progress import Meter, progress_words
-from whalejax.show import make_console, print_plan
+from whalejax.show import make_console, print_plan, seconds_text
 from whalejax.train import TrainState, TrainStep
 from whalejax.train import compile as compile_step
 
@@ -356,8 +355,8 @@ def _words(report: Report) -> list[str]:
     if report.measured_step_s is not None:
         ratio = report.measured_step_s / report.predicted_step_s
         lines.append(
-            f"step {milliseconds(report.measured_step_s)} measured, "
-            f"{milliseconds(report.predicted_step_s)} predicted ({ratio:.2f} times)"
+            f"step {seconds_text(report.measured_step_s)} measured, "
+            f"{seconds_text(report.predicted_step_s)} predicted ({ratio:.2f} times)"
         )
     if report.max_rel_diff_vs_one_device is not None:
         lines.append(

@@ -25,12 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whalejax.planner.collectives import axis_parts
-from whalejax.planner.explain import (
-    gigabytes,
-    layout_text,
-    milliseconds,
-    spec_text,
-)
+from whalejax.planner.explain import gigabytes, layout_text, spec_text
 from whalejax.planner.layout import shards
 from whalejax.planner.plan import LeafPlan, Plan
 
@@ -145,6 +140,17 @@ def _bars(head: str, terms: list[tuple[str, float]], form: _Form) -> _Packed:
     return _Packed(tuple(texts))
 
 
+def seconds_text(seconds: float) -> str:
+    """A time with three digits: in milliseconds below a second.
+
+    >>> seconds_text(0.4123), seconds_text(3.207)
+    ('412 ms', '3.21 s')
+    """
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
 def bar_text(share: float, width: int) -> str:
     """A bar in eighths of a character, at least one eighth.
 
@@ -156,8 +162,8 @@ def bar_text(share: float, width: int) -> str:
 
 
 def _time_line(plan: Plan) -> Table:
-    head = f"{milliseconds(plan.time.step_seconds)} predicted"
-    return _line("step", _bars(head, _terms(plan.time, "_seconds"), milliseconds))
+    head = f"{seconds_text(plan.time.step_seconds)} predicted"
+    return _line("step", _bars(head, _terms(plan.time, "_seconds"), seconds_text))
 
 
 def _memory_line(plan: Plan) -> Table:
@@ -310,6 +316,6 @@ def _runner_up(plan: Plan) -> Iterator[Table]:
     for c in others[:1]:
         yield _line(
             "next",
-            f"{c.layout}: {milliseconds(c.step_seconds)}, "
+            f"{c.layout}: {seconds_text(c.step_seconds)}, "
             f"{gigabytes(c.memory_bytes)} per device; {c.verdict}",
         )
