@@ -69,8 +69,7 @@ def route(scores: Array, *, choices: int, places: int) -> Routing:
         places: tokens that an expert takes from one group.
 
     Returns:
-        The routing, in float32 or wider. ``balance`` averages over all groups, so it is
-        not a mean of the groups' own values.
+        The routing, in float32 or wider. Its ``balance`` is no mean over groups.
 
     >>> routing = route(jnp.zeros((1, 4, 2)), choices=1, places=3)
     >>> float(routing.dropped)

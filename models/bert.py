@@ -26,7 +26,6 @@ from typing import Any, Final
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import whalejax as wh
 from whalejax.models._batches import (
@@ -38,6 +37,7 @@ from whalejax.models._batches import (
 )
 from whalejax.models._layers import Array, cross_entropy, when
 from whalejax.models._names import change, pick
+from whalejax.models._optimizers import warmed_adamw
 
 
 _MASK_TOKEN: Final = 0
@@ -279,16 +279,11 @@ def job(
     """
     options = ("batch_size", "learning_rate", "warmup_steps", "deterministic", "seed")
     config = change(pick(size, SIZES, "BERT size"), changes, options=options)
-    schedule = optax.warmup_constant_schedule(
-        learning_rate / warmup_steps, learning_rate, warmup_steps
-    )
     return wh.Job(
         loss_fn=make_loss(config, deterministic=deterministic),
         make_model=lambda key: make_model(config, key),
         batch=lambda step, count: masked_batch(config, step, count, seed=seed),
-        optimizer=optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01)
-        ),
+        optimizer=warmed_adamw(learning_rate, warmup_steps),
         batch_size=default_batch_size(size, batch_size, 32),
         name=f"bert-{size}",
     )

@@ -20,12 +20,11 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import whalejax as wh
 from whalejax.models import text
-from whalejax.models._batches import Batch, chain_tokens, default_batch_size, lengths
+from whalejax.models._batches import Batch, default_batch_size, lengths
 from whalejax.models._layers import (
     Array,
     CausalSelfAttention,
@@ -34,9 +33,7 @@ from whalejax.models._layers import (
     when,
 )
 from whalejax.models._names import change, pick
-
-
-_BYTES: Final = 256
+from whalejax.models._optimizers import warmed_adamw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +58,7 @@ class GPTConfig:
         param_dtype: dtype of the parameters.
     """
 
-    vocab: int = _BYTES
+    vocab: int = text.BYTES
     sequence: int = 128
     embed: int = 240
     heads: int = 8
@@ -292,33 +289,21 @@ def job(
     """
     options = ("batch_size", "learning_rate", "warmup_steps", "padded", "seed")
     config = change(pick(size, SIZES, "GPT size"), changes, options=options)
-
-    def batch(step: int, count: int) -> Batch:
-        made = dict(_tokens(config, step, count, seed))
-        if padded:
-            real = lengths(step, count, longest=config.sequence, seed=seed)
-            made["mask"] = np.arange(config.sequence)[None, :] < real[:, None]
-        return made
-
-    schedule = optax.warmup_constant_schedule(
-        learning_rate / warmup_steps, learning_rate, warmup_steps
-    )
     return wh.Job(
         loss_fn=loss_fn,
         make_model=lambda key: GPT(config, rngs=nnx.Rngs(key)),
-        batch=batch,
-        optimizer=optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(schedule, b2=0.95, weight_decay=0.01),
-        ),
+        batch=lambda step, count: _batch(config, step, count, padded=padded, seed=seed),
+        optimizer=warmed_adamw(learning_rate, warmup_steps, b2=0.95),
         batch_size=default_batch_size(size, batch_size, 32),
         name="gpt" if size == "quick" else f"gpt-{size}",
     )
 
 
-def _tokens(config: GPTConfig, step: int, count: int, seed: int) -> Batch:
-    if config.vocab == _BYTES:
-        return text.standard_library(config.sequence, seed=seed).batch(step, count)
-    length = config.sequence + 1
-    tokens = chain_tokens(step, count, length=length, vocab=config.vocab, seed=seed)
-    return {"tokens": tokens}
+def _batch(
+    config: GPTConfig, step: int, count: int, *, padded: bool, seed: int
+) -> Batch:
+    batch = text.tokens(config.vocab, config.sequence, step, count, seed=seed)
+    if not padded:
+        return batch
+    real = lengths(step, count, longest=config.sequence, seed=seed)
+    return {**batch, "mask": np.arange(config.sequence)[None, :] < real[:, None]}

@@ -24,12 +24,11 @@ from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 import whalejax as wh
 from whalejax.models import text
-from whalejax.models._batches import Batch, chain_tokens
+from whalejax.models._batches import Batch
 from whalejax.models._gating import Routing, capacity, route
 from whalejax.models._layers import (
     Array,
@@ -40,9 +39,9 @@ from whalejax.models._layers import (
     widened,
 )
 from whalejax.models._names import change, pick
+from whalejax.models._optimizers import warmed_adamw
 
 
-_BYTES: Final = 256
 _CHOICES: Final[Mapping[str, int]] = {"switch": 1, "top_2": 2}
 
 
@@ -70,7 +69,7 @@ class MoEConfig:
         param_dtype: dtype of the parameters.
     """
 
-    vocab: int = _BYTES
+    vocab: int = text.BYTES
     sequence: int = 128
     embed: int = 512
     heads: int = 8
@@ -289,23 +288,13 @@ def job(
     pick(config.gating, _CHOICES, "gating")
 
     def batch(step: int, count: int) -> Batch:
-        length, vocab = config.sequence + 1, config.vocab
-        if vocab == _BYTES:
-            source = text.standard_library(config.sequence, seed=seed)
-            return source.batch(step, count)
-        tokens = chain_tokens(step, count, length=length, vocab=vocab, seed=seed)
-        return {"tokens": tokens}
+        return text.tokens(config.vocab, config.sequence, step, count, seed=seed)
 
-    schedule = optax.warmup_constant_schedule(
-        learning_rate / warmup_steps, learning_rate, warmup_steps
-    )
     return wh.Job(
         loss_fn=loss_fn,
         make_model=lambda key: MoE(config, rngs=nnx.Rngs(key)),
         batch=batch,
-        optimizer=optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95)
-        ),
+        optimizer=warmed_adamw(learning_rate, warmup_steps, b2=0.95),
         batch_size=batch_size,
         name="moe" if size == "small" else f"moe-{size}",
     )

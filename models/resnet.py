@@ -171,9 +171,7 @@ class ResNet(nnx.Module):
         with when(self.config.annotated, wh.replicate()):
             x = images.astype(self.stem.conv.kernel.dtype)
             x = jax.nn.relu(self.stem(x))
-            x = nnx.max_pool(  # type: ignore[no-untyped-call]
-                x, (3, 3), strides=(2, 2), padding="SAME"
-            )
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
             for block in self.blocks:
                 x = block(x)
             return jnp.mean(x, axis=(1, 2))

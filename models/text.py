@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from whalejax.meshes.problems import WhaleError
-from whalejax.models._batches import Batch, generator
+from whalejax.models._batches import Batch, chain_tokens, generator
 
+
+BYTES: Final = 256
 
 _NOT_LIBRARY: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -92,6 +94,30 @@ def standard_library(
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     return Text(data=_source_bytes(folder, max_bytes), sequence=sequence, seed=seed)
+
+
+def tokens(vocab: int, sequence: int, step: int, size: int, *, seed: int) -> Batch:
+    """Sequences for a model of the next token, whatever its vocabulary.
+
+    Args:
+        vocab: different tokens; 256 gives bytes of the standard library, any other
+            count made-up sequences that follow a rule.
+        sequence: tokens that a model sees at once.
+        step: which batch, from 0.
+        size: sequences in it.
+        seed: which sequence of batches.
+
+    Returns:
+        ``{"tokens": int32[size, sequence + 1]}``.
+
+    >>> tokens(512, 24, 0, 2, seed=0)["tokens"].shape
+    (2, 25)
+    """
+    if vocab == BYTES:
+        return standard_library(sequence, seed=seed).batch(step, size)
+    length = sequence + 1
+    made = chain_tokens(step, size, length=length, vocab=vocab, seed=seed)
+    return {"tokens": made}
 
 
 @functools.cache

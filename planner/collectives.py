@@ -11,6 +11,7 @@ yields, what a reduce-scatter takes, what an all-to-all exchanges.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -51,15 +52,16 @@ def axis_parts(
 
 
 def _cut(stride: int, size: int, cluster: Cluster) -> list[Part]:
+    """An axis by levels; only what lies inside a level in every group counts there."""
     parts = []
     reach = 1
     for level in cluster.levels:
         reach *= level.size
-        inside = min(size, max(1, reach // stride))
+        inside = math.gcd(size, reach // stride) if reach % stride == 0 else 1
         if inside > 1:
             parts.append(Part(size=inside, level=level))
             stride *= inside
-            size = -(-size // inside)
+            size //= inside
         if size == 1:
             return parts
     parts.append(Part(size=size, level=cluster.levels[-1]))

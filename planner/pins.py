@@ -188,9 +188,9 @@ def metadata_pins(
     found: dict[int, dict[tuple[int, str | None], Pin]] = {}
     for tensor in graph.params:
         home = graph.task_graphs[homes.get(tensor.id, 0)]
-        _check_twice(tensor, problems)
+        twice = _check_twice(tensor, problems)
         for dim, axis in _pinned(tensor):
-            if axis not in MODEL_AXES:
+            if axis not in MODEL_AXES or axis in twice:
                 continue
             where = f"{tensor.path} dim {dim}: its metadata shards it over {axis}"
             mark = home.strategy
@@ -219,7 +219,8 @@ def _pinned(tensor: Tensor) -> Iterator[tuple[int, str]]:
                 yield dim, axis
 
 
-def _check_twice(tensor: Tensor, problems: Problems) -> None:
+def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
+    """Report axes that stand on several dimensions of one leaf, and return them."""
     places: dict[str, list[int]] = {}
     for dim, axis in _pinned(tensor):
         places.setdefault(axis, []).append(dim)
@@ -230,6 +231,7 @@ def _check_twice(tensor: Tensor, problems: Problems) -> None:
                 f"{tensor.path}: its metadata puts axis {axis} on {listed}; one axis "
                 "can shard one dimension of a tensor. Keep one of them"
             )
+    return {axis for axis, held in places.items() if len(held) > 1}
 
 
 def check_together(

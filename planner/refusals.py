@@ -16,7 +16,6 @@ from whalejax.planner.choices import (
     NEEDS_AN_AXIS,
     NO_EXPERTS,
     NO_TENSOR,
-    NOTHING_TO_SPLIT,
     Choice,
     sharded_by_split,
 )
@@ -38,41 +37,32 @@ def refusal(search: Search) -> PlanError:
     if search.scored:
         return PlanError(_nothing_fits(search))
     problems = Problems(
-        f"no layout of {_devices(search.request.num_devices)} serves this model "
-        f"({sum(search.refused.values())} were looked at)"
+        f"no layout of {_devices(search.request.num_devices)} serves this model",
+        PlanError,
     )
-    reasons = search.refused
-    explained = {BATCH_DOES_NOT_DIVIDE: _batch(search)}
-    if NOTHING_TO_SPLIT in reasons or any("a split asks" in why for why in reasons):
-        for text in _indivisible(search):
-            problems.add(text)
-    fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
-    given = f"mesh= fixes {fixed}, which gives it none" if fixed else "none was found"
-    explained[NEEDS_AN_AXIS] = f"{NEEDS_AN_AXIS}; {given}"
-    explained[NO_TENSOR] = (
-        f"mesh= fixes {fixed}, but no dimension of the weights may be sharded by a "
-        "tensor axis. Leave tensor out, or split a region that has weights"
-    )
-    explained[NO_EXPERTS] = (
-        f"mesh= fixes {fixed}, but the model has no experts: no product of values with "
-        "weights has a batch dimension. Leave expert out"
-    )
-    only = _decisive(search, bool(problems))
-    for why, _ in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
-        if why in only:
-            problems.add(explained.get(why, why))
+    for text in _indivisible(search):
+        problems.add(text)
+    if BATCH_DOES_NOT_DIVIDE in search.refused:
+        problems.add(_batch(search))
+    if not problems:
+        for why in sorted(search.refused):
+            problems.add(_reason(search, why))
     return PlanError(problems.text())
 
 
-def _decisive(search: Search, explained: bool) -> set[str]:
-    """Reasons worth a line: those that no choice of mesh explains away."""
-    reasons = set(search.refused)
-    free = {NO_TENSOR, NO_EXPERTS, NEEDS_AN_AXIS, NOTHING_TO_SPLIT}
-    asked = {why for why in reasons if why.startswith("a split asks")}
-    left = reasons - free - asked
-    if left or explained:
-        return left
-    return reasons - {NOTHING_TO_SPLIT}
+def _reason(search: Search, why: str) -> str:
+    """One reason for which meshes were refused, with what was given and a remedy."""
+    fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
+    given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
+    remedies = {
+        NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
+        NO_TENSOR: "No weights outside replicate can be sharded: leave tensor out",
+        NO_EXPERTS: (
+            "No product of values with weights has a batch dimension outside "
+            "replicate: leave expert out"
+        ),
+    }
+    return f"{why}; {given}. {remedies.get(why, 'Change one of the two')}"
 
 
 def _devices(count: int) -> str:
@@ -155,9 +145,11 @@ def _least_share(search: Search) -> int:
 
 
 def _indivisible(search: Search) -> Iterator[str]:
-    """For every split region that no axis serves: its dimensions and what would do."""
+    """For every region that no axis can serve: its dimensions and what would do."""
+    fixed = (search.request.mesh or {}).get("tensor", 1) > 1
     for choice in search.options.choices.values():
-        if choice.obliged:
+        free = fixed and choice.strategy != "replicate"
+        if choice.sets and (choice.obliged or free):
             yield from _region(search, choice)
 
 

@@ -1,81 +1,48 @@
 """Checkpoints: a training state on disk, whole or not at all, for any plan to read.
 
 Orbax writes and reads the arrays; this module decides what is in a checkpoint. Arrays
-are stored under names that do not depend on the plan, with a small record of every
-leaf beside them, so that another layout can read them back bit by bit and another
-model is refused before a single array is read.
+are stored under names that do not depend on the plan, with a record of every leaf and
+file beside them, so that another layout can read them back bit by bit, and another
+model or a damaged checkpoint is refused before an array is read.
 
-On disk a checkpoint is a directory: ``state/`` holds the arrays as Orbax keeps them,
-``whalejax/metadata`` the record as JSON. Both are written under a temporary name and
-renamed together.
+On disk a checkpoint is a directory: ``arrays/`` as Orbax keeps them, and the record
+``whalejax.json``. It is built under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-import json
 import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 
-from whalejax import __version__, _compat
+from whalejax import _compat
 from whalejax.adapters import dotted
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.checkpoint_record import (
+    Leaf,
+    check_same,
+    read_record,
+    unfinished,
+    write_record,
+)
+from whalejax.meshes.problems import WhaleError
 
 
 if TYPE_CHECKING:
     from whalejax.planner.plan import Plan
 
 
-FORMAT: Final = 1
-"""Version of the record."""
-
-UNFINISHED_SUFFIX: Final = ".orbax-checkpoint-tmp"
-"""What Orbax adds to the name of a checkpoint until it is whole."""
-
 _SECTIONS: Final = ("params", "rest", "opt_state", "step", "rng")
-_RECORD: Final = "whalejax"
-_ARRAYS: Final = "state"
+_ARRAYS: Final = "arrays"
 _LONGEST_REASON: Final = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """One array of a state, as the record describes it.
-
-    Attributes:
-        section: the field of the state that it belongs to.
-        name: dotted path inside the section; of a parameter, the plan's.
-        shape: of the whole array; of random keys, without the words of a key.
-        dtype: such as ``"float32"``, or ``"key<fry>"`` for random keys.
-        key_impl: name of the random keys' algorithm, or empty.
-    """
-
-    section: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    key_impl: str = ""
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """What the leaf is known by: its section and its name in it."""
-        return self.section, self.name
-
-    @property
-    def form(self) -> str:
-        """Type and shape, such as ``"float32[240, 960]"``."""
-        return f"{self.dtype}{list(self.shape)}"
 
 
 def save(path: str | os.PathLike[str], state: Any, plan: Plan) -> None:
@@ -89,31 +56,25 @@ def save(path: str | os.PathLike[str], state: Any, plan: Plan) -> None:
     Raises:
         WhaleError: something is at that path already.
     """
-    ocp = _orbax()
     target = Path(path).absolute()
     if target.exists():
         raise WhaleError(
             f"{target}: there is something at this path already, and a checkpoint "
             "needs a new one. Choose another path, or remove what is there"
         )
+    building = unfinished(target)
     if jax.process_index() == 0:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished(target), ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+    _wait_for_all_processes(f"{target.name} begun")
     leaves = _leaves(state, plan)
-    record = {
-        "whalejax_checkpoint": FORMAT,
-        "whalejax": __version__,
-        "model_hash": plan.model_hash,
-        "plan_hash": plan.hash,
-        "leaves": [dataclasses.asdict(leaf) for leaf, _ in leaves],
-    }
-    arrays = _nested([(leaf, _raw(array)) for leaf, array in leaves])
-    parts: dict[str, Any] = {
-        _ARRAYS: ocp.args.StandardSave(arrays),
-        _RECORD: ocp.args.JsonSave(record),
-    }
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(target, args=ocp.args.Composite(**parts))
+    _write_arrays(
+        building / _ARRAYS, _nested([(leaf, _raw(array)) for leaf, array in leaves])
+    )
+    if jax.process_index() == 0:
+        write_record(building, [leaf for leaf, _ in leaves], plan)
+        building.rename(target)
+    _wait_for_all_processes(f"{target.name} written")
 
 
 def restore(path: str | os.PathLike[str], abstract_state: Any, plan: Plan) -> Any:
@@ -132,28 +93,14 @@ def restore(path: str | os.PathLike[str], abstract_state: Any, plan: Plan) -> An
             another model's; every leaf that differs is listed.
     """
     target = Path(path).absolute()
-    saved = {leaf.place: leaf for leaf in _read_record(target)}
+    saved = {leaf.place: leaf for leaf in read_record(target)}
     wanted = _leaves(abstract_state, plan)
-    _check_same(target, saved, {leaf.place: leaf for leaf, _ in wanted})
+    check_same(target, saved, {leaf.place: leaf for leaf, _ in wanted})
     entries = [(saved[leaf.place], array.sharding) for leaf, array in wanted]
     requests = [(leaf, _request(leaf, sharding)) for leaf, sharding in entries]
     found = _read_arrays(target, _nested(requests))
     values = [_typed(leaf, found, sharding) for leaf, sharding in entries]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), values)
-
-
-def unfinished(path: Path) -> Path:
-    """Where a checkpoint stands while it is being written.
-
-    >>> unfinished(Path("run/step_000010")).name
-    'step_000010.orbax-checkpoint-tmp'
-    """
-    return path.with_name(path.name + UNFINISHED_SUFFIX)
-
-
-def _orbax() -> Any:
-    """Orbax, imported when it is needed: it takes a while and has no types."""
-    return importlib.import_module("orbax.checkpoint")
 
 
 # What is in a state.
@@ -229,73 +176,38 @@ def _typed(leaf: Leaf, found: Mapping[str, Any], sharding: Any) -> Any:
     return jnp.zeros(leaf.shape, jnp.dtype(leaf.dtype), device=sharding)
 
 
-# Reading.
+# Files.
 
 
-def _read_record(target: Path) -> list[Leaf]:
-    if not target.is_dir():
-        cut_short = unfinished(target).exists()
-        reason = (
-            f"; its writing was cut short, only {unfinished(target).name} is there"
-            if cut_short
-            else ""
-        )
-        raise WhaleError(
-            f"{target}: there is no checkpoint at this path{reason}. Give the path of "
-            "one that step.save wrote"
-        )
-    try:
-        record = json.loads((target / _RECORD / "metadata").read_text())
-        version = record["whalejax_checkpoint"]
-        if version == FORMAT:
-            return [
-                Leaf(**{**leaf, "shape": tuple(leaf["shape"])})
-                for leaf in record["leaves"]
-            ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WhaleError(
-            f"{target} is not a whole checkpoint: its record "
-            f"{_RECORD}/metadata cannot be read ({type(error).__name__}: {error}). "
-            "Restore another one"
-        ) from error
-    raise WhaleError(
-        f"{target} has checkpoint format {version}; this WhaleJAX reads {FORMAT}. "
-        "Upgrade whalejax, or restore it with the version that wrote it"
-    )
+def _orbax() -> Any:
+    """Orbax, imported when it is needed: it takes a while and has no types."""
+    return importlib.import_module("orbax.checkpoint")
 
 
-def _check_same(
-    target: Path,
-    saved: Mapping[tuple[str, str], Leaf],
-    wanted: Mapping[tuple[str, str], Leaf],
-) -> None:
-    problems = Problems()
-    for place in [*wanted, *(place for place in saved if place not in wanted)]:
-        there, here = saved.get(place), wanted.get(place)
-        # The run's own key may be of another algorithm: the saved one goes on.
-        if there and here and (there.form == here.form or there.section == "rng"):
-            continue
-        problems.add(
-            f"{' '.join(place)}: the checkpoint has "
-            f"{there.form if there else 'no such leaf'}, this model "
-            f"{here.form if here else 'has no such leaf'}"
-        )
-    problems.raise_if_any(
-        title=f"{target} is a checkpoint of another model or optimizer"
-    )
+def _wait_for_all_processes(what: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
+
+
+def _write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
+    ocp = _orbax()
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.StandardSave(arrays))
 
 
 def _read_arrays(target: Path, request: dict[str, dict[str, Any]]) -> Mapping[str, Any]:
     ocp = _orbax()
-    parts: dict[str, Any] = {_ARRAYS: ocp.args.StandardRestore(request)}
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            found = checkpointer.restore(target, args=ocp.args.Composite(**parts))
-    except Exception as error:  # of damaged files Orbax tells by a plain Exception
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            found: Mapping[str, Any] = checkpointer.restore(
+                target / _ARRAYS, args=ocp.args.StandardRestore(request)
+            )
+    except Exception as error:  # of unreadable numbers Orbax tells by this very class
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise WhaleError(
-            f"{target}: this checkpoint is damaged and cannot be read "
-            f"({reason[:_LONGEST_REASON]}). Restore another one"
+            f"{target}: this checkpoint cannot be read ({reason[:_LONGEST_REASON]}). "
+            "Restore another one"
         ) from error
-    arrays: Mapping[str, Any] = found[_ARRAYS]
-    return arrays
+    return found

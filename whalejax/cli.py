@@ -108,7 +108,8 @@ def _run(command: Command, started: float) -> None:
 
 
 def _plan(command: PlanCommand) -> None:
-    from whalejax import session, show
+    from whalejax import jobs, show
+    from whalejax.progress import make_console
 
     if command.output is not None and not command.output.absolute().parent.is_dir():
         raise WhaleError(
@@ -116,11 +117,11 @@ def _plan(command: PlanCommand) -> None:
             f"{command.output.absolute().parent}. Make it first"
         )
     job = find_job(command.model)
-    plan = session.make_plan(
+    plan = jobs.make_plan(
         job,
-        session.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, command.batch),
-        session.machine(command.cluster),
+        jobs.machine(command.cluster),
         precision=command.precision,
         micro_batches=command.micro_batches,
     )
@@ -129,7 +130,7 @@ def _plan(command: PlanCommand) -> None:
     if command.json:
         print(json.dumps(plan.document()))
         return
-    console = show.make_console()
+    console = make_console()
     show.print_plan(plan, console)
     if command.output is not None:
         console.print(f"\nwritten to {command.output}", markup=False)
@@ -138,12 +139,13 @@ def _plan(command: PlanCommand) -> None:
 def _show(command: ShowCommand) -> None:
     from whalejax import show
     from whalejax.planner.plan import Plan
+    from whalejax.progress import make_console
 
     plan = Plan.load(command.plan)
     if command.json:
         print(json.dumps(plan.document()))
     else:
-        show.print_plan(plan, show.make_console(), all_rows=command.all)
+        show.print_plan(plan, make_console(), all_rows=command.all)
 
 
 def _calibrate(command: CalibrateCommand) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn
 import jax
 import jax.numpy as jnp
 
+from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.meshes.problems import WhaleError
 from whalejax.train import TrainState, TrainStep
 
@@ -31,7 +32,9 @@ _STEPS_IN_FLIGHT: Final = 2
 _WARM_UP_STEPS: Final = 2
 _WINDOW_SECONDS: Final = 1.0
 _STEP_DIRECTORY: Final = re.compile(r"step_(\d{6,})")
-_LEFTOVER: Final = re.compile(r"step_\d{6,}\.(deleted|orbax-checkpoint-tmp.*)")
+_LEFTOVER: Final = re.compile(
+    rf"step_\d{{6,}}(\.deleted|{re.escape(UNFINISHED_SUFFIX)})"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ Precision = Annotated[Literal["f32", "bf16"] | None, conf.arg(metavar="f32|bf16"
 class TrainCommand:
     """Train a model on the devices of this machine.
 
-    Plans, compiles, trains, and compares with one device if asked to. Options that a
-    plan decides (--batch, --precision, --micro-batches) cannot go with --plan.
+    Plans, compiles, trains, and compares with one device if asked to. --plan takes the
+    place of --cluster, --batch, --precision and --micro-batches.
     """
 
     model: Model

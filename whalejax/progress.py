@@ -6,6 +6,7 @@ It stands apart from ``show`` because it lives while something runs.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -18,6 +19,22 @@ from whalejax.show import seconds_text
 
 
 _LINE_SECONDS = 5.0
+_PLAIN_WIDTH = 110
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """A console on standard output; wide enough for a table where it is a file.
+
+    Args:
+        quiet: print nothing.
+    """
+    is_terminal = sys.stdout.isatty()
+    return Console(
+        quiet=quiet,
+        highlight=False,
+        soft_wrap=False,
+        width=None if is_terminal else _PLAIN_WIDTH,
+    )
 
 
 class Meter:

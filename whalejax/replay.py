@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
+from whalejax.jobs import make_plan
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.planner.plan import Plan
-from whalejax.planning import plan as make_plan
 from whalejax.train import TrainState, TrainStep
 from whalejax.train import compile as compile_step
 
@@ -34,13 +34,12 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
         WhaleError: the model does not fit on one device.
     """
     alone = make_plan(
-        job.loss_fn,
+        job,
         model,
         batch,
-        optimizer=job.optimizer,
-        cluster=one_device(plan.cluster),
+        one_device(plan.cluster),
         precision=plan.precision,
-        num_micro_batches=plan.num_micro_batches,
+        micro_batches=plan.num_micro_batches,
     )
     return compile_step(
         alone,

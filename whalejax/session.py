@@ -7,7 +7,6 @@ happened into words and one JSON object.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import time
@@ -19,17 +18,14 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from whalejax import loop, replay
+from whalejax import jobs, loop, replay
 from whalejax.adapters import dotted
 from whalejax.losses import Job
-from whalejax.meshes import Cluster
-from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.problems import Problems
 from whalejax.options import TrainCommand
-from whalejax.planner.plan import Plan, PlanError
-from whalejax.planning import plan as find_plan
-from whalejax.progress import Meter, progress_words
-from whalejax.show import make_console, print_plan, seconds_text
+from whalejax.planner.plan import Plan
+from whalejax.progress import Meter, make_console, progress_words
+from whalejax.show import print_plan, seconds_text
 from whalejax.train import TrainState, TrainStep
 from whalejax.train import compile as compile_step
 
@@ -78,8 +74,8 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
     """
     console = make_console(quiet=options.quiet)
     checkpoint = check_options(options)
-    model = abstract_model(job)
-    plan = read_plan(options) if options.plan else _made_plan(job, model, options)
+    model = jobs.abstract_model(job)
+    plan = Plan.load(options.plan) if options.plan else _made_plan(job, model, options)
     print_plan(plan, console)
     size = plan.batch[0].shape[0]
 
@@ -147,6 +143,7 @@ def check_options(options: TrainCommand) -> Path | None:
             problems.add(f"{name} is {value}; expected {least} or more")
     if options.plan is not None:
         for name, given in (
+            ("--cluster", options.cluster),
             ("--batch", options.batch),
             ("--precision", options.precision),
             ("--micro-batches", options.micro_batches),
@@ -178,86 +175,15 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     return found
 
 
-def abstract_model(job: Job) -> Any:
-    """Shapes of a job's model; no array is made and no device is touched.
-
-    Args:
-        job: its ``make_model`` takes a key or nothing.
-    """
-    import sys
-
-    def build() -> Any:
-        if inspect.signature(job.make_model).parameters:
-            return job.make_model(jax.random.key(0))
-        return job.make_model()
-
-    # NNX modules need its own eval_shape; who made one has imported it.
-    nnx = sys.modules.get("flax.nnx")
-    return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
-
-
-def machine(text: str | None) -> Cluster:
-    """The cluster of ``--cluster``; the devices of this process if left out."""
-    return Cluster.detect() if text is None else parse_cluster(text)
-
-
-def make_plan(
-    job: Job,
-    model: Any,
-    batch: Any,
-    cluster: Cluster,
-    *,
-    precision: str | None,
-    micro_batches: int | None,
-) -> Plan:
-    """``wh.plan`` of a job, with the options of the command line."""
-    return find_plan(
-        job.loss_fn,
-        model,
-        batch,
-        optimizer=job.optimizer,
-        cluster=cluster,
-        precision=precision or "f32",
-        num_micro_batches=micro_batches,
-    )
-
-
 def _made_plan(job: Job, model: Any, options: TrainCommand) -> Plan:
-    return make_plan(
+    return jobs.make_plan(
         job,
         model,
         job.batch_at(0, options.batch),
-        machine(options.cluster),
+        jobs.machine(options.cluster),
         precision=options.precision,
         micro_batches=options.micro_batches,
     )
-
-
-def read_plan(options: TrainCommand) -> Plan:
-    """The plan of ``--plan``, for the devices at hand.
-
-    Raises:
-        PlanError: it cannot be read, or is for other devices than these, or than
-            ``--cluster`` says these are.
-    """
-    assert options.plan is not None
-    plan = Plan.load(options.plan)
-    here = _detected() if options.cluster is None else parse_cluster(options.cluster)
-    if plan.cluster.hash != here.hash:
-        raise PlanError(
-            f"{options.plan} is a plan for {plan.cluster.describe()}; here are "
-            f"{here.describe()}. Make one for these: whalejax plan {options.model} "
-            f"--cluster {options.cluster or 'local'} --batch {plan.batch[0].shape[0]} "
-            "-o plan.json"
-        )
-    return plan
-
-
-def _detected() -> Cluster:
-    try:
-        return Cluster.detect(calibrate=False)
-    except WhaleError:  # what the catalogue does not know has to be measured
-        return Cluster.detect()
 
 
 # Training.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,24 +31,8 @@ from whalejax.planner.plan import LeafPlan, Plan
 
 _BAR_WIDTH = 24
 _SHOWN_ROWS = 12
-_PLAIN_WIDTH = 110
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
 _Form = Callable[[float], str]
-
-
-def make_console(*, quiet: bool = False) -> Console:
-    """A console on standard output; wide enough for a table where it is a file.
-
-    Args:
-        quiet: print nothing.
-    """
-    is_terminal = sys.stdout.isatty()
-    return Console(
-        quiet=quiet,
-        highlight=False,
-        soft_wrap=False,
-        width=None if is_terminal else _PLAIN_WIDTH,
-    )
 
 
 def print_plan(plan: Plan, console: Console, *, all_rows: bool = False) -> None:

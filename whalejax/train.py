@@ -7,10 +7,9 @@ and hands the state back in the user's own types.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,7 @@ from whalejax.lowering.spmd import (
     optimizer_layouts,
     update,
 )
-from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import Problems
+from whalejax.matching import BatchLayout, check_same_model, mesh_of
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
@@ -107,11 +105,14 @@ class TrainStep:
             optimizer=optimizer,
             batch_axes=batch_axes,
         )
-        self._batch = batch
-        self._batch_shardings = [named(leaf.spec, mesh) for leaf in plan.batch]
+        self._layout = BatchLayout(
+            structure=batch,
+            leaves=plan.batch,
+            shardings=tuple(named(leaf.spec, mesh) for leaf in plan.batch),
+        )
         self._whole = NamedSharding(mesh, PartitionSpec())
         self.shardings = self._make_shardings()
-        places = (self.shardings, self._batch_shardings)
+        places = (self.shardings, list(self._layout.shardings))
         self._step = jax.jit(
             self._advance,
             in_shardings=places,
@@ -220,7 +221,8 @@ class TrainStep:
         Raises:
             PlanError: the batch has another shape than the plan is for.
         """
-        new, metrics = self._step(state, self._place(batch))
+        self._check_owner(state)
+        new, metrics = self._step(state, self._layout.place(batch))
         return new, metrics
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -230,8 +232,18 @@ class TrainStep:
             state: is kept.
             batch: as for a step.
         """
-        metrics: dict[str, Any] = self._loss(state, self._place(batch))
+        self._check_owner(state)
+        metrics: dict[str, Any] = self._loss(state, self._layout.place(batch))
         return metrics
+
+    def _check_owner(self, state: TrainState) -> None:
+        if getattr(state, "owner", None) is not self:
+            raise PlanError(
+                f"the state is {type(state).__name__} and was not made by this step; "
+                "expected the TrainState that its init, init_from or restore gave, or "
+                "that its last call returned. To go on under another plan, save with "
+                "one step and restore with the other"
+            )
 
     def lower(self, state: TrainState | None = None) -> Any:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
@@ -241,13 +253,7 @@ class TrainStep:
         """
         if state is None:
             state = self.abstract_state()
-        batch = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for leaf, sharding in zip(
-                self.plan.batch, self._batch_shardings, strict=True
-            )
-        ]
-        return self._step.lower(state, batch)
+        return self._step.lower(state, self._layout.abstract())
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state, with no array behind them."""
@@ -328,43 +334,6 @@ class TrainStep:
 
         return {**jax.tree.map(mean, sums), "loss": total / weight}
 
-    def _place(self, batch: Any) -> list[Any]:
-        leaves, structure = jax.tree.flatten(batch)
-        if structure != self._batch:
-            raise PlanError(
-                f"the batch has the structure {structure}; the plan is for "
-                f"{self._batch}"
-            )
-        problems = Problems()
-        several = jax.process_count() > 1
-        placed = []
-        for leaf, planned, sharding in zip(
-            leaves, self.plan.batch, self._batch_shardings, strict=True
-        ):
-            local = several and not isinstance(leaf, jax.Array)
-            if not local and tuple(leaf.shape) != planned.shape:
-                problems.add(
-                    f"batch leaf {planned.path or '(the batch)'} has shape "
-                    f"{tuple(leaf.shape)}; the plan is for the global shape "
-                    f"{planned.shape}. Plan again for this batch"
-                )
-                continue
-            if local:
-                leaf = jax.make_array_from_process_local_data(
-                    sharding, np.asarray(leaf), planned.shape
-                )
-            placed.append(_as_planned(leaf, planned.dtype, sharding))
-        problems.raise_if_any(PlanError, title="the batch does not match the plan")
-        return placed
-
-
-def _as_planned(leaf: Any, dtype: str, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-        return leaf
-    if not isinstance(leaf, jax.Array) and str(leaf.dtype) != dtype:
-        leaf = np.asarray(leaf).astype(dtype)
-    return jax.device_put(leaf, sharding)
-
 
 def _structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
@@ -416,7 +385,7 @@ def compile(
             "without runnable=False"
         )
     example = batch_of(plan) if batch is None else batch
-    mesh = _mesh_of(plan, devices)
+    mesh = mesh_of(plan, devices)
     adapter = at_precision(
         adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
         plan.precision,
@@ -427,7 +396,7 @@ def compile(
         num_micro_batches=plan.num_micro_batches,
         batch_axes=batch_axes,
     )
-    _check_same_model(plan, captured, example)
+    check_same_model(plan, captured, example)
     return TrainStep(
         plan,
         adapter,
@@ -437,70 +406,3 @@ def compile(
         jax.tree.structure(example),
         captured.batch_axes,
     )
-
-
-def _mesh_of(plan: Plan, devices: Any) -> Mesh:
-    chosen = devices is not None
-    found = list(devices) if chosen else jax.devices()
-    if not chosen and not _same_hardware(plan.cluster, found):
-        raise PlanError(
-            f"this plan is for {plan.cluster.describe()}; here are {len(found)}×"
-            f"{found[0].device_kind}. Make one with whalejax plan … --cluster local, "
-            "or pass devices= to run this one here all the same"
-        )
-    if not chosen and len(found) == plan.cluster.num_devices:
-        found = found[: plan.num_devices]  # the plan may leave devices idle
-    if len(found) != plan.num_devices:
-        raise PlanError(
-            f"this plan is for {plan.num_devices} devices "
-            f"({plan.cluster.describe()}); here are {len(found)} "
-            f"({found[0].device_kind}). Plan again for this machine, or pass "
-            f"devices= with {plan.num_devices} of them"
-        )
-    mesh: Mesh = plan.mesh(found)
-    return mesh
-
-
-def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
-    """The devices are what a cluster describes; kinds of the user's own may be any."""
-    from whalejax.meshes.catalogue import entries, entry_of_device
-
-    present = [entry_of_device(device.device_kind) for device in devices]
-    names = {entry.kind.name for entry in present if entry is not None}
-    catalogued = {k.name for k in cluster.kinds if k.name in entries()} - {"cpu"}
-    return devices[0].platform == cluster.platform and catalogued <= names
-
-
-def _check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
-    if captured.graph.model_hash == plan.model_hash:
-        return
-    problems = Problems()
-    planned = {leaf.path: (leaf.shape, leaf.dtype) for leaf in plan.leaves}
-    given = {t.path: (t.shape, t.dtype) for t in captured.graph.params}
-    for path in sorted(set(planned) | set(given)):
-        a, b = planned.get(path), given.get(path)
-        if a != b:
-            problems.add(
-                f"{path}: the plan has {_shape_text(a)}, the model {_shape_text(b)}"
-            )
-    shapes = [leaf.shape for leaf in plan.batch]
-    here = [tuple(x.shape) for x in jax.tree.leaves(example)]
-    if shapes != here:
-        problems.add(f"the batch: the plan is for {shapes}, given is {here}")
-    if not problems:
-        problems.add(
-            f"the loss or its marks changed (the plan has hash {plan.model_hash}, the "
-            f"model {captured.graph.model_hash})"
-        )
-    problems.raise_if_any(
-        PlanError, title="this plan was made for another model or batch; plan again"
-    )
-
-
-def _shape_text(entry: tuple[tuple[int, ...], str] | None) -> str:
-    return "no such leaf" if entry is None else f"{entry[1]}{list(entry[0])}"
-
-
-def with_plan(state: TrainState, owner: TrainStep) -> TrainState:
-    """The same arrays under another step of the same model."""
-    return dataclasses.replace(state, owner=owner)

@@ -1,0 +1,62 @@
+"""From a job to its plan: what the commands that plan and those that train share.
+
+A ``wh.Job`` says how to make a model and its batches; here that becomes shapes, a
+cluster and a plan, without touching a device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import jax
+
+from whalejax.losses import Job
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.planner.plan import Plan
+from whalejax.planning import plan as find_plan
+
+
+def abstract_model(job: Job) -> Any:
+    """Shapes of a job's model; no array is made and no device is touched.
+
+    Args:
+        job: its ``make_model`` takes a key or nothing.
+    """
+
+    def build() -> Any:
+        if inspect.signature(job.make_model).parameters:
+            return job.make_model(jax.random.key(0))
+        return job.make_model()
+
+    # NNX modules need its own eval_shape; who made one has imported it.
+    nnx = sys.modules.get("flax.nnx")
+    return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
+
+
+def machine(text: str | None) -> Cluster:
+    """The cluster of ``--cluster``; the devices of this process if left out."""
+    return Cluster.detect() if text is None else parse_cluster(text)
+
+
+def make_plan(
+    job: Job,
+    model: Any,
+    batch: Any,
+    cluster: Cluster,
+    *,
+    precision: str | None,
+    micro_batches: int | None,
+) -> Plan:
+    """``wh.plan`` of a job, with the options of the command line."""
+    return find_plan(
+        job.loss_fn,
+        model,
+        batch,
+        optimizer=job.optimizer,
+        cluster=cluster,
+        precision=precision or "f32",
+        num_micro_batches=micro_batches,
+    )

@@ -1,0 +1,195 @@
+"""Does a plan match what it is to run: the machine, the model, each batch?
+
+Checked by hash and by shape before anything compiles, because the alternative is a
+compiler's message that names none of the user's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from whalejax.capture import Captured
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import Problems
+from whalejax.planner.plan import BatchLeaf, Plan, PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """How global batches are checked and laid out over the devices.
+
+    Attributes:
+        structure: tree of the batch that was traced.
+        leaves: what the plan knows of each leaf.
+        shardings: where each goes.
+    """
+
+    structure: Any
+    leaves: tuple[BatchLeaf, ...]
+    shardings: tuple[NamedSharding, ...]
+
+    def abstract(self) -> list[Any]:
+        """Flat shapes, dtypes and layouts of a global batch."""
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
+        ]
+
+    def place(self, batch: Any) -> list[Any]:
+        """Flat leaves of a batch on their devices.
+
+        Args:
+            batch: the global batch; with several processes this process's part of it,
+                or global arrays.
+
+        Raises:
+            PlanError: another structure, shape or kind of number; all are listed.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        if structure != self.structure:
+            self._check_paths(batch)
+        problems = Problems()
+        placed = []
+        for leaf, planned, sharding in zip(
+            leaves, self.leaves, self.shardings, strict=True
+        ):
+            problem = _problem(leaf, planned)
+            if problem:
+                problems.add(problem)
+            else:
+                placed.append(_as_planned(leaf, planned, sharding))
+        problems.raise_if_any(PlanError, title="the batch does not match the plan")
+        return placed
+
+    def _check_paths(self, batch: Any) -> None:
+        """A list may stand for a tuple; other leaves than planned may not."""
+        flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+        given = [jax.tree_util.keystr(path) for path, _ in flat]
+        planned = [leaf.path for leaf in self.leaves]
+        if given != planned:
+            raise PlanError(
+                f"the batch has the leaves {given}; the plan is for {planned}. Give "
+                "the same structure, or plan again"
+            )
+
+
+def _is_part(leaf: Any) -> bool:
+    """The leaf is this process's part of a global one."""
+    return jax.process_count() > 1 and not isinstance(leaf, jax.Array)
+
+
+def _problem(leaf: Any, planned: BatchLeaf) -> str:
+    name = f"batch{planned.path}"
+    shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", np.asarray(leaf).dtype))
+    if not _is_part(leaf) and shape != planned.shape:
+        return (
+            f"{name} has shape {shape}; the plan is for the global shape "
+            f"{planned.shape}. Plan again for this batch"
+        )
+    if dtype != planned.dtype and not np.can_cast(
+        jnp.dtype(dtype), jnp.dtype(planned.dtype), "same_kind"
+    ):
+        return (
+            f"{name} has dtype {dtype}; the plan is for {planned.dtype}. Convert it, "
+            "or plan again"
+        )
+    return ""
+
+
+def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.Array):
+        leaf = leaf.astype(planned.dtype)
+        same = leaf.sharding == sharding
+        return leaf if same else jax.device_put(leaf, sharding)
+    array = np.asarray(leaf, jnp.dtype(planned.dtype))
+    if _is_part(leaf):
+        return jax.make_array_from_process_local_data(sharding, array, planned.shape)
+    return jax.device_put(array, sharding)
+
+
+def mesh_of(plan: Plan, devices: Any) -> Mesh:
+    """The mesh of a plan on the devices given, or on all of this process's machine.
+
+    Args:
+        plan: the plan.
+        devices: devices in node order, or None.
+
+    Raises:
+        PlanError: the plan is for other hardware, or for another number of devices.
+    """
+    chosen = devices is not None
+    found = list(devices) if chosen else jax.devices()
+    if not chosen and not _same_hardware(plan.cluster, found):
+        raise PlanError(
+            f"this plan is for {plan.cluster.describe()}; here are {len(found)}×"
+            f"{found[0].device_kind}. Make one with whalejax plan … --cluster local, "
+            "or pass devices= to run this one here all the same"
+        )
+    if not chosen and len(found) == plan.cluster.num_devices:
+        found = found[: plan.num_devices]  # the plan may leave devices idle
+    if len(found) != plan.num_devices:
+        raise PlanError(
+            f"this plan is for {plan.num_devices} devices "
+            f"({plan.cluster.describe()}); here are {len(found)} "
+            f"({found[0].device_kind}). Plan again for this machine, or pass "
+            f"devices= with {plan.num_devices} of them"
+        )
+    mesh: Mesh = plan.mesh(found)
+    return mesh
+
+
+def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
+    """The devices are what a cluster describes; kinds of the user's own may be any."""
+    from whalejax.meshes.catalogue import entries, entry_of_device
+
+    present = [entry_of_device(device.device_kind) for device in devices]
+    names = {entry.kind.name for entry in present if entry is not None}
+    catalogued = {k.name for k in cluster.kinds if k.name in entries()} - {"cpu"}
+    return devices[0].platform == cluster.platform and catalogued <= names
+
+
+def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
+    """Raise if a plan was made for another model or batch, listing what differs.
+
+    Args:
+        plan: the plan.
+        captured: the model that is to run.
+        example: its global batch.
+
+    Raises:
+        PlanError: every leaf that differs.
+    """
+    if captured.graph.model_hash == plan.model_hash:
+        return
+    problems = Problems()
+    planned = {leaf.path: (leaf.shape, leaf.dtype) for leaf in plan.leaves}
+    given = {t.path: (t.shape, t.dtype) for t in captured.graph.params}
+    for path in sorted(set(planned) | set(given)):
+        a, b = planned.get(path), given.get(path)
+        if a != b:
+            problems.add(
+                f"{path}: the plan has {_shape_text(a)}, the model {_shape_text(b)}"
+            )
+    shapes = [leaf.shape for leaf in plan.batch]
+    here = [tuple(x.shape) for x in jax.tree.leaves(example)]
+    if shapes != here:
+        problems.add(f"the batch: the plan is for {shapes}, given is {here}")
+    if not problems:
+        problems.add(
+            f"the loss or its marks changed (the plan has hash {plan.model_hash}, the "
+            f"model {captured.graph.model_hash})"
+        )
+    problems.raise_if_any(
+        PlanError, title="this plan was made for another model or batch; plan again"
+    )
+
+
+def _shape_text(entry: tuple[tuple[int, ...], str] | None) -> str:
+    return "no such leaf" if entry is None else f"{entry[1]}{list(entry[0])}"
