@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.dimensions import Dimensions, starred
 from whalejax.planner.graph import Tensor
 from whalejax.planner.layout import Spec, shards
 
@@ -68,7 +67,9 @@ def leaf_note(
         if role is not None and role.unshardable:
             reasons.append(f"{label}: {role.unshardable}")
             continue
-        reasons.append(f"{label}: fsdp {mesh['fsdp']} does not divide it")
+        axes = (*leaf.param_spec[dim], "fsdp")
+        divisor = " × ".join(f"{axis} {mesh[axis]}" for axis in axes)
+        reasons.append(f"{label}: {divisor} does not divide it")
     return "; ".join(reasons)
 
 
@@ -121,22 +122,18 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _starred(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
 def _leaf_rows(plan: Plan) -> list[str]:
-    folded: Counter[tuple[str, ...]] = Counter()
+    folded: dict[tuple[str, ...], list[str]] = {}
     for leaf in plan.leaves:
         nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
         local = nbytes // shards(leaf.param_spec, plan.axis_sizes)
         shape = "×".join(str(n) for n in leaf.shape) or "scalar"
-        row = (_starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
-        folded[row] += 1
+        row = (starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
+        folded.setdefault(row, []).append(leaf.path)
     head = ("parameter", "shape", "spec", "per device")
     rows = [head]
-    for (path, *rest), count in folded.items():
-        label = f"{path} ×{count}" if count > 1 else path
+    for (path, *rest), paths in folded.items():
+        label = f"{path} ×{len(paths)}" if len(paths) > 1 else paths[0]
         rows.append((label, rest[0], rest[1], rest[2]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return [

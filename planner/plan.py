@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -306,13 +305,23 @@ class Plan:
         return {"whalejax_plan": PLAN_VERSION, "hash": self.hash, **encode(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; the file appears whole or not at all."""
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            PlanError: the file cannot be written there.
+        """
         target = Path(path)
-        text = json.dumps(self.document(), indent=1)
-        handle, name = tempfile.mkstemp(dir=target.parent or ".", suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, target)
+        # Not a temporary file of the library's: those only their owner can read.
+        part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            part.write_text(json.dumps(self.document(), indent=1))
+            os.replace(part, target)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise PlanError(
+                f"{path}: the plan cannot be written there ({error.strerror}). Give a "
+                "file name in an existing folder that you may write to"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -325,7 +334,14 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError as error:
-            raise PlanError(f"{path}: there is no such plan file") from error
+            raise PlanError(
+                f"{path}: there is no such plan file. Make one with whalejax plan, or "
+                "plan.save"
+            ) from error
+        except OSError as error:
+            raise PlanError(
+                f"{path} cannot be read as a plan ({error.strerror})"
+            ) from error
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise PlanError(
                 f"{path} is not a plan: it is not JSON ({error}). "
@@ -339,9 +355,11 @@ def _read(cls: type[Plan], data: Any, path: str) -> Plan:
         raise PlanError(f"{path} is not a plan: it has no entry 'whalejax_plan'")
     version = data.pop("whalejax_plan")
     if version != PLAN_VERSION:
+        newer = isinstance(version, int) and version > PLAN_VERSION
+        upgrade = "Upgrade whalejax, or make" if newer else "Make"
         raise PlanError(
-            f"{path} has plan format {version}; this WhaleJAX reads {PLAN_VERSION}. "
-            "Upgrade whalejax, or make the plan again with whalejax plan"
+            f"{path} has plan format {version!r}; this WhaleJAX reads {PLAN_VERSION}. "
+            f"{upgrade} the plan again with whalejax plan"
         )
     stated = data.pop("hash", None)
     try:

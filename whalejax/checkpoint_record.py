@@ -1,7 +1,7 @@
 """The record of a checkpoint: which leaves and files it holds.
 
-A checkpoint is refused by its record, before an array is read: where it is not whole, is
-damaged, or is another model's. The record is plain JSON, so nothing here needs JAX.
+A checkpoint is refused by its record, before an array is read: where it is damaged, cut
+short, or another model's. The record is plain JSON, so nothing here needs JAX.
 """
 
 from __future__ import annotations

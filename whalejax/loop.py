@@ -115,6 +115,7 @@ def train(
             if saves or done == steps or windows.is_due(done - first):
                 losses.wait()
                 losses.step_seconds = windows.close(done - first)
+                losses.take_all()
             if save_dir and saves:
                 _check_parameters(step, state, done)
                 checkpoint = _save(save_dir, done, step, state)
@@ -170,6 +171,11 @@ class _Losses:
 
     def wait(self) -> None:
         """Wait for everything in flight."""
+        for _, loss in self._in_flight:
+            float(loss)
+
+    def take_all(self) -> None:
+        """Take, check and tell everything in flight."""
         while self._in_flight:
             self._take()
 

@@ -189,13 +189,18 @@ def _check_mesh(mesh: Mapping[str, int], num_devices: int, allow_idle: bool) -> 
             problems.add(f"{axis} is {size}; expected 1 or more")
     problems.raise_if_any(PlanError)
     used = math.prod(mesh.values())
-    all_fixed = all(axis in mesh for axis in PLANNED_AXES)
-    if num_devices % used or (all_fixed and used != num_devices and not allow_idle):
-        shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    ways = f"{num_devices} = {_products(num_devices, len(mesh))}"
+    if used > num_devices:
         raise PlanError(
-            f"{shape} uses {used} of {num_devices} devices. {num_devices} = "
-            f"{_products(num_devices, len(mesh))}. To leave some idle on purpose: "
-            "allow_idle=True"
+            f"{shape} needs {used} devices; there are {num_devices}. {ways}"
+        )
+    all_fixed = all(axis in mesh for axis in PLANNED_AXES)
+    idle = num_devices % used or (all_fixed and used != num_devices)
+    if idle and not allow_idle:
+        raise PlanError(
+            f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
+            "on purpose: allow_idle=True"
         )
 
 

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import pytest
 from flax import nnx
 
-from whalejax.models import moe
-from whalejax.models._gating import capacity, route
+from whalejax.models import _gating, moe
+from whalejax.models._gating import capacity
 
 
+route = jax.jit(_gating.route, static_argnames=("choices", "places"))
 Floats = npt.NDArray[np.floating[Any]]
 
 

@@ -89,14 +89,14 @@ def test_depth_costs_no_rows_and_doubles_their_counts() -> None:
     )
     assert len(few.ops) == len(many.ops)
     assert len(few.moves) == len(many.moves) == 2
-    ratios = Counter()
     for one, two in zip(few.ops, many.ops, strict=True):
         assert one.kind == two.kind
-        ratios[two.count, one.count] += 1
-    per_layer = (2 * LAYERS, LAYERS)
-    once = (1, 1)
-    assert ratios[per_layer] >= 10
-    assert set(ratios) <= {per_layer, once, (4 * LAYERS, 2 * LAYERS), (23, 11)}
+        if one.kind == "add" and one.count > 1:
+            # Two additions to the stream in each layer; the first reads the embedding.
+            assert (one.count, two.count) == (2 * LAYERS - 1, 4 * LAYERS - 1)
+        else:
+            assert two.count == (2 * one.count if one.count > 1 else 1)
+    assert sum(r.count > 1 for r in few.ops) == 10
 
 
 def test_a_loop_multiplies_its_rows() -> None:

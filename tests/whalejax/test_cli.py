@@ -1,0 +1,362 @@
+"""The command line: what it prints, what it refuses, and with which exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import whalejax as wh
+from tests.whalejax.runs import ROOT, described_cluster
+from whalejax import cli
+
+
+# Adam promotes its count.
+pytestmark = pytest.mark.relaxed_promotion
+
+COMMANDS = ("train", "plan", "show", "why", "calibrate")
+
+JOBS = """
+import dataclasses
+import numpy as np
+from tests.whalejax import runs
+
+def make():
+    return runs.make_job()
+
+def makes_nothing():
+    return None
+
+def needs(size):
+    return runs.make_job()
+
+def poisoned():
+    def batch(step, size):
+        made = runs.batch_at(step, size)
+        return {**made, "x": made["x"] * np.nan} if step == 2 else made
+    return runs.make_job(batch=batch)
+
+def interrupted():
+    def batch(step, size):
+        if step == 3:
+            raise KeyboardInterrupt
+        return runs.batch_at(step, size)
+    return runs.make_job(batch=batch)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with jobs and a description of these devices."""
+    (tmp_path / "jobs.py").write_text(JOBS)
+    described_cluster().save(tmp_path / "eight.toml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+Captured = pytest.CaptureFixture[str]
+TRAIN = ("train", "jobs.py:make", "--cluster", "eight.toml")
+
+
+def refused(words: list[str] | tuple[str, ...], capsys: Captured) -> str:
+    """The message of a command that must fail as a user error."""
+    assert cli.main(words) == 2
+    return capsys.readouterr().err
+
+
+# Help.
+
+
+def test_version(capsys: Captured) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"whalejax {wh.__version__}\n"
+
+
+def test_help_lists_the_commands(capsys: Captured) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"^\W*{command} +[A-Z]\w+", text, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_help_text(command: str, capsys: Captured) -> None:
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    # An entry begins in the third column, whatever the box around it looks like.
+    entries = re.split(r"^[│ ] (?=-|[A-Z])", text, flags=re.MULTILINE)[1:]
+    assert len(entries) >= 3
+    for entry in entries:
+        bare = re.sub(r"\(default:.*?\)|\(required\)|[│╰─╯╭╮-]{1}", " ", entry)
+        words = re.findall(r"[a-z]\w+", bare)
+        assert len(words) >= 5 or entry.startswith("-h, --help"), entry
+
+
+def test_help_and_errors_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from whalejax import cli; cli.main(['train', '--help']); "
+        "cli.main(['trein']); assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["trein"], ["train"], ["train", "mlp", "--stepz", "3"]]
+)
+def test_wrong_words_are_a_user_error(words: list[str], capsys: Captured) -> None:
+    assert refused(words, capsys)
+
+
+# Finding the job.
+
+
+def test_an_unknown_model_gets_the_nearest(capsys: Captured) -> None:
+    text = refused(["train", "gtp"], capsys)
+    assert text.startswith("whalejax: no reference model is named 'gtp'; nearest: gpt")
+    assert "bert-base" in text and "file.py:function" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("none.py:make", "there is no such file"),
+        ("jobs.py", "names no function in it; expected file.py:function. It has make,"),
+        ("jobs.py:mak", "jobs.py has no function 'mak'; nearest: make"),
+        ("jobs.py:needs", "jobs.py:needs takes size; expected a function of no"),
+        ("jobs.py:makes_nothing", "returned NoneType; expected wh.Job("),
+    ],
+)
+def test_a_file_that_makes_no_job(
+    here: Path, capsys: Captured, model: str, expected: str
+) -> None:
+    assert expected in refused(["train", model], capsys)
+
+
+def test_a_file_may_import_its_neighbours(here: Path) -> None:
+    (here / "neighbour_of_job.py").write_text("from jobs import make\n")
+    (here / "other.py").write_text("from neighbour_of_job import make\n")
+    assert cli.find_job("other.py:make").name == "perceptron"
+
+
+# Training.
+
+
+def test_train_reports_in_one_last_line(here: Path, capsys: Captured) -> None:
+    assert cli.main([*TRAIN, "--steps", "12", "--replay", "5", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(lines[-1])
+    assert report["steps"] == 12
+    assert 0 < report["loss_last"] < report["loss_first"]
+    assert 0 < report["max_rel_diff_vs_one_device"] < 1e-4
+    sizes = report["mesh"].values()
+    assert int.__mul__(*(list(sizes) + [1])[:2]) == 8
+    assert report["predicted_step_s"] > 0
+    assert report["measured_step_s"] > 0
+    assert report["seconds"] > 0
+    text = "\n".join(lines)
+    for shown in (
+        "Plan ",
+        "predicted",
+        "training 12/12",
+        "one device 5/5",
+        "samples/s",
+    ):
+        assert shown in text
+
+
+def test_quiet_prints_the_report_alone(here: Path, capsys: Captured) -> None:
+    words = [*TRAIN, "--steps", "2", "--quiet", "--json", "--replay", "9"]
+    assert cli.main(words) == 0
+    found = capsys.readouterr()
+    report = json.loads(found.out)
+    assert report["steps"] == 2
+    assert report["measured_step_s"] is None
+    assert report["max_rel_diff_vs_one_device"] is not None
+    assert found.err == ""
+
+
+def test_quiet_without_json_prints_nothing(here: Path, capsys: Captured) -> None:
+    assert cli.main([*TRAIN, "--steps", "1", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_train_options_reach_the_plan(here: Path, capsys: Captured) -> None:
+    words = [*TRAIN, "--steps", "1", "--batch", "32", "--micro-batches", "2"]
+    assert cli.main([*words, "--precision", "bf16"]) == 0
+    assert "2 micro-batches" in capsys.readouterr().out
+
+
+def report_of(capsys: Captured) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_a_run_resumes_where_it_ended(here: Path, capsys: Captured) -> None:
+    saving = [*TRAIN, "--json", "--save", "run", "--save-every", "2"]
+    assert cli.main([*saving, "--steps", "6", "--seed", "3", "--resume"]) == 0
+    whole = report_of(capsys)
+    assert (
+        cli.main([*TRAIN, "--json", "--steps", "4", "--save", "b", "--seed", "3"]) == 0
+    )
+    first = report_of(capsys)
+    resumed = [*TRAIN, "--json", "--save", "b", "--resume", "--replay", "2"]
+    assert cli.main([*resumed, "--steps", "6"]) == 0
+    second = report_of(capsys)
+    assert first["loss_first"] == whole["loss_first"]
+    assert second["loss_last"] == whole["loss_last"]
+    assert second["steps"] == 2
+    assert second["max_rel_diff_vs_one_device"] < 1e-4
+    # There is nothing left to do now, and saying so is no error.
+    assert cli.main([*resumed, "--steps", "6"]) == 0
+    done = capsys.readouterr().out
+    assert "nothing to do: all steps were done before" in done
+    assert json.loads(done.splitlines()[-1])["loss_first"] is None
+
+
+def test_a_bad_loss_is_a_user_error(here: Path, capsys: Captured) -> None:
+    words = ["train", "jobs.py:poisoned", "--cluster", "eight.toml", "--steps", "5"]
+    text = refused([*words, "--save", "run", "--save-every", "1"], capsys)
+    assert text.startswith("whalejax: step 3 of 5: the loss is nan;")
+    assert "step_000002" in text
+
+
+def test_an_interrupted_run(here: Path, capsys: Captured) -> None:
+    words = ["train", "jobs.py:interrupted", "--cluster", "eight.toml", "--quiet"]
+    assert cli.main(words) == 130
+    assert capsys.readouterr().err == "whalejax: interrupted\n"
+
+
+def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> None:
+    (here / "run" / "step_000007").mkdir(parents=True)
+    words = [*TRAIN, "--steps", "0", "--batch", "-1", "--save", "run", "--replay=-2"]
+    words += ["--save-every", "0", "--micro-batches", "0", "--plan", "p.json"]
+    assert refused(words, capsys).splitlines() == [
+        "whalejax: whalejax train: 9 problems",
+        "  1. --steps is 0; expected 1 or more",
+        "  2. --save-every is 0; expected 1 or more",
+        "  3. --replay is -2; expected 0 or more",
+        "  4. --batch is -1; expected 1 or more",
+        "  5. --micro-batches is 0; expected 1 or more",
+        "  6. --cluster eight.toml was given with --plan p.json, which decides it. "
+        "Leave it out, or make another plan with whalejax plan",
+        "  7. --batch -1 was given with --plan p.json, which decides it. "
+        "Leave it out, or make another plan with whalejax plan",
+        "  8. --micro-batches 0 was given with --plan p.json, which decides it. "
+        "Leave it out, or make another plan with whalejax plan",
+        "  9. --save run holds checkpoints already, the latest step_000007. Go on from "
+        "it with --resume, or give another directory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--resume"], "--resume was given without --save DIR"),
+        (["--save", "jobs.py"], "--save jobs.py is a file; expected a directory"),
+    ],
+)
+def test_wrong_places_for_checkpoints(
+    here: Path, capsys: Captured, words: list[str], expected: str
+) -> None:
+    assert expected in refused([*TRAIN, *words], capsys)
+
+
+# Plans.
+
+
+def test_a_plan_is_made_shown_explained_and_run(here: Path, capsys: Captured) -> None:
+    made = ["plan", "jobs.py:make", "--cluster", "eight.toml", "--batch", "32"]
+    assert cli.main([*made, "-o", "plan.json"]) == 0
+    table = capsys.readouterr().out
+    assert "8×CPU" in table and "written to plan.json" in table
+    plan = wh.Plan.load("plan.json")
+    assert plan.batch[0].shape[0] == 32
+
+    assert cli.main(["show", "plan.json"]) == 0
+    assert capsys.readouterr().out.strip() in table
+    assert cli.main(["show", "plan.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        Path("plan.json").read_text()
+    )
+    assert cli.main([*made, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hash"] == plan.hash
+
+    assert cli.main(["why", "plan.json", "down"]) == 0
+    assert capsys.readouterr().out == plan.why("down") + "\n"
+    text = refused(["why", "plan.json", "dwn"], capsys)
+    assert "no parameter has the path 'dwn'" in text and "down" in text
+
+    words = ["train", "jobs.py:make", "--plan", "plan.json", "--steps", "2", "--json"]
+    assert cli.main(words) == 0
+    assert report_of(capsys)["mesh"] == plan.axis_sizes
+
+
+def test_planning_touches_no_device(here: Path) -> None:
+    code = (
+        "from whalejax import cli; import jax._src.xla_bridge as bridge; "
+        "assert cli.main(['plan', 'jobs.py:make', '--cluster', 'h100:4x8', "
+        "'--batch', '64']) == 0; assert not bridge._backends"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "32×H100" in done.stdout
+
+
+def test_a_plan_for_other_devices_is_refused(here: Path, capsys: Captured) -> None:
+    made = ["plan", "jobs.py:make", "--cluster", "h100:8", "-o", "plan.json"]
+    assert cli.main(made) == 0
+    capsys.readouterr()
+    text = refused(["train", "jobs.py:make", "--plan", "plan.json"], capsys)
+    assert "8×H100" in text and f"{jax.device_count()}×cpu" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["show", "none.json"], "there is no such plan file"),
+        (["show", "jobs.py"], "is not a plan: it is not JSON"),
+        (["plan", "mlp", "--cluster", "h101:8"], "h100"),
+        (["plan", "mlp", "-o", "none/plan.json"], "Make it first"),
+        (["calibrate", "-o", "none/c.toml"], "Make it first"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    here: Path, capsys: Captured, words: list[str], expected: str
+) -> None:
+    text = refused(words, capsys)
+    assert text.startswith("whalejax: ") and expected in text
+    assert "Traceback" not in text
+
+
+def test_calibrate_writes_what_cluster_takes(
+    here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def write(path: Path, budget_seconds: float) -> wh.Cluster:
+        asked.append(budget_seconds)
+        cluster = described_cluster()
+        cluster.save(path)
+        return cluster
+
+    monkeypatch.setattr("whalejax.meshes.calibrate.write_calibration", write)
+    assert cli.main(["calibrate", "-o", "c.toml", "--seconds", "3"]) == 0
+    assert "measured and written to c.toml" in capsys.readouterr().out
+    assert asked == [3.0]
+    assert cli.main(["plan", "mlp", "--cluster", "c.toml"]) == 0

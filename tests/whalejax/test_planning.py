@@ -1,0 +1,349 @@
+"""``wh.plan`` and its options: each does what it says, and no device works."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import whalejax as wh
+from whalejax import models
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+ROOT = Path(__file__).resolve().parents[2]
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def abstract(job: wh.Job) -> tuple[Any, Any]:
+    """Model and batch of a job as shapes."""
+    make = functools.partial(job.make_model, jax.random.key(0))
+    name = job.name
+    flax = name.startswith(("gpt", "moe", "resnet"))
+    return (nnx.eval_shape if flax else jax.eval_shape)(make), job.batch_at(0)
+
+
+def planned(name: str, *, job: dict[str, Any] | None = None, **options: Any) -> wh.Plan:
+    """The plan of a reference model on eight described devices."""
+    found = models.job(name, **(job or {}))
+    model, batch = abstract(found)
+    options = {"cluster": "h100:8", "optimizer": found.optimizer, **options}
+    return wh.plan(found.loss_fn, model, batch, **options)
+
+
+def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    """An abstract float32 array."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def square(p: Any, x: Any) -> jax.Array:
+    """A loss of one layer."""
+    return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+
+
+# No device.
+
+
+def test_planning_starts_no_backend() -> None:
+    code = (
+        "import jax, jax.numpy as jnp, optax, whalejax as wh\n"
+        "net = {'w': jax.ShapeDtypeStruct((512, 512), jnp.float32)}\n"
+        "x = jax.ShapeDtypeStruct((64, 512), jnp.float32)\n"
+        "loss = lambda net, x: (x @ net['w']).mean()\n"
+        "plan = wh.plan(loss, net, x, optimizer=optax.adam(1e-3), cluster='h100:8')\n"
+        "print(plan.num_devices)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"JAX_PLATFORMS": "no_such_platform", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.stdout.strip(), run.returncode) == ("8", 0), run.stderr[-2000:]
+
+
+def test_abstract_and_real_models_give_one_plan() -> None:
+    job = models.job("mlp-test")
+    model = job.make_model(jax.random.key(0))
+    shapes = jax.eval_shape(job.make_model, jax.random.key(0))
+    plans = [
+        wh.plan(job.loss_fn, m, job.batch_at(0), optimizer=SGD, cluster="h100:8")
+        for m in (model, shapes)
+    ]
+    assert plans[0] == plans[1]
+
+
+# default.
+
+
+def test_default_replicate_is_data_parallelism() -> None:
+    plan = planned("mlp-test", default=wh.replicate())
+    assert set(plan.axis_sizes) <= {"data", "fsdp"}
+    assert plan.default == "replicate"
+    (region,) = plan.compute
+    assert all(names == ("batch",) for _, names in region.axes)
+
+
+def test_default_split_shards_what_no_mark_covers() -> None:
+    plan = planned("mlp-test", default=wh.split())
+    assert plan.axis_sizes["tensor"] > 1
+    assert any("tensor" in axes for x in plan.leaves for axes in x.compute_spec)
+
+
+def test_a_mark_overrides_the_default() -> None:
+    def loss(p: Any, x: Any) -> jax.Array:
+        with wh.split():
+            return square(p, x)
+
+    plan = wh.plan(
+        loss,
+        {"w": leaf(64, 64)},
+        leaf(16, 64),
+        cluster="h100:8",
+        default=wh.replicate(),
+    )
+    assert plan.axis_sizes["tensor"] > 1
+
+
+def test_the_default_holds_for_experts_that_no_mark_covers() -> None:
+    plan = planned("moe-test", job={"annotated": False}, default=wh.replicate())
+    assert set(plan.axis_sizes) <= {"data", "fsdp"}
+
+
+def test_experts_split_and_the_rest_replicated_by_default() -> None:
+    plan = planned("moe-test", default=wh.replicate(), mesh={"expert": 8})
+    axes = {r.task_graph: dict(r.axes) for r in plan.compute}
+    marked = [r.task_graph for r in plan.compute if r.marks and "split" in r.marks[-1]]
+    assert marked
+    for name, table in axes.items():
+        assert table["expert"] == (("experts",) if name in marked else ("batch",))
+
+
+# allow_idle.
+
+
+def test_seven_samples_leave_one_device_idle_if_allowed() -> None:
+    net, x = {"w": leaf(13, 13)}, leaf(7, 13)
+    options: dict[str, Any] = {"cluster": "h100:8", "default": wh.replicate()}
+    with pytest.raises(wh.WhaleError, match="8 does not divide 7"):
+        wh.plan(square, net, x, **options)
+    plan = wh.plan(square, net, x, allow_idle=True, **options)
+    assert plan.num_devices == 7
+    assert plan.cluster.num_devices == 8
+
+
+def test_idle_devices_are_a_last_resort() -> None:
+    plan = planned("mlp-test", allow_idle=True)
+    assert plan.num_devices == 8
+    assert plan == planned("mlp-test")
+
+
+def test_a_plan_with_idle_devices_runs() -> None:
+    net, x = {"w": jnp.eye(13)}, jnp.ones((7, 13))
+    plan = wh.plan(
+        square,
+        net,
+        x,
+        optimizer=SGD,
+        cluster="h100:8",
+        default=wh.replicate(),
+        allow_idle=True,
+    )
+    step = wh.compile(plan, square, net, optimizer=SGD, devices=jax.devices()[:7])
+    _, metrics = step(step.init_from(net), x)
+    assert float(metrics["loss"]) == pytest.approx(float(square(net, x)), rel=1e-5)
+
+
+def test_a_fixed_mesh_may_leave_devices_idle() -> None:
+    mesh = {"data": 3, "fsdp": 1, "expert": 1, "tensor": 2}
+    net, x = {"w": leaf(12, 12)}, leaf(6, 12)
+    plan = wh.plan(square, net, x, cluster="h100:8", mesh=mesh, allow_idle=True)
+    assert plan.axis_sizes == {"data": 3, "tensor": 2}
+    plan = wh.plan(square, net, x, cluster="h100:8", mesh={"data": 3}, allow_idle=True)
+    assert plan.num_devices == 6
+
+
+# Micro-batches and statistics.
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_number_of_micro_batches_is_obeyed(count: int) -> None:
+    mesh, job = {"data": 4, "fsdp": 2}, {"batch_size": 32}
+    plan = planned("mlp-test", job=job, num_micro_batches=count, mesh=mesh)
+    assert plan.num_micro_batches == count
+
+
+def test_the_fewest_micro_batches_that_fit_are_taken() -> None:
+    job = {"batch_size": 512}
+    mesh = {"data": 8}
+    free = planned("mlp-test", job=job, mesh=mesh, zero=0)
+    assert free.num_micro_batches == 1
+    needed = free.memory.total_bytes - free.memory.activations_bytes // 2
+    tight = wh.cluster("h100:8").with_memory(needed)
+    plan = planned("mlp-test", job=job, mesh=mesh, zero=0, cluster=tight)
+    assert plan.num_micro_batches > 1
+    fewer = plan.num_micro_batches // 2
+    with pytest.raises(wh.WhaleError, match="no plan fits"):
+        planned(
+            "mlp-test",
+            job=job,
+            mesh=mesh,
+            zero=0,
+            cluster=tight,
+            num_micro_batches=fewer,
+        )
+
+
+NORM = "per micro-batch of 8 (2 per step)"
+
+
+def test_statistics_per_micro_batch_are_said_so() -> None:
+    plan = planned("resnet-test", num_micro_batches=2, default=wh.replicate())
+    notes = [note for note in plan.notes if NORM in note]
+    assert notes
+    assert all("num_micro_batches=1" in note for note in notes)
+    whole = planned("resnet-test", num_micro_batches=1, default=wh.replicate())
+    assert not any("per micro-batch" in note for note in whole.notes)
+
+
+def test_a_model_without_statistics_has_no_such_note() -> None:
+    plan = planned("gpt-test", num_micro_batches=2)
+    assert not any("per micro-batch" in note for note in plan.notes)
+
+
+def test_linen_statistics_are_found_too() -> None:
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(32)(x))
+
+    module = Normed()
+    variables = jax.eval_shape(module.init, jax.random.key(0), leaf(16, 24))
+
+    def loss(v: Any, x: Any) -> Any:
+        y, changed = module.apply(v, x, mutable=["batch_stats"])
+        return jnp.mean(y**2), wh.Aux(variables=changed)
+
+    plan = wh.plan(loss, variables, leaf(16, 24), cluster="h100:2", num_micro_batches=2)
+    assert any("BatchNorm_0" in note and NORM in note for note in plan.notes)
+
+
+def test_synchronised_statistics_take_one_micro_batch() -> None:
+    plan = planned("resnet-test", sync_batch_stats=True)
+    assert plan.num_micro_batches == 1
+    with pytest.raises(wh.WhaleError) as caught:
+        planned("resnet-test", sync_batch_stats=True, num_micro_batches=2)
+    assert "sync_batch_stats" in str(caught.value)
+    assert "num_micro_batches" in str(caught.value)
+
+
+def test_models_without_statistics_do_not_mind_synchronising_them() -> None:
+    plan = planned("gpt-test", sync_batch_stats=True, num_micro_batches=2)
+    assert plan.num_micro_batches == 2
+
+
+# Precision.
+
+
+def test_bf16_keeps_masters_and_halves_activations() -> None:
+    options: dict[str, Any] = {"mesh": {"data": 8}, "zero": 0, "num_micro_batches": 1}
+    job = {"annotated": False, "batch_size": 256}
+    full = planned("gpt-test", job=job, **options)
+    half = planned("gpt-test", job=job, precision="bf16", **options)
+    assert half.precision == "bf16"
+    assert half.memory.params_bytes == full.memory.params_bytes
+    assert half.memory.activations_bytes < 0.75 * full.memory.activations_bytes
+    assert half.time.compute_seconds < full.time.compute_seconds
+
+
+# Meshes, ZeRO, metadata.
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"data": 2, "fsdp": 2}]
+)
+def test_a_fixed_mesh_is_obeyed(mesh: dict[str, int]) -> None:
+    plan = planned("mlp-test", mesh=mesh)
+    assert {a: plan.axis_sizes.get(a, 1) for a in mesh} == mesh
+    assert plan.num_devices == 8
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_fixed_zero_level_is_obeyed(zero: int) -> None:
+    plan = planned("mlp-test", mesh={"data": 8}, zero=zero)
+    assert plan.zero == zero
+    (biggest,) = [x for x in plan.leaves if x.path == "layer_0.w"]
+    assert any(biggest.optimizer_spec) == (zero >= 1)
+    assert any(biggest.gradient_spec) == (zero >= 2)
+    assert not any(biggest.param_spec)
+
+
+def test_metadata_that_fixes_an_axis_is_obeyed() -> None:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            init = nnx.with_partitioning(
+                nnx.initializers.normal(), ("tensor", None), eager_sharding=False
+            )
+            self.up = nnx.Linear(48, 64, kernel_init=init, rngs=rngs)
+
+    def loss(model: Layer, x: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(model.up(x)) ** 2)
+
+    model = nnx.eval_shape(lambda: Layer(nnx.Rngs(0)))
+    plan = wh.plan(loss, model, leaf(16, 48), cluster="h100:8", mesh={"tensor": 8})
+    assert plan.leaf("up.kernel").compute_spec == (("tensor",), ())
+    plan = wh.plan(loss, model, leaf(16, 48), cluster="h100:8", mesh={"data": 8})
+    assert any(
+        "1 leaves name the mesh axis tensor (up.kernel first)" in note
+        for note in plan.notes
+    )
+
+
+# Whale's example with a million classes.
+
+
+def test_a_million_classes_need_the_hybrid() -> None:
+    cluster = wh.cluster("v100-16:8").with_memory(4 * 2**30)
+    options: dict[str, Any] = {"cluster": cluster, "optimizer": SGD}
+    job = {"classes": 1_000_000, "batch_size": 64}
+    with pytest.raises(wh.WhaleError) as caught:
+        planned(
+            "resnet50", job={**job, "annotated": False}, mesh={"data": 8}, **options
+        )
+    text = str(caught.value)
+    assert text.startswith("no plan fits: the nearest (data 8")
+    lacking = int(text.split("(")[2].split(" bytes")[0])
+    head = 4 * 2048 * 1_000_000
+    # Parameters, gradients and momentum of the head alone.
+    assert lacking > 2 * head
+    plan = planned("resnet50", job=job, **options)
+    assert plan.axis_sizes == {"tensor": 8}
+    assert plan.leaf("classifier.kernel").compute_spec == ((), ("tensor",))
+    assert plan.leaf("stem.conv.kernel").compute_spec == ((),) * 4
+    assert plan.memory.total_bytes <= cluster.memory_bytes
+    assert plan.batch[0].spec[0] == ("tensor",)
+
+
+# The quick start.
+
+
+def test_the_quick_start_is_planned_with_its_marks() -> None:
+    plan = planned("gpt", optimizer=optax.adamw(1e-3))
+    names = [r.task_graph for r in plan.compute]
+    assert {"replicate", "split"} <= set(names)
+    assert plan.axis_sizes["tensor"] > 1
+    assert "2 marked TaskGraphs obeyed" in plan.notes
+    assert np.isfinite(plan.time.step_seconds)
