@@ -38,6 +38,8 @@ class Model:
         marks: what its annotations cover: ``"all"`` of it, or a ``"part"``, the rest
             being left to the default strategy.
         experts: it has some.
+        tied: its only split kernel is the embedding, which the replicated part reads
+            first, so that it is stored whole.
         seconds: about what a case takes, to prefer cheap ones.
     """
 
@@ -47,6 +49,7 @@ class Model:
     quiet: Mapping[str, Any] = field(default_factory=dict)
     marks: Literal["all", "part"] = "all"
     experts: bool = False
+    tied: bool = False
     seconds: float
 
     def job(self, dtype: Dtype, *, annotated: bool, quiet: bool = False) -> wh.Job:
@@ -86,6 +89,7 @@ MODELS: Final = (
         name="gpt-tied",
         make=_GPT,
         options={"layers": 1, "tied_embedding": True},
+        tied=True,
         seconds=2.5,
     ),
     Model(
@@ -303,6 +307,22 @@ class Case:
             ("micro-batches", str(self.num_micro_batches)),
             ("dtype", self.dtype),
         )
+
+
+def expected_axes(case: Case) -> dict[str, frozenset[str] | None]:
+    """The mesh axes that shard the batch, the parameters and what follows them."""
+    strategy = case.strategy
+    found = {
+        "batch": strategy.batch,
+        "params": strategy.params,
+        "gradients": strategy.gradients,
+        "optimizer": strategy.optimizer,
+    }
+    if case.model.tied and strategy.annotated:
+        for what in ("params", "gradients", "optimizer"):
+            axes = found[what]
+            found[what] = None if axes is None else axes - {"tensor"}
+    return found
 
 
 def reason_to_skip(case: Case) -> str | None:

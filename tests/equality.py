@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from tests.cases import MODELS, Case, Dtype
+from tests.cases import MODELS, Case, Dtype, expected_axes
 from whalejax import hlo
 from whalejax.adapters import adapt
 from whalejax.losses import Job
@@ -411,8 +411,8 @@ def _unsharded(case: Case, plan: wh.Plan) -> list[str]:
         "optimizer": [leaf.optimizer_spec for leaf in plan.leaves],
     }
     problems = []
-    for what, found in specs.items():
-        wanted = getattr(case.strategy, what)
+    for what, wanted in expected_axes(case).items():
+        found = specs[what]
         axes = {axis for spec in found for dim in spec for axis in dim}
         if wanted is not None and axes != wanted:
             problems.append(

@@ -30,7 +30,7 @@ from whalejax.train import TrainState, TrainStep
 
 _STEPS_IN_FLIGHT: Final = 2
 _WARM_UP_STEPS: Final = 2
-_WINDOW_SECONDS: Final = 1.0
+_WINDOW_SECONDS: Final = 4.0
 _STEP_DIRECTORY: Final = re.compile(r"step_(\d{6,})")
 _LEFTOVER: Final = re.compile(
     rf"step_\d{{6,}}(\.deleted|{re.escape(UNFINISHED_SUFFIX)})"

@@ -14,7 +14,7 @@ import optax
 
 from whalejax.adapters import adapt
 from whalejax.batches import batch_leaves
-from whalejax.capture import capture
+from whalejax.capture import Captured, capture
 from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -24,7 +24,7 @@ from whalejax.planner.decide import decide
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.search import PLANNED_AXES, Request
-from whalejax.precision import PRECISIONS, at_precision
+from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
 
 
 def plan(
@@ -72,7 +72,7 @@ def plan(
             chooses the others.
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
-        runnable: take only what ``wh.compile`` can run; every plan of this version is.
+        runnable: take only what ``wh.compile`` can run; all of this version's are.
 
     Returns:
         The plan; ``print`` shows it.
@@ -91,9 +91,7 @@ def plan(
     """
     kind = _check_options(default, precision, num_micro_batches, zero)
     machine = _cluster(cluster)
-    if mesh is not None:
-        _check_mesh(mesh, machine.num_devices, allow_idle)
-    transformation = optax.identity() if optimizer is None else optimizer
+    _check_mesh(mesh or {}, machine.num_devices, allow_idle)
     adapter = at_precision(
         adapt(model, loss_fn, trainable=trainable, axis_names=axis_names), precision
     )
@@ -102,19 +100,29 @@ def plan(
     )
     reductions = batch_reductions(captured)
     if sync_batch_stats and reductions:
-        _check_synced(num_micro_batches, reductions)
-        num_micro_batches = 1
+        num_micro_batches = _synced(num_micro_batches, reductions)
     request = Request(
-        optimizer=optimizer_bytes(adapter, transformation),
+        optimizer=optimizer_bytes(adapter, optimizer or optax.identity()),
         state_bytes=_tree_bytes(adapter.rest),
         num_micro_batches=num_micro_batches,
         default=kind,
-        cast_bytes=0.5 if precision == "bf16" else 1.0,
+        cast_bytes=CAST_BYTES[precision],
         num_devices=machine.num_devices,
         mesh=mesh,
         zero=zero,
         reductions=reductions,
     )
+    return _decide(captured, machine, request, precision, batch, allow_idle)
+
+
+def _decide(
+    captured: Captured,
+    machine: Cluster,
+    request: Request,
+    precision: str,
+    batch: Any,
+    allow_idle: bool,
+) -> Plan:
     decided = functools.partial(
         decide, captured.graph, machine, precision=precision, batch=batch_leaves(batch)
     )
@@ -164,11 +172,9 @@ def _check_options(
     return None if mark is None else str(mark.kind)
 
 
-def _check_synced(
-    num_micro_batches: int | None, reductions: Sequence[BatchReduction]
-) -> None:
+def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction]) -> int:
     if num_micro_batches in (None, 1):
-        return
+        return 1
     places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
     raise PlanError(
         f"sync_batch_stats=True asks for statistics of the global batch, and "

@@ -18,6 +18,9 @@ from whalejax.meshes.problems import WhaleError
 PRECISIONS = ("f32", "bf16")
 """``f32`` leaves the model's own types alone."""
 
+CAST_BYTES = {"f32": 1.0, "bf16": 0.5}
+"""Bytes of a parameter as computed with, over its stored bytes."""
+
 
 def at_precision(adapter: Adapter, precision: str) -> Adapter:
     """An adapter whose loss computes at a precision.

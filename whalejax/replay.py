@@ -8,6 +8,7 @@ training run; it is a module of its own because it needs nothing of the command 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 from whalejax.jobs import make_plan
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import Plan
 from whalejax.train import TrainState, TrainStep
 from whalejax.train import compile as compile_step
@@ -84,12 +86,20 @@ def replay(
         batches: gives the global batch of a step, counted from 0.
         steps: how many.
         on_step: called with the number of steps replayed.
+
+    Raises:
+        WhaleError: a loss is not finite.
     """
     first = int(state.step)
     losses = []
     for index in range(first, first + steps):
         state, metrics = step(state, batches(index))
         losses.append(float(metrics["loss"]))
+        if not math.isfinite(losses[-1]):
+            raise WhaleError(
+                f"step {index + 1} on one device: the loss is {losses[-1]}; on "
+                "several it was finite. The two do not compute the same"
+            )
         if on_step is not None:
             on_step(len(losses))
     return tuple(losses)

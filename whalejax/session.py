@@ -7,10 +7,11 @@ happened into words and one JSON object.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,48 +73,29 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
         WhaleError: the options contradict each other, no plan fits, the plan is for
             another machine, or the loss is not finite.
     """
-    console = make_console(quiet=options.quiet)
     checkpoint = check_options(options)
+    # Of several processes the first one speaks.
+    speaks = jax.process_index() == 0
+    console = make_console(quiet=options.quiet or not speaks)
     model = jobs.abstract_model(job)
-    plan = Plan.load(options.plan) if options.plan else _made_plan(job, model, options)
-    print_plan(plan, console)
-    size = plan.batch[0].shape[0]
-
-    def batches(index: int) -> Any:
-        return job.batch_at(index, size)
-
-    first = batches(0)
-    step = compile_step(plan, job.loss_fn, model, optimizer=job.optimizer, batch=first)
-    state = _start(step, job, options, checkpoint)
-    if options.resume:
-        origin = f"from {checkpoint}" if checkpoint else "anew: nothing was saved there"
-        console.print(f"starting {origin}", markup=False)
-    done = _train(step, state, batches, options, checkpoint, console)
-    losses, measured = done.losses, done.step_seconds
-    del done, state  # their memory is the replay's
-    difference = None
-    count = min(options.replay, len(losses))
-    if count:
-        alone = replay.one_device_step(job, model, first, plan)
-        again = _replay(alone, job, batches, options, checkpoint, count, console)
-        difference = replay.max_relative_difference(losses, again)
-    unit, amount = units_of(first)
-    report = Report(
-        model=job.name,
-        steps=len(losses),
-        loss_first=losses[0] if losses else None,
-        loss_last=losses[-1] if losses else None,
-        max_rel_diff_vs_one_device=difference,
-        mesh=plan.axis_sizes or {"data": 1},
-        predicted_step_s=plan.time.step_seconds,
-        measured_step_s=measured,
-        tokens_per_s=amount / measured if measured and unit == "tokens" else None,
-        samples_per_s=size / measured if measured else None,
-        seconds=time.monotonic() - started,
+    session = _Session(
+        job=job,
+        options=options,
+        checkpoint=checkpoint,
+        console=console,
+        model=model,
+        plan=_plan(job, model, options, console),
     )
+    print_plan(session.plan, console)
+    losses, step_seconds = session.train()
+    difference = None
+    if losses and options.replay:
+        again = session.replay(min(options.replay, len(losses)))
+        difference = replay.max_relative_difference(losses, again)
+    report = session.report(losses, step_seconds, difference, started)
     for line in _words(report):
         console.print(line, markup=False)
-    if options.json:
+    if options.json and speaks:
         print(json.dumps(dataclasses.asdict(report)), flush=True)
     return report
 
@@ -175,7 +157,11 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     return found
 
 
-def _made_plan(job: Job, model: Any, options: TrainCommand) -> Plan:
+def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
+    if options.plan is not None:
+        return Plan.load(options.plan)
+    if options.cluster is None:
+        console.print("planning; these devices are measured once, for at most 20 s")
     return jobs.make_plan(
         job,
         model,
@@ -186,66 +172,117 @@ def _made_plan(job: Job, model: Any, options: TrainCommand) -> Plan:
     )
 
 
-# Training.
+# What runs.
 
 
-def _start(
-    step: TrainStep, job: Job, options: TrainCommand, checkpoint: Path | None
-) -> TrainState:
-    if checkpoint is not None:
-        return step.restore(checkpoint)
-    return step.init(job.make_model, rng=jax.random.key(options.seed))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What training and replaying share.
 
+    Attributes:
+        job, options: as given.
+        checkpoint: to start from, or None.
+        console: where to write.
+        model: abstract.
+        plan: to train by.
+    """
 
-def _train(
-    step: TrainStep,
-    state: TrainState,
-    batches: Callable[[int], Any],
-    options: TrainCommand,
-    checkpoint: Path | None,
-    console: Console,
-) -> loop.Run:
-    first = int(state.step)
-    unit, amount = units_of(batches(0))
-    predicted = step.plan.time.step_seconds
-    with Meter(console, "training", first=first, steps=options.steps) as meter:
+    job: Job
+    options: TrainCommand
+    checkpoint: Path | None
+    console: Console
+    model: Any
+    plan: Plan
 
-        def show(progress: loop.Progress) -> None:
-            words = progress_words(
-                progress.loss,
-                unit=unit,
-                units_per_step=amount,
-                predicted_seconds=predicted,
-                measured_seconds=progress.step_seconds,
-            )
-            meter.show(progress.step, words)
+    @property
+    def batch_size(self) -> int:
+        """Samples in a global batch, as planned."""
+        return self.plan.batch[0].shape[0]
 
-        return loop.train(
-            step,
-            state,
-            batches,
-            steps=options.steps,
-            save_dir=options.save,
-            save_every=options.save_every,
-            resumed_from=checkpoint,
-            on_step=show,
+    def batch_at(self, index: int) -> Any:
+        """The global batch of a step, counted from 0."""
+        return self.job.batch_at(index, self.batch_size)
+
+    def start(self, step: TrainStep) -> TrainState:
+        """The state to begin with: restored, or fresh."""
+        if self.checkpoint is not None:
+            return step.restore(self.checkpoint)
+        return step.init(self.job.make_model, rng=jax.random.key(self.options.seed))
+
+    def train(self) -> tuple[tuple[float, ...], float | None]:
+        """The losses, and the measured time of a step; the state is let go."""
+        options, job = self.options, self.job
+        batch = self.batch_at(0)
+        step = compile_step(
+            self.plan, job.loss_fn, self.model, optimizer=job.optimizer, batch=batch
         )
+        self._say_where_from()
+        state = self.start(step)
+        first = int(state.step)
+        with Meter(self.console, "training", first=first, steps=options.steps) as meter:
+            done = loop.train(
+                step,
+                state,
+                self.batch_at,
+                steps=options.steps,
+                save_dir=options.save,
+                save_every=options.save_every,
+                resumed_from=self.checkpoint,
+                on_step=functools.partial(self._show, meter, *units_of(batch)),
+            )
+        return done.losses, done.step_seconds
 
+    def _say_where_from(self) -> None:
+        if self.checkpoint is not None:
+            self.console.print(f"starting from {self.checkpoint}", markup=False)
+        elif self.options.resume:
+            self.console.print("starting anew: there is no checkpoint to resume from")
+        self.console.print("compiling; the first step takes longer")
 
-def _replay(
-    alone: TrainStep,
-    job: Job,
-    batches: Callable[[int], Any],
-    options: TrainCommand,
-    checkpoint: Path | None,
-    count: int,
-    console: Console,
-) -> tuple[float, ...]:
-    state = _start(alone, job, options, checkpoint)
-    title = "replaying on one device"
-    with Meter(console, title, first=0, steps=count) as meter:
-        return replay.replay(
-            alone, state, batches, steps=count, on_step=lambda done: meter.show(done)
+    def _show(
+        self, meter: Meter, unit: str, units_per_step: int, progress: loop.Progress
+    ) -> None:
+        words = progress_words(
+            progress.loss,
+            unit=unit,
+            units_per_step=units_per_step,
+            predicted_seconds=self.plan.time.step_seconds,
+            measured_seconds=progress.step_seconds,
+        )
+        meter.show(progress.step, words)
+
+    def replay(self, count: int) -> tuple[float, ...]:
+        """The losses of the first steps of this session, on one device."""
+        batch = self.batch_at(0)
+        step = replay.one_device_step(self.job, self.model, batch, self.plan)
+        title = "replaying on one device"
+        with Meter(self.console, title, first=0, steps=count) as meter:
+            return replay.replay(
+                step, self.start(step), self.batch_at, steps=count, on_step=meter.show
+            )
+
+    def report(
+        self,
+        losses: Sequence[float],
+        step_seconds: float | None,
+        difference: float | None,
+        started: float,
+    ) -> Report:
+        """What was found, in numbers."""
+        unit, amount = units_of(self.batch_at(0))
+        speed = 1 / step_seconds if step_seconds else None
+        return Report(
+            model=self.job.name,
+            steps=len(losses),
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
+            max_rel_diff_vs_one_device=difference,
+            mesh=self.plan.axis_sizes or {"data": 1},
+            predicted_step_s=self.plan.time.step_seconds,
+            measured_step_s=step_seconds,
+            tokens_per_s=speed * amount if speed and unit == "tokens" else None,
+            samples_per_s=speed * self.batch_size if speed else None,
+            seconds=time.monotonic() - started,
         )
 
 

@@ -30,7 +30,13 @@ ALLOWED_TARGETS: Final = {
     "meshes": {"meshes"},
 }
 # These measure devices or build a mesh: JAX is what they are for.
-MESHES_WITH_JAX: Final = ("build.py", "calibrate.py")
+MESHES_WITH_JAX: Final = (
+    "build.py",
+    "calibrate.py",
+    "detect.py",
+    "measure.py",
+    "probes.py",
+)
 PythonFiles = Callable[..., list[Path]]
 NAMES: Final = tuple(name for name in whalejax.__all__ if name != "__version__")
 

@@ -1,0 +1,230 @@
+"""Runs cases in processes of their own, all cores at once.
+
+A case that hangs or crashes takes only its process with it, and the processes compile
+with the optimisations off that no layout depends on: machine code of half the quality
+in a third of the time.
+
+``python -m tests.workers`` is one such process: a case id on each line it reads, a
+record in JSON on each that it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tests.cases import Case, full_matrix
+
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+SECONDS_PER_CASE: Final = 600.0
+LINES_OF_A_CRASH: Final = 20
+
+Record = dict[str, Any]
+
+
+def run_all(
+    cases: Sequence[Case], *, jobs: int | None = None, stop_at: float | None = None
+) -> Iterator[Record]:
+    """Run cases and give their records as they come.
+
+    Args:
+        cases: what to run.
+        jobs: how many processes at once; one for each core if left out.
+        stop_at: a ``time.monotonic()`` after which no case is started.
+    """
+    jobs = os.cpu_count() or 1 if jobs is None else jobs
+    waiting: queue.SimpleQueue[list[Case]] = queue.SimpleQueue()
+    for group in _groups(cases):
+        waiting.put(group)
+    found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
+    stopped = threading.Event()
+    threads = [
+        threading.Thread(
+            target=_serve, args=(waiting, found, stopped, stop_at), daemon=True
+        )
+        for _ in range(jobs)
+    ]
+    for thread in threads:
+        thread.start()
+    left = len(threads)
+    try:
+        while left:
+            record = found.get()
+            if isinstance(record, BaseException):
+                raise record
+            if record is None:
+                left -= 1
+            else:
+                yield record
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def _groups(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases that share a model and a dtype, the longest group first."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.model.name, case.dtype), []).append(case)
+    return sorted(groups.values(), key=lambda g: -g[0].model.seconds * len(g))
+
+
+def _serve(
+    waiting: queue.SimpleQueue[list[Case]],
+    found: queue.SimpleQueue[Record | BaseException | None],
+    stopped: threading.Event,
+    stop_at: float | None,
+) -> None:
+    """Take groups until there are none."""
+    try:
+        while not stopped.is_set():
+            _serve_group(waiting.get_nowait(), found, stopped, stop_at)
+    except queue.Empty:
+        pass
+    except BaseException as error:  # the thread's own end would go unseen
+        found.put(error)
+    finally:
+        found.put(None)
+
+
+def _serve_group(
+    group: list[Case],
+    found: queue.SimpleQueue[Record | BaseException | None],
+    stopped: threading.Event,
+    stop_at: float | None,
+) -> None:
+    worker: _Worker | None = None
+    try:
+        for case in group:
+            if stopped.is_set() or (stop_at and time.monotonic() > stop_at):
+                return
+            worker = worker or _Worker()
+            record = worker.ask(case)
+            if record is None:
+                record = _record_of_a_crash(case, worker.close())
+                worker = None
+            found.put(record)
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def _record_of_a_crash(case: Case, errors: str) -> Record:
+    tail = "\n".join(errors.splitlines()[-LINES_OF_A_CRASH:])
+    text = f"no answer from the process within {SECONDS_PER_CASE:.0f} s:\n{tail}"
+    return {"id": case.id, "ok": False, "problems": [text]}
+
+
+class _Worker:
+    """A process that runs cases, one at a time."""
+
+    def __init__(self) -> None:
+        self.errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.workers"],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            bufsize=1,
+        )
+
+    def ask(self, case: Case) -> Record | None:
+        """The record of a case, or None where the process gives none."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            print(case.id, file=self.process.stdin, flush=True)
+        except OSError:
+            return None
+        # One line is on its way at a time, so nothing waits in Python's buffer.
+        ready, _, _ = select.select([self.process.stdout], [], [], SECONDS_PER_CASE)
+        line = self.process.stdout.readline() if ready else ""
+        record: Record | None = json.loads(line) if line else None
+        return record
+
+    def close(self) -> str:
+        """End the process; what it wrote to stderr."""
+        self.process.kill()
+        self.process.communicate()
+        with self.errors:
+            self.errors.seek(0)
+            return self.errors.read()
+
+
+def environment() -> dict[str, str]:
+    """The environment of a worker: eight CPU devices, and quick compilation."""
+    from importlib.metadata import version
+
+    flags = ["--xla_force_host_platform_device_count=8"]
+    flags.append("--xla_backend_optimization_level=0")
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+        # Later versions do not know it, and stop at a flag that they do not know.
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    taken = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return {**taken, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+
+
+def record_of(case: Case) -> Record:
+    """Run a case here.
+
+    Returns:
+        What there is to say about it, ready for JSON: ``id``, ``ok``, ``problems`` and,
+        where it ran, the errors, tolerance, noise, mesh, collectives and seconds.
+    """
+    from tests.equality import run_case
+
+    start = time.perf_counter()
+    try:
+        verdict = run_case(case)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return {"id": case.id, "ok": False, "problems": [text]}
+    outcome = verdict.outcome
+    return {
+        "id": case.id,
+        "ok": not verdict.problems,
+        "problems": list(verdict.problems),
+        "worst": outcome.worst,
+        "worst_path": outcome.worst_path,
+        "loss_error": outcome.loss_error,
+        "metric_error": outcome.metric_error,
+        "rest_error": outcome.rest_error,
+        "update_error": outcome.update_error,
+        "tolerance": verdict.tolerance,
+        "noise": verdict.noise,
+        "compilations": outcome.compilations,
+        "mesh": {a: n for a, n in outcome.plan.axis_sizes.items() if n > 1},
+        "collectives": dict(outcome.collectives.counts),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def main() -> None:
+    """Answer every case id on stdin with a record on stdout."""
+    import tests.equality  # noqa: F401  # before warnings are errors: others' imports
+
+    warnings.simplefilter("error")
+    by_id = {case.id: case for case in full_matrix()}
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not stand between the records
+    for line in sys.stdin:
+        print(json.dumps(record_of(by_id[line.strip()])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
