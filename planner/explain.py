@@ -131,7 +131,7 @@ def _leaf_rows(plan: Plan) -> list[str]:
         row = (starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
         folded.setdefault(row, []).append(leaf.path)
     head = ("parameter", "shape", "spec", "per device")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for (path, *rest), paths in folded.items():
         label = f"{path} ×{len(paths)}" if len(paths) > 1 else paths[0]
         rows.append((label, rest[0], rest[1], rest[2]))

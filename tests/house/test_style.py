@@ -16,20 +16,24 @@ ROOMS: Final = ("whalejax", "planner", "meshes", "models")
 LINKED_ROOMS: Final = ("planner", "meshes", "models")
 PythonFiles = Callable[..., list[Path]]
 LONGEST_MODULE_LINES: Final = 600
-LONGEST_FUNCTION_LINES: Final = 80
+LONGEST_FUNCTION_LINES: Final = 60
 # Spelled in two halves, so that this file does not hold what it looks for.
 UNFINISHED: Final = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
 
 
 def long_functions(source: str, limit: int) -> list[str]:
-    """The functions of more than ``limit`` lines, docstring and decorators counted."""
-    return [
-        f"line {node.lineno}: {node.name} has {length} lines"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for length in [(node.end_lineno or node.lineno) - node.lineno + 1]
-        if length > limit
-    ]
+    """The functions of more than ``limit`` lines, docstrings not counted."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if ast.get_docstring(node) is not None:
+            text = node.body[0]
+            length -= (text.end_lineno or text.lineno) - text.lineno + 1
+        if length > limit:
+            found.append(f"line {node.lineno}: {node.name} has {length} lines")
+    return found
 
 
 def test_modules_are_short(python_files: PythonFiles) -> None:
@@ -53,6 +57,8 @@ def test_functions_are_short(python_files: PythonFiles) -> None:
 def test_a_long_function_is_seen() -> None:
     source = "def f():\n" + "    x = 1\n" * 80
     assert long_functions(source, 80) == ["line 1: f has 81 lines"]
+    told = 'def f():\n    """Says."""\n' + "    x = 1\n" * 79
+    assert not long_functions(told, 80)
 
 
 def test_modules_say_what_they_are_for(python_files: PythonFiles) -> None:

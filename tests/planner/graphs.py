@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from whalejax.planner.graph import (
     Factor,
@@ -156,11 +157,7 @@ class Program:
     def unary(self, kind: str, operand: int) -> int:
         """An elementwise operation of one operand whose result is kept."""
         result = self.add(operand, kind=kind)
-        last = self.ops[-1]
-        self.ops[-1] = Op(
-            **{name: getattr(last, name) for name in Op.__slots__ if name != "saves"},
-            saves=(1,),
-        )
+        self.ops[-1] = replace(self.ops[-1], saves=(1,))
         return result
 
     def reshape(self, operand: int, *shape: int) -> int:
@@ -285,9 +282,13 @@ def _block(
 
 
 def _query_key_value(
-    p: Program, z: Sizes, x: int, kernel: object, flat_heads: bool, fused: bool
+    p: Program,
+    z: Sizes,
+    x: int,
+    kernel: Callable[..., int],
+    flat_heads: bool,
+    fused: bool,
 ) -> tuple[int, int, int]:
-    assert callable(kernel)
     if fused:
         joint = p.einsum("bse,en->bsn", x, kernel("qkv", z.embed, 3 * z.heads * z.key))
         split = p.reshape(joint, z.batch, z.seq, 3, z.heads, z.key)

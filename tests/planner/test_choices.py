@@ -43,6 +43,7 @@ def hybrid(split: Mark, *, heads: int = 1) -> Graph:
     p.mark(mark("replicate"), "replicate")
     h = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("up.kernel", 24, 320)))
     h = p.einsum("bi,ij->bj", h, p.param("down.kernel", 320, 48))
+    logits = h
     for i in range(heads):
         p.mark(split, "split" if i == 0 else f"split.{i + 1}")
         logits = p.einsum("bi,ij->bj", h, p.param(f"head{i or ''}.kernel", 48, 40))
