@@ -102,11 +102,8 @@ class Options:
         """TaskGraphs in index order."""
         return tuple(self.choices)
 
-    def tables(
-        self, task_graph: int, mesh: Mapping[str, int], dims: Dimensions
-    ) -> list[Table]:
+    def tables(self, task_graph: int, mesh: Mapping[str, int]) -> list[Table]:
         """Every table that the TaskGraph may have on a mesh."""
-        del dims
         choice = self.choices[task_graph]
         base: dict[str, tuple[int, ...]] = {"data": self.batch, "fsdp": self.batch}
         found: list[Table] = []

@@ -16,6 +16,7 @@ from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.graph import Graph, Tensor
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.plan import LeafPlan
+from whalejax.planner.regions import weight_homes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class LeafFacts:
             optimizer: bytes of its state.
         """
         tensors = graph.params
-        homes = _homes(graph, weight)
+        homes = weight_homes(graph, weight)
         storage = _storage_order(tensors, dims)
         rank = {role: place for place, role in enumerate(storage)}
         groups: dict[LeafGroup, int] = {}
@@ -161,18 +162,6 @@ def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ..
             if not dims.roles[role].unshardable:
                 covered[role] += t.nbytes
     return tuple(role for role, _ in covered.most_common())
-
-
-def _homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
-    """The TaskGraph that first computes with each parameter, through casts."""
-    homes: dict[int, int] = {}
-    for op in reversed(graph.ops):
-        passed = all(weight[t] for t in op.results)
-        for t in op.operands:
-            if weight[t]:
-                home = homes.get(op.results[0]) if passed and op.results else None
-                homes[t] = op.task_graph if home is None else home
-    return homes
 
 
 def _order(tensor: Tensor, layout: Layout, rank: Mapping[int, int]) -> tuple[int, ...]:

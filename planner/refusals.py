@@ -134,7 +134,7 @@ def _least_share(search: Search) -> int:
             continue
         regions = []
         for region in options.order:
-            tables = options.tables(region, mesh, search.dims)
+            tables = options.tables(region, mesh)
             parts = (
                 math.prod(n for a, n in mesh.items() if set(t.get(a, ())) & batch)
                 for t in tables

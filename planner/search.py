@@ -214,7 +214,7 @@ class Search:
         if reason:
             self.refused[reason] = self.refused.get(reason, 0) + 1
             return
-        lists = [self.options.tables(g, mesh, self.dims) for g in self.options.order]
+        lists = [self.options.tables(g, mesh) for g in self.options.order]
         if not all(lists):
             self.refused[NOTHING_TO_SPLIT] = self.refused.get(NOTHING_TO_SPLIT, 0) + 1
         for combination in itertools.product(*lists):

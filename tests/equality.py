@@ -173,7 +173,9 @@ def on_one_device(
         num_micro_batches=count,
         paths=adapter.param_paths,
         loss=float(loss / weight),
-        gradients=[np.asarray(g / weight.astype(g.dtype)) for g in jax.tree.leaves(grads)],
+        gradients=[
+            np.asarray(g / weight.astype(g.dtype)) for g in jax.tree.leaves(grads)
+        ],
         metrics={name: float(value) / count for name, value in metrics.items()},
         rest=numbers(rest),
     )
@@ -445,7 +447,10 @@ def _noise(name: str, count: int) -> float:
     Between two runs whose samples are permuted; without dropout, whose masks go by the
     sample's place and would be other ones.
     """
-    quiet, model = _job(name, "float32", False, True), _model(name, "float32", False, True)
+    quiet, model = (
+        _job(name, "float32", False, True),
+        _model(name, "float32", False, True),
+    )
     one = _reference(name, "float32", count)
     if next(m for m in MODELS if m.name == name).quiet:
         one = on_one_device(quiet, count, model=model)

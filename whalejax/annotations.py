@@ -154,7 +154,8 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
 
     Args:
         devices: into how many parts; chosen by the planner where left out.
-        axis: the logical dimension to shard, by its name in the model's metadata.
+        axis: the logical dimension to shard, by its name in the model's metadata, or as
+            a leaf's path and dimension: ``"head.kernel.1"``.
 
     Returns:
         A context manager that is also a decorator.

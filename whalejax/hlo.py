@@ -6,6 +6,7 @@ the one form of a compiled program that every backend gives.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,10 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIP = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _NAME = re.compile(r'op_name="([^"]*)"')
+_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\].*? \{('[^}]*)\}")
+_MESH_AXIS = re.compile(r"('[^']+')(?:=(\d+)|:\(\d+\)(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,7 @@ class Instruction:
         shapes: (dtype, shape) of its results on one device.
         nbytes: bytes of its results on one device.
         count: how often it runs in one execution of the program.
+        group_size: devices that it joins; 0 where the text does not say.
         name: name stack of the operation behind it, if the compiler kept it.
     """
 
@@ -52,6 +58,7 @@ class Instruction:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     nbytes: int
     count: int
+    group_size: int
     name: str
 
 
@@ -92,12 +99,26 @@ class _Line:
 def collectives(text: str) -> Collectives:
     """Read the collectives of a compiled program.
 
+    An asynchronous one counts once, where it starts. All branches of a conditional
+    count, although one of them runs.
+
     Args:
         text: ``compiled.as_text()``.
+
+    Returns:
+        Those that the entry computation reaches, in the order of the text.
 
     Raises:
         WhaleError: a loop that holds a collective has no known trip count, or no entry
             computation is found.
+
+    >>> found = collectives(
+    ...     "ENTRY %main (x: f32[4]) -> f32[8] {\\n"
+    ...     "  ROOT %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}\\n"
+    ...     "}"
+    ... )
+    >>> found.counts, found.nbytes["all-gather"]
+    (Counter({'all-gather': 1}), 32)
     """
     computations, entry = _computations(text)
     if entry is None:
@@ -163,21 +184,54 @@ def _called(rest: str) -> Iterator[str]:
 def _instruction(kind: str, line: _Line, count: int) -> Instruction:
     shapes = []
     nbytes = 0
-    for dtype, dims in _SHAPE.findall(line.result):
+    for dtype, dims in _SHAPE.findall(_result(kind, line)):
         shape = tuple(int(d) for d in dims.split(",") if d)
-        size = 1
-        for d in shape:
-            size *= d
         shapes.append((dtype, shape))
-        nbytes += size * _itemsize(dtype)
+        nbytes += math.prod(shape) * _itemsize(dtype)
     name = _NAME.search(line.rest)
     return Instruction(
         kind=kind,
         shapes=tuple(shapes),
         nbytes=nbytes,
         count=count,
+        group_size=_group_size(line.rest),
         name=name[1] if name else "",
     )
+
+
+def _result(kind: str, line: _Line) -> str:
+    """The shape of what a collective gives, without what an asynchronous one holds.
+
+    Where one starts, its type is a tuple of operands, results and context; only an
+    all-reduce names its results alone.
+    """
+    if line.opcode == kind or kind == "all-reduce":
+        return line.result
+    elements, depth = [""], 0
+    for character in line.result.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements[1]
+
+
+def _group_size(text: str) -> int:
+    """Devices in a replica group, in any of the three ways to write groups."""
+    listed = _LISTED_GROUPS.search(text)
+    if listed is not None:
+        return listed[1].count(",") + 1
+    counted = _COUNTED_GROUPS.search(text)
+    if counted is not None:
+        return int(counted[1])
+    by_axes = _MESH_GROUPS.search(text)
+    if by_axes is None:
+        return 0
+    sizes = {m[1]: int(m[2]) for m in _MESH_AXIS.finditer(by_axes[1])}
+    # A part of an axis, as in 'a':(2)4, gives its own size.
+    parts = [int(m[3] or sizes[m[1]]) for m in _MESH_AXIS.finditer(by_axes[2])]
+    return math.prod(parts)
 
 
 def _itemsize(dtype: str) -> int:

@@ -270,11 +270,16 @@ def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:
     """Remove what is older than the latest checkpoints, and what killed runs left."""
     if jax.process_index() != 0:
         return
+    _remove_leftovers(save_dir)
     ordered = sorted(_checkpoints(save_dir), key=_steps_of)
     for path in ordered[: max(0, len(ordered) - keep)]:
         if path != protected:
             # Renamed first: half a checkpoint must never bear a checkpoint's name.
             path.rename(path.with_name(f"{path.name}.deleted"))
+    _remove_leftovers(save_dir)
+
+
+def _remove_leftovers(save_dir: Path) -> None:
     for path in save_dir.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

@@ -149,33 +149,32 @@ def test_a_minor_atom_is_not_offered() -> None:
 
 def test_replicate_lends_every_axis_to_the_batch() -> None:
     options, dims = options_of(hybrid(mark("split")))
-    (table,) = options.tables(1, mesh(data=2, tensor=4), dims)
+    (table,) = options.tables(1, mesh(data=2, tensor=4))
     assert set(table.values()) == {options.batch}
 
 
 def test_split_shards_something_and_what_is_free_may_not() -> None:
     options, dims = options_of(hybrid(mark("split")))
-    tables = options.tables(2, mesh(tensor=8), dims)
+    tables = options.tables(2, mesh(tensor=8))
     assert {dims.roles[t["tensor"][0]].size for t in tables} == {48, 40}
     free, dims = options_of(gpt(1))
-    tables = free.tables(0, mesh(tensor=2), dims)
+    tables = free.tables(0, mesh(tensor=2))
     assert free.batch in [t["tensor"] for t in tables]
 
 
 def test_only_what_the_axis_divides_is_offered() -> None:
     options, dims = options_of(hybrid(mark("split")))
     assert {
-        dims.roles[t["tensor"][0]].size
-        for t in options.tables(2, mesh(tensor=16), dims)
+        dims.roles[t["tensor"][0]].size for t in options.tables(2, mesh(tensor=16))
     } == {48}
-    assert options.tables(2, mesh(tensor=7), dims) == []
+    assert options.tables(2, mesh(tensor=7)) == []
 
 
 def test_the_mark_names_the_dimension() -> None:
     options, dims = options_of(hybrid(mark("split", axis="head.kernel.1")))
-    (table,) = options.tables(2, mesh(tensor=8), dims)
+    (table,) = options.tables(2, mesh(tensor=8))
     assert [dims.roles[r].name for r in table["tensor"]] == ["head.kernel[1]"]
-    assert options.tables(2, mesh(tensor=16), dims) == []
+    assert options.tables(2, mesh(tensor=16)) == []
 
 
 @pytest.mark.parametrize("name", ["head.kernel.1", "head.kernel[1]"])
@@ -211,9 +210,9 @@ def test_metadata_fixes_the_dimension() -> None:
     options, dims = options_of(graph)
     embed = dims.find("head.kernel[0]")
     assert embed is not None
-    tables = options.tables(0, mesh(tensor=2), dims)
+    tables = options.tables(0, mesh(tensor=2))
     assert tables and all(embed.index in t["tensor"] for t in tables)
-    assert options.tables(0, mesh(data=8), dims) == [
+    assert options.tables(0, mesh(data=8)) == [
         {a: options.batch for a in ("data", "fsdp", "expert", "tensor")}
     ]
 
@@ -270,7 +269,7 @@ def test_a_split_without_weights_shards_its_activations() -> None:
     h = p.einsum("bi,ij->bj", x, p.param("w", 24, 40))
     p.mark(mark("split"), "split")
     options, dims = options_of(p.graph(p.einsum("bj->", p.unary("exp", h))))
-    (table,) = options.tables(1, mesh(tensor=8), dims)
+    (table,) = options.tables(1, mesh(tensor=8))
     assert [dims.roles[r].size for r in table["tensor"]] == [40]
 
 

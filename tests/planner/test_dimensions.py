@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.planner.graphs import Program, Sizes, gpt, mlp
 from whalejax.planner.dimensions import Dimensions, analyse, starred
@@ -274,6 +276,36 @@ def test_refinement_of_one_dimension_reaches_its_namesakes() -> None:
     assert dims.sizes[w] == ((5,), (2, 3, 4))
     assert dims.layouts[z] == dims.layouts[y]
     assert not dims.cuts
+
+
+SHAPES = ((24,), (2, 12), (12, 2), (3, 8), (4, 6), (2, 3, 4), (4, 3, 2), (2, 2, 6))
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=6), st.booleans())
+def test_any_chain_of_reshapes_is_understood_or_gathered(
+    shapes: list[tuple[int, ...]], back: bool
+) -> None:
+    """A reshape holds the same roles on both sides, or needs its operand whole."""
+    p = Program()
+    x = p.einsum("bi,ij->bj", p.batch("x", 5, 7), p.param("w", 7, 24))
+    y = x
+    for shape in shapes:
+        y = p.reshape(y, 5, *shape)
+    if back:
+        y = p.add(x, p.reshape(y, 5, 24))
+    graph = p.graph(y)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    for index, op in enumerate(graph.ops):
+        if op.reshape:
+            needed = dims.seen.get((index, 0), dims.layouts[op.operands[0]])
+            before = [r for atoms in needed for r in atoms]
+            after = [r for atoms in dims.layouts[op.results[0]] for r in atoms]
+            assert [r for r in after if r in before] == before
+            if (index, 0) not in dims.seen:
+                assert before == after
+    assert dims.roles[dims.layouts[y][0][0]].is_batch
 
 
 def test_logical_names_of_the_model_name_the_roles() -> None:

@@ -1,0 +1,423 @@
+"""Every lowering against one device: gradients, loss, statistics, updates, state.
+
+The cases are a subset of the matrix in ``tests/cases.py`` that makes every pair of
+choices; ``scripts/matrix.py`` runs all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import whalejax as wh
+import whalejax.models as models
+from tests import cases, workers
+from tests.cases import Case
+from tests.equality import (
+    OneDevice,
+    build,
+    check,
+    compiled,
+    count_compilations,
+    numbers,
+    on_one_device,
+    run_case,
+    worst_leaf,
+)
+from whalejax.adapters import adapt
+from whalejax.meshes.build import partition_spec
+
+
+# The matrix.
+
+
+@pytest.fixture(scope="session")
+def records(request: pytest.FixtureRequest) -> dict[str, workers.Record]:
+    """What each case that is to be tested gave; all of them run at once."""
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.originalname == test_equals_one_device.__name__
+    ]
+    return {record["id"]: record for record in workers.run_all(chosen)}
+
+
+@pytest.mark.parametrize("case", cases.pairwise(), ids=lambda case: case.id)
+def test_equals_one_device(case: Case, records: dict[str, workers.Record]) -> None:
+    record = records[case.id]
+    print(record)
+    assert not record["problems"], "\n".join(record["problems"])
+
+
+def test_the_subset_makes_every_pair_that_the_matrix_makes() -> None:
+    every = {pair for case in cases.full_matrix() for pair in cases.pairs(case)}
+    made = {pair for case in cases.pairwise() for pair in cases.pairs(case)}
+    assert made == every
+    assert len(every) > 300
+    assert len(cases.pairwise()) < len(cases.full_matrix()) / 10
+
+
+def test_the_matrix_is_whole() -> None:
+    made = cases.full_matrix()
+    assert len({case.id for case in made}) == len(made)
+    possible = len(cases.MODELS) * len(cases.STRATEGIES)
+    possible *= len(cases.DEVICES) * len(cases.MICRO_BATCHES) * len(cases.DTYPES)
+    assert len(made) + sum(cases.skipped().values()) == possible
+    assert len(made) > possible / 2
+
+
+# The measure sees what is wrong.
+
+
+@functools.cache
+def _mlp(num_micro_batches: int = 1) -> OneDevice:
+    job = next(m for m in cases.MODELS if m.name == "mlp").job(
+        "float32", annotated=False
+    )
+    return on_one_device(job, num_micro_batches)
+
+
+def test_a_wrong_loss_is_seen() -> None:
+    def doubled(params: Any, batch: Any) -> Any:
+        return 2.0 * _mlp().job.loss_fn(params, batch)
+
+    one = dataclasses.replace(
+        _mlp(), job=dataclasses.replace(_mlp().job, loss_fn=doubled)
+    )
+    found = check(one, mesh={"data": 8})
+    assert found.worst == pytest.approx(1.0, rel=1e-3)
+    assert found.loss_error == pytest.approx(1.0, rel=1e-3)
+    assert found.update_error < 1e-6
+
+
+def test_another_partition_into_micro_batches_is_seen() -> None:
+    one = dataclasses.replace(_mlp(2), num_micro_batches=4)
+    # The mean over equal parts is the same, whatever the parts.
+    assert check(one, mesh={"data": 8}).worst < 1e-6
+    batch = dict(_mlp().batch)
+    batch["labels"] = np.roll(batch["labels"], 1)
+    assert check(dataclasses.replace(_mlp(), batch=batch), mesh={"data": 8}).worst > 0.1
+
+
+def test_a_plan_that_shards_too_little_is_seen() -> None:
+    def strategy(name: str) -> cases.Strategy:
+        return next(s for s in cases.STRATEGIES if s.name == name)
+
+    lazy = dataclasses.replace(strategy("tensor"), mesh=strategy("dp").mesh)
+    model = next(m for m in cases.MODELS if m.name == "mlp")
+    case = Case(
+        model=model,
+        strategy=dataclasses.replace(lazy, default=None),
+        devices=2,
+        num_micro_batches=1,
+        dtype="float64",
+    )
+    verdict = run_case(case, steps=1)
+    assert verdict.problems == (
+        "batch sharded over ['data'], expected []",
+        "params sharded over [], expected ['tensor']",
+        "gradients sharded over [], expected ['tensor']",
+        "optimizer sharded over [], expected ['tensor']",
+    )
+
+
+def test_a_second_compilation_is_seen() -> None:
+    one = _mlp()
+    step = compiled(one.job, one.model, mesh={"data": 2}, devices=2)
+    with count_compilations() as compiles:
+        for key in (one.key, jax.random.key(0, impl="rbg")):
+            step(step.init_from(one.model, rng=key), one.batch)
+    assert compiles.count == 2
+
+
+def test_the_measure() -> None:
+    want = [np.full(4, 3.0), np.zeros(4), np.full(4, 1e-9)]
+    got = [w + 1e-6 for w in want]
+    # The root of the mean square of norms 6, 0 and 2e-9, a thousandth of it.
+    floor = 1e-3 * np.sqrt(36.0 / 3.0)
+    worst, path = worst_leaf(got, want, ["a", "b", "c"])
+    assert worst == pytest.approx(2e-6 / floor)
+    assert path == "b"
+    assert worst_leaf(got[:1], want[:1], ["a"])[0] == pytest.approx(2e-6 / 6.0)
+    assert worst_leaf([np.array([np.nan])], [np.ones(1)], ["a"]) == (np.inf, "a")
+
+
+# Marks in programs that JAX has traced before.
+
+
+WRAPPERS: Final[dict[str, Callable[..., Any]]] = {
+    "jit": jax.jit,
+    "nnx.jit": nnx.jit,
+    "remat": jax.checkpoint,
+    "nnx.remat": nnx.remat,
+}
+
+
+@functools.cache
+def _built(name: str) -> tuple[wh.Job, Any]:
+    """An annotated job of the matrix and its model."""
+    model = next(m for m in cases.MODELS if m.name == name)
+    job = model.job("float32", annotated=True)
+    return job, build(job)
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", [model.name for model in cases.MODELS])
+def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> None:
+    job, model = _built(name)
+    wrapped = WRAPPERS[wrapper](job.loss_fn)
+    rng = (jax.random.key(1),) if adapt(model, job.loss_fn).takes_rng else ()
+    jax.block_until_ready(wrapped(model, job.batch_at(0), *rng))
+    plans = [
+        compiled(dataclasses.replace(job, loss_fn=loss), model, mesh={"tensor": 8}).plan
+        for loss in (wrapped, job.loss_fn)
+    ]
+    marks = {mark for region in plans[0].compute for mark in region.marks}
+    part = name.startswith("moe")
+    assert marks == ({"split(axis=experts)"} if part else {"replicate()", "split()"})
+    assert plans[0].partition_specs() == plans[1].partition_specs()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_loss_equals_one_device(wrapper: str) -> None:
+    one = _mlp()
+    job = dataclasses.replace(one.job, loss_fn=WRAPPERS[wrapper](one.job.loss_fn))
+    found = check(dataclasses.replace(one, job=job), mesh={"data": 2, "tensor": 4})
+    assert found.error < 1e-5
+
+
+# Losses, optimizers, precision.
+
+
+def _weighted_loss(params: Any, batch: Any) -> Any:
+    """A mean over the valid tokens, with metrics."""
+    errors = (batch["x"] @ params["w"]) ** 2
+    valid = batch["valid"].astype(errors.dtype)
+    metrics = {"valid": jnp.sum(valid), "largest_input": jnp.mean(batch["x"] ** 2)}
+    loss = wh.WeightedLoss(jnp.sum(errors * valid), jnp.sum(valid))
+    return loss, wh.Aux(metrics=metrics)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize("count", [1, 4])
+def test_weighted_losses_divide_by_the_weight_of_all_samples(
+    mesh: dict[str, int], count: int
+) -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((32, 6, 24)).astype(np.float32)
+    w = random.standard_normal((24, 16)).astype(np.float32)
+    valid = random.random((32, 6, 16)) < np.linspace(0.1, 1, 32)[:, None, None]
+    batch = {"x": x, "valid": valid}
+    job = wh.Job(_weighted_loss, lambda key: {"w": jnp.asarray(w)}, batch, None, 32)
+    step = compiled(job, job.make_model(None), mesh=mesh, num_micro_batches=count)
+    state, metrics = step(step.init_from(job.make_model(None)), batch)
+
+    wide = x.astype(np.float64) @ w
+    loss = np.sum(wide**2 * valid) / np.sum(valid)
+    gradient = np.einsum("bsi,bso->io", x, 2 * wide * valid) / np.sum(valid)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    # Metrics are means over the micro-batches.
+    assert float(metrics["valid"]) == pytest.approx(np.sum(valid) / count, rel=1e-6)
+    assert float(metrics["largest_input"]) == pytest.approx(np.mean(x**2), rel=1e-5)
+    found = np.asarray(state.opt_state["gradient"]["w"])
+    np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-4)
+    evaluated = step.eval(state, batch)
+    assert float(evaluated["valid"]) == pytest.approx(np.sum(valid) / count, rel=1e-6)
+
+
+OPTIMIZERS: Final = {
+    "adamw, clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "lamb": optax.lamb(1e-2),
+}
+
+
+@pytest.mark.relaxed_promotion  # optax promotes its step count
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"data": 8}, "zero": 1},
+        {"mesh": {"data": 2, "fsdp": 4}, "zero": 2},
+        {"mesh": {"fsdp": 2, "tensor": 4}, "default": "split"},
+    ],
+    ids=["zero-1", "hsdp-2", "fsdp-tensor"],
+)
+def test_updates_equal_those_of_one_device(
+    options: dict[str, Any], optimizer: str
+) -> None:
+    one, tx = _mlp(), OPTIMIZERS[optimizer]
+    options = {k: wh.split() if v == "split" else v for k, v in options.items()}
+    step = compiled(one.job, one.model, optimizer=tx, **options)
+    state = step.init_from(one.model)
+
+    @jax.jit
+    def advance(params: Any, opt_state: Any, batch: Any) -> Any:
+        gradients = jax.grad(one.job.loss_fn)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = one.model, tx.init(one.model)
+    for number in range(3):
+        state, _ = step(state, one.job.batch_at(number))
+        params, opt_state = advance(params, opt_state, one.job.batch_at(number))
+    moved = worst_leaf(numbers(one.model), numbers(params), one.paths)[0]
+    assert moved > 1e-2
+    # Adam divides by the root of squares: where a gradient is all rounding, so is its
+    # update, hence more than the tolerance of gradients.
+    assert worst_leaf(numbers(state.params), numbers(params), one.paths)[0] < 1e-4
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"data": 8}, "zero": 2, "num_micro_batches": 2},
+        {"mesh": {"fsdp": 8}},
+        {"mesh": {"data": 2, "tensor": 4}},
+    ],
+    ids=["zero-2", "fsdp", "data-tensor"],
+)
+def test_bfloat16_computes_narrow_and_keeps_masters(
+    name: str, options: dict[str, Any]
+) -> None:
+    exact, narrow = _exact(name), _narrow(name)
+    step = compiled(exact.job, exact.model, precision="bf16", **options)
+    state, metrics = step(step.init_from(exact.model), exact.batch)
+    gradients = jax.tree.leaves(state.opt_state["gradient"])
+    assert {str(g.dtype) for g in gradients} == {"float32"}
+    assert {str(p.dtype) for p in jax.tree.leaves(state.params)} == {"float32"}
+    assert str(metrics["loss"].dtype) == "float32"
+    error = _distance(numbers(gradients), exact.gradients)
+    own = _distance(narrow, exact.gradients)
+    assert 1e-4 < own < 0.1, "one device is either not narrow or broken"
+    assert 1e-4 < error <= 1.5 * own
+
+
+@functools.cache
+def _exact(name: str) -> OneDevice:
+    """A model whose dtype is open: it computes in that of its parameters."""
+    layers = {"layers": 1} if name == "gpt" else {}
+    job = models.job(f"{name}-test", annotated=False, batch_size=32, **layers)
+    return on_one_device(job)
+
+
+@functools.cache
+def _narrow(name: str) -> list[np.ndarray]:
+    """Its gradients on one device, parameters and batch cast to bfloat16."""
+    one = _exact(name)
+    adapter = adapt(one.model, one.job.loss_fn)
+    params, rest = adapter.take_apart(one.model)
+
+    def cast(x: Any) -> Any:
+        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+    def total(params: Any) -> Any:
+        result = adapter.loss(
+            jax.tree.map(cast, params), rest, jax.tree.map(cast, one.batch)
+        )
+        return result.total
+
+    return numbers(jax.jit(jax.grad(total))(params))
+
+
+def _distance(got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    """Of two gradients as vectors, relative."""
+    difference = sum(
+        float(np.sum((a - b) ** 2)) for a, b in zip(got, want, strict=True)
+    )
+    return float(np.sqrt(difference / sum(float(np.sum(b**2)) for b in want)))
+
+
+# The state: how it starts, where it lies, what is donated.
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("name", ["mlp", "gpt-padded", "linen"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"data": 8}, "zero": 1},
+        {"mesh": {"data": 2, "fsdp": 4}, "zero": 2},
+        {"mesh": {"fsdp": 2, "tensor": 4}, "default": "split"},
+    ],
+    ids=["zero-1", "hsdp-2", "fsdp-tensor"],
+)
+def test_a_state_is_born_in_its_layout(name: str, options: dict[str, Any]) -> None:
+    model = next(m for m in cases.MODELS if m.name == name)
+    job = model.job("float32", annotated=False)
+    options = {k: wh.split() if v == "split" else v for k, v in options.items()}
+    key = jax.random.key(3)
+    built = nnx.jit(job.make_model)(key)
+    step = compiled(job, built, optimizer=optax.adam(1e-3), **options)
+    born = step.init(job.make_model, rng=key)
+    placed = step.init_from(built, rng=key)
+    for found, wanted in zip(
+        jax.tree.leaves((born.params, born.rest, born.opt_state)),
+        jax.tree.leaves((placed.params, placed.rest, placed.opt_state)),
+        strict=True,
+    ):
+        assert found.sharding == wanted.sharding
+    worst, path = worst_leaf(
+        numbers(born.params), numbers(placed.params), step.adapter.param_paths
+    )
+    assert worst < 1e-6, path
+    _check_layout(step, born)
+
+
+def _check_layout(step: Any, state: Any) -> None:
+    """Every array lies as the plan says; the sums of Adam lie as optimizer state."""
+    by_path = {leaf.path: leaf for leaf in step.plan.leaves}
+    paths = step.adapter.param_paths
+    adam = state.opt_state[0]
+    split = 0
+    for tree, spec_name in (
+        (state.params, "param_spec"),
+        (adam.mu, "optimizer_spec"),
+        (adam.nu, "optimizer_spec"),
+    ):
+        for path, leaf in zip(paths, jax.tree.leaves(tree), strict=True):
+            spec = partition_spec(getattr(by_path[path], spec_name))
+            assert leaf.sharding == NamedSharding(step.mesh, spec), path
+            (shape,) = {shard.data.shape for shard in leaf.addressable_shards}
+            split += shape != leaf.shape
+    assert split > len(paths)
+
+
+def test_a_step_consumes_its_state_and_nothing_of_the_users() -> None:
+    job = _mlp().job
+    model = build(job)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(model)]
+    for mesh in ({"data": 8}, {"fsdp": 8}):
+        step = compiled(job, model, mesh=mesh)
+        state = step.init_from(model)
+        new, _ = step(state, job.batch_at(0))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.opt_state))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new.params))
+        for leaf, was in zip(jax.tree.leaves(model), before, strict=True):
+            assert not leaf.is_deleted()
+            np.testing.assert_array_equal(leaf, was)
+
+
+def test_arrays_already_in_their_layout_survive_too() -> None:
+    job = _mlp().job
+    step = compiled(job, _mlp().model, mesh={"data": 8})
+    mine = jax.device_put(_mlp().model, step.shardings.params)
+    state, _ = step(step.init_from(mine), job.batch_at(0))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
+    changed = zip(jax.tree.leaves(state.params), jax.tree.leaves(mine), strict=True)
+    assert all(np.any(np.asarray(new) != np.asarray(old)) for new, old in changed)
