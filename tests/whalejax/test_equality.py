@@ -159,35 +159,43 @@ def test_the_measure() -> None:
 WRAPPERS: Final[dict[str, Callable[..., Any]]] = {
     "jit": jax.jit,
     "nnx.jit": nnx.jit,
-    "remat": jax.checkpoint,
+    "remat": lambda loss_fn: jax.jit(jax.checkpoint(loss_fn)),
     "nnx.remat": nnx.remat,
 }
+TRACED_BEFORE: Final = (
+    "mlp",
+    "gpt",
+    "gpt-scan-remat",
+    "bert",
+    "resnet",
+    "linen",
+    "moe-top-2",
+)
 
 
 @functools.cache
-def _built(name: str) -> tuple[wh.Job, Any]:
-    """An annotated job of the matrix and its model."""
+def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
+    """An annotated job of the matrix, its model, and the plan of its plain loss."""
     model = next(m for m in cases.MODELS if m.name == name)
     job = model.job("float32", annotated=True)
-    return job, build(job)
+    built = build(job)
+    return job, built, compiled(job, built, mesh={"tensor": 8}).plan
 
 
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", [model.name for model in cases.MODELS])
+@pytest.mark.parametrize("name", TRACED_BEFORE)
 def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> None:
-    job, model = _built(name)
+    job, model, plain = _annotated(name)
     wrapped = WRAPPERS[wrapper](job.loss_fn)
     rng = (jax.random.key(1),) if adapt(model, job.loss_fn).takes_rng else ()
     jax.block_until_ready(wrapped(model, job.batch_at(0), *rng))
-    plans = [
-        compiled(dataclasses.replace(job, loss_fn=loss), model, mesh={"tensor": 8}).plan
-        for loss in (wrapped, job.loss_fn)
-    ]
-    marks = {mark for region in plans[0].compute for mark in region.marks}
+    job = dataclasses.replace(job, loss_fn=wrapped)
+    plan = compiled(job, model, mesh={"tensor": 8}).plan
+    marks = {mark for region in plan.compute for mark in region.marks}
     part = name.startswith("moe")
     assert marks == ({"split(axis=experts)"} if part else {"replicate()", "split()"})
-    assert plans[0].partition_specs() == plans[1].partition_specs()
+    assert plan.partition_specs() == plain.partition_specs()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -244,23 +252,35 @@ OPTIMIZERS: Final = {
 }
 
 
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "zero-1": {"mesh": {"data": 8}, "zero": 1},
+    "hsdp": {"mesh": {"data": 2, "fsdp": 4}, "zero": 2},
+    "fsdp-tensor": {"mesh": {"fsdp": 2, "tensor": 4}, "default": "split"},
+}
+
+
+def _layout(name: str) -> dict[str, Any]:
+    """The options of ``wh.plan`` for a layout."""
+    options = dict(LAYOUTS[name])
+    if "default" in options:
+        options["default"] = wh.split()
+    return options
+
+
 @pytest.mark.relaxed_promotion  # optax promotes its step count
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "options",
+    ("optimizer", "layout"),
     [
-        {"mesh": {"data": 8}, "zero": 1},
-        {"mesh": {"data": 2, "fsdp": 4}, "zero": 2},
-        {"mesh": {"fsdp": 2, "tensor": 4}, "default": "split"},
+        ("adamw, clipped", "zero-1"),
+        ("adamw, clipped", "hsdp"),
+        ("adamw, clipped", "fsdp-tensor"),
+        ("adafactor", "fsdp-tensor"),
+        ("lamb", "hsdp"),
     ],
-    ids=["zero-1", "hsdp-2", "fsdp-tensor"],
 )
-def test_updates_equal_those_of_one_device(
-    options: dict[str, Any], optimizer: str
-) -> None:
+def test_updates_equal_those_of_one_device(optimizer: str, layout: str) -> None:
     one, tx = _mlp(), OPTIMIZERS[optimizer]
-    options = {k: wh.split() if v == "split" else v for k, v in options.items()}
-    step = compiled(one.job, one.model, optimizer=tx, **options)
+    step = compiled(one.job, one.model, optimizer=tx, **_layout(layout))
     state = step.init_from(one.model)
 
     @jax.jit
@@ -281,15 +301,14 @@ def test_updates_equal_those_of_one_device(
 
 
 @pytest.mark.relaxed_promotion
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"mesh": {"data": 8}, "zero": 2, "num_micro_batches": 2},
-        {"mesh": {"fsdp": 8}},
-        {"mesh": {"data": 2, "tensor": 4}},
+        ("mlp", {"mesh": {"data": 8}, "zero": 2, "num_micro_batches": 2}),
+        ("mlp", {"mesh": {"data": 2, "tensor": 4}, "default": wh.split()}),
+        ("gpt", {"mesh": {"fsdp": 8}}),
     ],
-    ids=["zero-2", "fsdp", "data-tensor"],
+    ids=["mlp-zero-2", "mlp-data-tensor", "gpt-fsdp"],
 )
 def test_bfloat16_computes_narrow_and_keeps_masters(
     name: str, options: dict[str, Any]
@@ -346,23 +365,21 @@ def _distance(got: list[np.ndarray], want: list[np.ndarray]) -> float:
 
 
 @pytest.mark.relaxed_promotion
-@pytest.mark.parametrize("name", ["mlp", "gpt-padded", "linen"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "layout"),
     [
-        {"mesh": {"data": 8}, "zero": 1},
-        {"mesh": {"data": 2, "fsdp": 4}, "zero": 2},
-        {"mesh": {"fsdp": 2, "tensor": 4}, "default": "split"},
+        ("mlp", "zero-1"),
+        ("mlp", "hsdp"),
+        ("linen", "fsdp-tensor"),
+        ("gpt-padded", "hsdp"),
     ],
-    ids=["zero-1", "hsdp-2", "fsdp-tensor"],
 )
-def test_a_state_is_born_in_its_layout(name: str, options: dict[str, Any]) -> None:
+def test_a_state_is_born_in_its_layout(name: str, layout: str) -> None:
     model = next(m for m in cases.MODELS if m.name == name)
     job = model.job("float32", annotated=False)
-    options = {k: wh.split() if v == "split" else v for k, v in options.items()}
     key = jax.random.key(3)
-    built = nnx.jit(job.make_model)(key)
-    step = compiled(job, built, optimizer=optax.adam(1e-3), **options)
+    built = build(job, seed=3)
+    step = compiled(job, built, optimizer=optax.adam(1e-3), **_layout(layout))
     born = step.init(job.make_model, rng=key)
     placed = step.init_from(built, rng=key)
     for found, wanted in zip(
@@ -397,12 +414,13 @@ def _check_layout(step: Any, state: Any) -> None:
     assert split > len(paths)
 
 
+@pytest.mark.relaxed_promotion  # optax promotes its step count
 def test_a_step_consumes_its_state_and_nothing_of_the_users() -> None:
     job = _mlp().job
     model = build(job)
     before = [np.array(leaf) for leaf in jax.tree.leaves(model)]
     for mesh in ({"data": 8}, {"fsdp": 8}):
-        step = compiled(job, model, mesh=mesh)
+        step = compiled(job, model, mesh=mesh, optimizer=optax.adam(1e-3))
         state = step.init_from(model)
         new, _ = step(state, job.batch_at(0))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))

@@ -49,8 +49,9 @@ def test_a_tuple_is_one_instruction_with_many_results() -> None:
         ("replica_groups=[4,2]<=[2,4]T(1,0)", 2),
         ("replica_groups=mesh['a'=1,'b'=8] {'b'}", 8),
         (
-            "replica_groups=mesh['a'=4,'b'=2,'c'=3], device_ids=([2,4]T(1,0)) {'a','c'}",
-            12,
+            "replica_groups=mesh['a'=4,'b'=3,'c'=2], "
+            "device_ids=([2,4,3]T(1,0,2)) {'a','c'}",
+            8,
         ),
         ("replica_groups=mesh['a'=8,'b'=2] {'a':(2)4,'b'}", 8),
         ("replica_groups={}", 0),
