@@ -32,6 +32,9 @@ from whalejax.planner.search import Request, Scored, Search, ranked
 from whalejax.planner.virtual_devices import check_devices
 
 
+FROZEN_SHARE = 0.01
+"""Part of a device's memory from which untrained leaves are worth a note."""
+
 KEPT_CANDIDATES = 12
 """Weighed plans that a plan remembers."""
 
@@ -241,6 +244,11 @@ def _notes(
     if len(marked) > len(idle):
         notes.append(f"{len(marked) - len(idle)} marked TaskGraphs obeyed")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
+    frozen = search.request.state_bytes
+    if frozen > FROZEN_SHARE * search.cluster.memory_bytes:
+        notes.append(
+            f"what is not trained stays whole on every device: {gigabytes(frozen)}"
+        )
     minor = sorted(dims.roles[r].name for r in search.options.minor)
     if minor and best.mesh["tensor"] > 1:
         notes.append(

@@ -39,29 +39,22 @@ def run_all(
 ) -> Iterator[Record]:
     """Run cases and give their records as they come.
 
+    Those that come first are run first. Closing the iterator ends the processes.
+
     Args:
         cases: what to run.
         jobs: how many processes at once; one for each core if left out.
         stop_at: a ``time.monotonic()`` after which no case is started.
     """
+    pool = _Pool(cases, stop_at)
     jobs = os.cpu_count() or 1 if jobs is None else jobs
-    waiting: queue.SimpleQueue[list[Case]] = queue.SimpleQueue()
-    for group in _groups(cases):
-        waiting.put(group)
-    found: queue.SimpleQueue[Record | BaseException | None] = queue.SimpleQueue()
-    stopped = threading.Event()
-    threads = [
-        threading.Thread(
-            target=_serve, args=(waiting, found, stopped, stop_at), daemon=True
-        )
-        for _ in range(jobs)
-    ]
+    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(jobs)]
     for thread in threads:
         thread.start()
     left = len(threads)
     try:
         while left:
-            record = found.get()
+            record = pool.found.get()
             if isinstance(record, BaseException):
                 raise record
             if record is None:
@@ -69,62 +62,76 @@ def run_all(
             else:
                 yield record
     finally:
-        stopped.set()
+        pool.stop()
         for thread in threads:
             thread.join()
 
 
-def _groups(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases that share a model and a dtype, the longest group first."""
-    groups: dict[tuple[str, str], list[Case]] = {}
-    for case in cases:
-        groups.setdefault((case.model.name, case.dtype), []).append(case)
-    return sorted(groups.values(), key=lambda g: -g[0].model.seconds * len(g))
+class _Pool:
+    """What the threads share: groups that wait, records found, live processes."""
 
+    def __init__(self, cases: Iterable[Case], stop_at: float | None) -> None:
+        self.found: queue.SimpleQueue[Record | BaseException | None]
+        self.found = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[list[Case]] = queue.SimpleQueue()
+        self.stop_at = stop_at
+        self.stopped = threading.Event()
+        self.live: set[_Worker] = set()
+        # Cases that share a model and a dtype share what one device computes.
+        groups: dict[tuple[str, str], list[Case]] = {}
+        for case in cases:
+            groups.setdefault((case.model.name, case.dtype), []).append(case)
+        for group in groups.values():
+            self.waiting.put(group)
 
-def _serve(
-    waiting: queue.SimpleQueue[list[Case]],
-    found: queue.SimpleQueue[Record | BaseException | None],
-    stopped: threading.Event,
-    stop_at: float | None,
-) -> None:
-    """Take groups until there are none."""
-    try:
-        while not stopped.is_set():
-            _serve_group(waiting.get_nowait(), found, stopped, stop_at)
-    except queue.Empty:
-        pass
-    except BaseException as error:  # the thread's own end would go unseen
-        found.put(error)
-    finally:
-        found.put(None)
+    def serve(self) -> None:
+        """Take groups until there are none."""
+        try:
+            while not self.is_over():
+                self._serve_group(self.waiting.get_nowait())
+        except queue.Empty:
+            pass
+        except BaseException as error:  # the thread's own end would go unseen
+            self.found.put(error)
+        finally:
+            self.found.put(None)
 
+    def is_over(self) -> bool:
+        """Whether no further case is to be started."""
+        late = self.stop_at is not None and time.monotonic() > self.stop_at
+        return late or self.stopped.is_set()
 
-def _serve_group(
-    group: list[Case],
-    found: queue.SimpleQueue[Record | BaseException | None],
-    stopped: threading.Event,
-    stop_at: float | None,
-) -> None:
-    worker: _Worker | None = None
-    try:
-        for case in group:
-            if stopped.is_set() or (stop_at and time.monotonic() > stop_at):
-                return
-            worker = worker or _Worker()
-            record = worker.ask(case)
-            if record is None:
-                record = _record_of_a_crash(case, worker.close())
-                worker = None
-            found.put(record)
-    finally:
-        if worker is not None:
-            worker.close()
+    def stop(self) -> None:
+        """Start no further case, and end those that run."""
+        self.stopped.set()
+        for worker in list(self.live):
+            worker.process.kill()
+
+    def _serve_group(self, group: list[Case]) -> None:
+        worker: _Worker | None = None
+        try:
+            for case in group:
+                if self.is_over():
+                    return
+                if worker is None:
+                    worker = _Worker()
+                    self.live.add(worker)
+                record = worker.ask(case)
+                if record is None and not self.stopped.is_set():
+                    self.live.discard(worker)
+                    record = _record_of_a_crash(case, worker.close())
+                    worker = None
+                if record is not None:
+                    self.found.put(record)
+        finally:
+            if worker is not None:
+                self.live.discard(worker)
+                worker.close()
 
 
 def _record_of_a_crash(case: Case, errors: str) -> Record:
     tail = "\n".join(errors.splitlines()[-LINES_OF_A_CRASH:])
-    text = f"no answer from the process within {SECONDS_PER_CASE:.0f} s:\n{tail}"
+    text = f"the process ended or gave no answer in {SECONDS_PER_CASE:.0f} s:\n{tail}"
     return {"id": case.id, "ok": False, "problems": [text]}
 
 

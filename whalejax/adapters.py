@@ -91,6 +91,7 @@ class Adapter:
         model = self._form.join(params, rest)
         arguments = (model, batch, rng) if self.takes_rng else (model, batch)
         result = normalise(self._loss_fn(*arguments))
+        self._check_metrics(result)
         changed = self._form.changed_rest(model, rest, result.variables)
         total = jnp.asarray(result.total)
         if self.compute_dtype is not None:
@@ -103,6 +104,16 @@ class Adapter:
             weight=jnp.asarray(result.weight, total.dtype),
             rest=changed,
         )
+
+    def _check_metrics(self, result: LossResult) -> None:
+        """Updated collections that came back as metrics would be lost in silence."""
+        held = self.rest if self.kind == "linen" else {}
+        lost = sorted(set(result.metrics) & set(held))
+        if lost:
+            raise WhaleError(
+                f"loss_fn returned the collections {', '.join(lost)} as metrics; they "
+                "would not be updated. Return (loss, wh.Aux(variables=updates))"
+            )
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         """The model in the user's own type, from its two parts."""
@@ -175,6 +186,12 @@ def adapt(
     """
     problems = Problems("model")
     takes_rng = _takes_rng(loss_fn, problems)
+    for theirs, ours in (axis_names or {}).items():
+        if ours not in MESH_AXES:
+            problems.add(
+                f"axis_names maps {theirs!r} to {ours!r}; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
     axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **(axis_names or {})}
     kind, form, metadata = _form_of(model, trainable)
     params, rest = form.take_apart(model)
@@ -231,6 +248,23 @@ def _holds_nnx(model: Any) -> bool:
     kinds = (nnx.Module, nnx.Variable)
     leaves = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, kinds))
     return any(isinstance(leaf, kinds) for leaf in leaves)
+
+
+def wants_key(make_model: Callable[..., Any]) -> bool:
+    """Whether a function that makes a model is to be given a random key.
+
+    Args:
+        make_model: takes a key as its one required argument, or under a name such as
+            ``rng`` or ``key``; or nothing.
+    """
+    try:
+        parameters = list(inspect.signature(make_model).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    first = next((p for p in parameters if p.kind < p.VAR_POSITIONAL), None)
+    return first is not None and (
+        first.default is first.empty or first.name in _RNG_NAMES
+    )
 
 
 def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from whalejax.capture.batch import aval_of
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
 
@@ -21,15 +22,18 @@ def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
     Args:
         batch: a pytree of arrays, abstract or real.
     """
-    return tuple(
-        BatchLeaf(
-            path=jax.tree_util.keystr(path),
-            shape=tuple(leaf.shape),
-            dtype=str(jax.dtypes.canonicalize_dtype(leaf.dtype)),
-            spec=((),) * len(leaf.shape),
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        aval = aval_of(leaf)
+        found.append(
+            BatchLeaf(
+                path=jax.tree_util.keystr(path),
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                spec=((),) * len(aval.shape),
+            )
         )
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
-    )
+    return tuple(found)
 
 
 def batch_of(plan: Plan) -> Any:

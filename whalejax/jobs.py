@@ -6,12 +6,12 @@ cluster and a plan, without touching a device.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
 import jax
 
+from whalejax.adapters import wants_key
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -27,7 +27,7 @@ def abstract_model(job: Job) -> Any:
     """
 
     def build() -> Any:
-        if inspect.signature(job.make_model).parameters:
+        if wants_key(job.make_model):
             return job.make_model(jax.random.key(0))
         return job.make_model()
 

@@ -15,6 +15,7 @@ import optax
 from whalejax.adapters import adapt
 from whalejax.batches import batch_leaves
 from whalejax.capture import Captured, capture
+from whalejax.capture.batch import aval_of
 from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -59,7 +60,8 @@ def plan(
         default: strategy of what no mark covers: ``wh.replicate()`` or ``wh.split()``;
             None leaves it to the planner.
         precision: ``"f32"`` (the model's own types) or ``"bf16"`` (bfloat16 compute,
-            float32 masters).
+            float32 masters). Float32 leaves of the batch are cast too: give masks and
+            targets that must stay exact as integers or booleans.
         num_micro_batches: parts of the global batch, one after the other; None takes
             the fewest that fit.
         allow_idle: accept plans that leave devices idle where none uses all.
@@ -232,7 +234,7 @@ def _cluster(cluster: Cluster | str | None) -> Cluster:
 
 def _tree_bytes(tree: Any) -> int:
     total = 0
-    for leaf in jax.tree.leaves(tree):
+    for leaf in map(aval_of, jax.tree.leaves(tree)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             total += 8 * math.prod(leaf.shape)
         else:

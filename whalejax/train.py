@@ -8,7 +8,6 @@ and hands the state back in the user's own types.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters import Adapter, adapt
+from whalejax.adapters import Adapter, adapt, wants_key
 from whalejax.capture import Captured, capture
+from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
@@ -32,6 +32,7 @@ from whalejax.lowering.spmd import (
     update,
 )
 from whalejax.matching import BatchLayout, check_same_model, mesh_of
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
@@ -87,7 +88,7 @@ class TrainStep:
         plan: Plan,
         adapter: Adapter,
         captured: Captured,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None,
         mesh: Mesh,
         batch: Any,
         batch_axes: tuple[int | None, ...],
@@ -102,9 +103,12 @@ class TrainStep:
             adapter=adapter,
             constraints=constraints_of(plan, analysed, captured.outputs),
             mesh=mesh,
-            optimizer=optimizer,
+            optimizer=optax.with_extra_args_support(
+                optax.identity() if optimizer is None else optimizer
+            ),
             batch_axes=batch_axes,
         )
+        self._trains = optimizer is not None
         self._layout = BatchLayout(
             structure=batch,
             leaves=plan.batch,
@@ -135,14 +139,14 @@ class TrainStep:
         Raises:
             WhaleError: it builds another model than the plan is for.
         """
-        takes_key = bool(inspect.signature(make_model).parameters)
+        takes_key = wants_key(make_model)
 
         def build(key: Any) -> tuple[Any, Any, Any]:
             model = make_model(key) if takes_key else make_model()
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 
-        return self._born(build, rng)
+        return self._born(build, _typed_key(rng))
 
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
@@ -151,7 +155,7 @@ class TrainStep:
             model: the model, with real arrays.
             rng: a random key for losses that take one; key 0 if left out.
         """
-        key = jax.random.key(0) if rng is None else rng
+        key = jax.random.key(0) if rng is None else _typed_key(rng)
         params, rest = self.adapter.take_apart(model)
         # Arrays may live on any device, or be shared with the user: go by the host so
         # that a donated buffer is never one of theirs.
@@ -200,7 +204,10 @@ class TrainStep:
 
     def _abstract_params(self) -> Any:
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.adapter.params
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, jax.dtypes.canonicalize_dtype(x.dtype)
+            ),
+            self.adapter.params,
         )
 
     # Running.
@@ -222,6 +229,11 @@ class TrainStep:
             PlanError: the batch has another shape than the plan is for.
         """
         self._check_owner(state)
+        if not self._trains:
+            raise PlanError(
+                "this step was compiled without an optimizer and can only evaluate. "
+                "Pass optimizer= to wh.plan and wh.compile to train"
+            )
         new, metrics = self._step(state, self._layout.place(batch))
         return new, metrics
 
@@ -260,7 +272,7 @@ class TrainStep:
         params = self._abstract_params()
         shapes = TrainState(
             params=params,
-            rest=self.adapter.rest,
+            rest=jax.tree.map(aval_of, self.adapter.rest),
             opt_state=jax.eval_shape(self._program.optimizer.init, params),
             step=jax.ShapeDtypeStruct((), jnp.int32),
             rng=jax.eval_shape(lambda: jax.random.key(0)),
@@ -307,8 +319,12 @@ class TrainStep:
         params = jax.tree.leaves(state.params)
         rng = state.rng if self.adapter.takes_rng else None
         sums, rest = gradients_of(program, params, state.rest, batch, rng, state.step)
-        gradients = [g / sums.weight.astype(g.dtype) for g in sums.gradients]
-        fresh, opt_state = update(program, params, state.opt_state, gradients)
+        gradients = [
+            (g / sums.weight.astype(g.dtype)).astype(p.dtype)
+            for g, p in zip(sums.gradients, params, strict=True)
+        ]
+        loss = sums.total / sums.weight
+        fresh, opt_state = update(program, params, state.opt_state, gradients, loss)
         new = TrainState(
             params=_structure(state.params).unflatten(fresh),
             rest=rest,
@@ -327,10 +343,13 @@ class TrainStep:
         return self._metrics(sums.total, sums.weight, sums.metrics)
 
     def _metrics(self, total: Any, weight: Any, sums: Any) -> dict[str, Any]:
-        count = self.plan.num_micro_batches
+        weighted = self._program.captured.graph.weighted
+        count = weight if weighted else self.plan.num_micro_batches
 
         def mean(x: Any) -> Any:
-            return x / count if jnp.issubdtype(x.dtype, jnp.inexact) else x
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            return x / jnp.asarray(count, x.dtype)
 
         return {**jax.tree.map(mean, sums), "loss": total / weight}
 
@@ -339,8 +358,20 @@ def _structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
 
 
+def _typed_key(rng: Any) -> Any:
+    """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped."""
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng
+    if rng.dtype == jnp.uint32 and rng.shape == (2,):
+        return jax.random.wrap_key_data(rng)
+    raise WhaleError(
+        f"rng has dtype {rng.dtype} and shape {tuple(rng.shape)}; expected a random "
+        "key. Give jax.random.key(seed)"
+    )
+
+
 def _host_copy(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval_of(leaf).dtype, jax.dtypes.prng_key):
         data: Any = np.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return np.array(leaf, copy=True)
@@ -401,7 +432,7 @@ def compile(
         plan,
         adapter,
         captured,
-        optax.identity() if optimizer is None else optimizer,
+        optimizer,
         mesh,
         jax.tree.structure(example),
         captured.batch_axes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
@@ -41,23 +41,62 @@ from whalejax.meshes.build import partition_spec
 # The matrix.
 
 
-@pytest.fixture(scope="session")
-def records(request: pytest.FixtureRequest) -> dict[str, workers.Record]:
-    """What each case that is to be tested gave; all of them run at once."""
+class Records:
+    """What the cases that are to be tested give; they run while tests wait."""
+
+    def __init__(self, chosen: list[Case]) -> None:
+        self.coming = workers.run_all(chosen)
+        self.known: dict[str, workers.Record] = {}
+
+    def of(self, case: Case) -> workers.Record:
+        """The record of a case, as soon as it is there."""
+        while case.id not in self.known:
+            record = next(self.coming)
+            self.known[record["id"]] = record
+        return self.known[case.id]
+
+
+@pytest.fixture(scope="module")
+def records(request: pytest.FixtureRequest) -> Iterator[Records]:
+    """Starts the cases that are to be tested, all cores at once."""
     chosen = [
         item.callspec.params["case"]
         for item in request.session.items
         if isinstance(item, pytest.Function)
         and item.originalname == test_equals_one_device.__name__
     ]
-    return {record["id"]: record for record in workers.run_all(chosen)}
+    found = Records(chosen)
+    yield found
+    found.coming.close()
 
 
 @pytest.mark.parametrize("case", cases.pairwise(), ids=lambda case: case.id)
-def test_equals_one_device(case: Case, records: dict[str, workers.Record]) -> None:
-    record = records[case.id]
+def test_equals_one_device(case: Case, records: Records) -> None:
+    record = records.of(case)
     print(record)
     assert not record["problems"], "\n".join(record["problems"])
+
+
+def test_a_process_that_dies_fails_its_case_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With less than the eight devices that the second case asks for.
+    chosen = [c for c in cases.full_matrix() if c.id.startswith("mlp/dp/")]
+    small, large = (
+        next(c for c in chosen if c.id.endswith(f"/{n}/m1/float32")) for n in (2, 8)
+    )
+    flags = {**workers.environment(), "XLA_FLAGS": "--no_such_flag_at_all=1"}
+    monkeypatch.setattr(workers, "environment", lambda: flags)
+    (record,) = workers.run_all([small], jobs=1)
+    assert not record["ok"]
+    assert "the process ended" in record["problems"][0]
+    assert "no_such_flag_at_all" in record["problems"][0]
+    monkeypatch.undo()
+    few = {**workers.environment(), "XLA_FLAGS": "--xla_cpu_use_onednn=false"}
+    monkeypatch.setattr(workers, "environment", lambda: few)
+    (record,) = workers.run_all([large], jobs=1)
+    assert not record["ok"]
+    assert "8" in record["problems"][0]
 
 
 def test_the_subset_makes_every_pair_that_the_matrix_makes() -> None:

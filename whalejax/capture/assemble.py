@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 
 from whalejax.adapters import Adapter
@@ -161,5 +162,9 @@ def _hash(walk: Walk, leaves: Sequence[BatchLeaf], marks: set[Mark]) -> str:
         if t.kind in ("param", "state")
     ]
     batch = [(leaf.path, leaf.shape, str(leaf.dtype), leaf.axis) for leaf in leaves]
-    text = json.dumps([model, batch, sorted(map(scope_name, marks))])
+    # How many products of what kind: few enough to survive another version of JAX and
+    # another number of micro-batches, enough to tell two losses on one model apart.
+    kinds = Counter(op.kind for op in walk.ops if op.behaviour.matmul is not None)
+    marked = sorted(map(scope_name, marks))
+    text = json.dumps([model, batch, marked, sorted(kinds.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -71,7 +71,7 @@ class Program:
     adapter: Adapter
     constraints: Constraints
     mesh: Mesh
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     batch_axes: tuple[int | None, ...]
 
     def constrain(self, leaves: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
@@ -161,12 +161,7 @@ def gradients_of(
         )
         fresh = adapter.restore_keys(fresh, rest)
         gradients = program.constrain(program.constrain(gradients, stored), specs)
-        sums = Sums(
-            total=total,
-            weight=jnp.asarray(weight, total.dtype),
-            metrics=metrics,
-            gradients=tuple(gradients),
-        )
+        sums = _sums(program, total, weight, metrics, tuple(gradients))
         return sums, fresh
 
     count = program.plan.num_micro_batches
@@ -174,6 +169,34 @@ def gradients_of(
         first: tuple[Sums, Any] = one(rest, batch, 0)
         return first
     return _accumulate(program, one, rest, batch, count)
+
+
+def _sums(
+    program: Program, total: Any, weight: Any, metrics: Any, gradients: tuple[Any, ...]
+) -> Sums:
+    """One micro-batch's part of the sums, at float32 or more.
+
+    Metrics are means over the micro-batch; where the user weighs the loss, they are
+    weighed alike, so that the whole batch's mean comes out.
+    """
+    total, weight = _wide(total), _wide(jnp.asarray(weight))
+    if program.captured.graph.weighted:
+        metrics = jax.tree.map(lambda m: _weighed(m, weight), metrics)
+    several = program.plan.num_micro_batches > 1
+    if several:
+        gradients = tuple(_wide(g) for g in gradients)
+    return Sums(total=total, weight=weight, metrics=metrics, gradients=gradients)
+
+
+def _wide(x: Any) -> Any:
+    """A floating-point value in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _weighed(metric: Any, weight: Any) -> Any:
+    if not jnp.issubdtype(metric.dtype, jnp.inexact):
+        return metric
+    return metric * weight.astype(metric.dtype)
 
 
 def losses_of(
@@ -197,8 +220,7 @@ def losses_of(
         key = None if rng is None else jax.random.fold_in(rng, index)
         folded = adapter.fold_rest(at_step, index)
         total, (weight, metrics, _) = program.loss(params, folded, batch, key)
-        weight = jnp.asarray(weight, total.dtype)
-        return Sums(total=total, weight=weight, metrics=metrics, gradients=())
+        return _sums(program, total, weight, metrics, ())
 
     count = program.plan.num_micro_batches
     if count == 1:
@@ -241,7 +263,11 @@ def _accumulate(
 
 
 def update(
-    program: Program, params: Sequence[Any], state: Any, gradients: Sequence[Any]
+    program: Program,
+    params: Sequence[Any],
+    state: Any,
+    gradients: Sequence[Any],
+    loss: Any,
 ) -> tuple[list[Any], Any]:
     """The optimizer's step, each device on the shards it owns.
 
@@ -250,6 +276,7 @@ def update(
         params: flat parameters, as stored.
         state: optimizer state.
         gradients: flat gradients of the mean loss.
+        loss: the mean loss, for optimizers that look at it.
 
     Returns:
         New parameters, as stored, and new optimizer state.
@@ -260,7 +287,7 @@ def update(
     unflatten = structure.unflatten
     tree = unflatten(program.constrain(params, owned))
     updates, state = program.optimizer.update(
-        unflatten(program.constrain(gradients, owned)), state, tree
+        unflatten(program.constrain(gradients, owned)), state, tree, value=loss
     )
     fresh = jax.tree.leaves(optax.apply_updates(tree, updates))
     return program.constrain(fresh, stored), state

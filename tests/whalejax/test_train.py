@@ -1,0 +1,184 @@
+"""The compiled step's own promises: what it refuses, counts and averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
+MODEL = {"w": jnp.ones((8, 4)) * 0.1, "b": jnp.zeros((4,))}
+
+
+def squares(net: Any, batch: Any) -> Any:
+    return ((batch["x"] @ net["w"] + net["b"][None, :] - batch["y"]) ** 2).mean()
+
+
+def step_for(loss: Any, model: Any, batch: Any, **options: Any) -> Any:
+    optimizer = options.pop("optimizer", optax.sgd(0.1))
+    planned = {k: v for k, v in options.items() if k != "batch"}
+    plan = wh.plan(loss, model, batch, optimizer=optimizer, cluster="h100:8", **planned)
+    return wh.compile(
+        plan, loss, model, optimizer=optimizer, devices=jax.devices(), batch=batch
+    )
+
+
+BATCH = {"x": X, "y": Y}
+
+
+def test_without_an_optimizer_a_step_only_evaluates() -> None:
+    step = step_for(squares, MODEL, BATCH, optimizer=None)
+    state = step.init_from(MODEL)
+    want = float(squares(MODEL, BATCH))
+    assert float(step.eval(state, BATCH)["loss"]) == pytest.approx(want, rel=1e-6)
+    with pytest.raises(wh.WhaleError, match="without an optimizer.*optimizer="):
+        step(state, BATCH)
+
+
+def test_loss_falls_and_the_users_arrays_survive() -> None:
+    model = {name: jnp.array(value) for name, value in MODEL.items()}
+    step = step_for(squares, model, BATCH)
+    state = step.init_from(model)
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(model["w"], MODEL["w"])
+
+
+def test_a_state_of_another_step_is_refused() -> None:
+    first, second = (step_for(squares, MODEL, BATCH) for _ in range(2))
+    state = first.init_from(MODEL)
+    with pytest.raises(wh.WhaleError, match="not made by this step.*restore"):
+        second(state, BATCH)
+
+
+def test_metrics_of_a_weighted_loss_are_weighed_over_micro_batches() -> None:
+    weights = np.arange(1, 17, dtype=np.float32)
+
+    def loss(net: Any, batch: Any) -> Any:
+        errors = ((batch["x"] @ net["w"] - batch["y"]) ** 2).mean(1)
+        total, weight = (errors * batch["k"]).sum(), batch["k"].sum()
+        return wh.WeightedLoss(total, weight), {"again": total / weight}
+
+    batch = {**BATCH, "k": weights}
+    model = {"w": MODEL["w"]}
+    found = []
+    for count in (1, 2, 4):
+        step = step_for(loss, model, batch, num_micro_batches=count)
+        _, metrics = step(step.init_from(model), batch)
+        assert float(metrics["again"]) == pytest.approx(
+            float(metrics["loss"]), rel=1e-6
+        )
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, found[0], rtol=1e-6)
+
+
+@pytest.mark.relaxed_promotion
+def test_an_optimizer_may_look_at_the_loss() -> None:
+    from optax import contrib
+
+    optimizer = optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=2))
+    step = step_for(squares, MODEL, BATCH, optimizer=optimizer)
+    state, first = step(step.init_from(MODEL), BATCH)
+    _, second = step(state, BATCH)
+    assert float(second["loss"]) < float(first["loss"])
+
+
+def test_a_raw_key_is_taken_and_anything_else_is_named() -> None:
+    def loss(net: Any, batch: Any, rng: Any) -> Any:
+        noise = jax.random.normal(rng, batch["y"].shape)
+        return ((batch["x"] @ net["w"] - batch["y"] - noise) ** 2).mean()
+
+    model = {"w": MODEL["w"]}
+    step = step_for(loss, model, BATCH)
+    raw = step.init(lambda: model, rng=jax.random.PRNGKey(3))
+    typed = step.init(lambda: model, rng=jax.random.key(3))
+    losses = [float(step(state, BATCH)[1]["loss"]) for state in (raw, typed)]
+    assert losses[0] == losses[1]
+    with pytest.raises(wh.WhaleError, match=r"float32.*jax\.random\.key"):
+        step.init(lambda: model, rng=jnp.zeros((2,)))
+
+
+def test_make_model_gets_a_key_only_where_it_wants_one() -> None:
+    def scaled(scale: float = 2.0) -> Any:
+        return {name: value * scale for name, value in MODEL.items()}
+
+    step = step_for(squares, MODEL, BATCH)
+    state = step.init(scaled, rng=jax.random.key(0))
+    np.testing.assert_allclose(state.params["w"], MODEL["w"] * 2.0, rtol=1e-6)
+
+
+def test_a_batch_of_another_kind_of_number_is_refused() -> None:
+    batch = {"x": X, "y": Y.astype(np.int8)}
+
+    def loss(net: Any, batch: Any) -> Any:
+        return ((batch["x"] @ net["w"] - batch["y"].astype(jnp.float32)) ** 2).mean()
+
+    model = {"w": MODEL["w"]}
+    step = step_for(loss, model, batch)
+    state = step.init_from(model)
+    with pytest.raises(wh.WhaleError, match=r"'y'.*int64.*int8"):
+        step(state, {"x": X, "y": np.full((16, 4), 300, np.int64)})
+
+
+def test_numbers_in_a_model_and_in_a_batch_are_leaves() -> None:
+    model = {"w": MODEL["w"], "step": 0}
+
+    def loss(net: Any, batch: Any) -> Any:
+        return ((batch["x"] @ net["w"] * batch["t"]) ** 2).mean()
+
+    batch = {"x": X, "t": np.float32(0.5)}
+    plan = wh.plan(
+        loss,
+        model,
+        batch,
+        optimizer=optax.sgd(0.1),
+        cluster="h100:8",
+        batch_axes={"x": 0, "t": None},
+    )
+    step = wh.compile(
+        plan,
+        loss,
+        model,
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices(),
+        batch_axes={"x": 0, "t": None},
+    )
+    _, metrics = step(step.init_from(model), batch)
+    want = ((X @ np.asarray(model["w"]) * 0.5) ** 2).mean()
+    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-5)
+
+
+@pytest.mark.relaxed_promotion
+def test_collections_returned_as_metrics_are_refused() -> None:
+    from flax import linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)).mean()
+
+    net = Net()
+    variables = net.init(jax.random.key(0), X)
+
+    def loss(variables: Any, batch: Any) -> Any:
+        return net.apply(variables, batch, mutable=["batch_stats"])
+
+    with pytest.raises(wh.WhaleError, match=r"batch_stats.*wh\.Aux\(variables="):
+        wh.plan(loss, variables, X, optimizer=optax.sgd(0.1), cluster="h100:8")
+
+
+def test_axis_names_must_map_to_our_axes() -> None:
+    with pytest.raises(wh.WhaleError, match="'tensr'.*tensor"):
+        wh.plan(squares, MODEL, BATCH, cluster="h100:8", axis_names={"model": "tensr"})
