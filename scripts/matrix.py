@@ -1,8 +1,9 @@
 """Compares every strategy with one device: the whole matrix of ``tests/cases.py``.
 
-Each case appends one line of JSON to a file, and a case that stands there under the
+Each case appends one line of JSON to a file, and a case that passed there under the
 same code is not run again, so an interrupted run is taken up where it stopped. Fails if
-any case does. The last line printed is one JSON object:
+any case does, and stops if the code changes meanwhile. The last line printed is one
+JSON object:
 
     cases    in the matrix, as far as --only takes them
     passed   of them, now or in an earlier run of the same code
@@ -99,6 +100,8 @@ def main() -> None:
     with given.results.open("a") as file:
         running = workers.run_all(todo, jobs=given.jobs, stop_at=stop_at)
         for number, record in enumerate(running, start=1):
+            if code_hash() != code:
+                sys.exit("the code changed while the matrix ran; start it again")
             records.append(record)
             print(json.dumps({**record, "code": code}), file=file, flush=True)
             print(line_of(record, f"[{number}/{len(todo)}]"), flush=True)

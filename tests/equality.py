@@ -112,10 +112,10 @@ def keep_gradient() -> optax.GradientTransformation:
     def init(params: Any) -> Any:
         return {"gradient": jax.tree.map(jnp.zeros_like, params)}
 
-    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         del state, params
-        updates = jax.tree.map(lambda g: g * -LEARNING_RATE, gradients)
-        return updates, {"gradient": gradients}
+        scaled = jax.tree.map(lambda g: g * -LEARNING_RATE, updates)
+        return scaled, {"gradient": updates}
 
     return optax.GradientTransformation(init, update)
 

@@ -59,12 +59,13 @@ class Records:
 @pytest.fixture(scope="module")
 def records(request: pytest.FixtureRequest) -> Iterator[Records]:
     """Starts the cases that are to be tested, all cores at once."""
-    chosen = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.originalname == test_equals_one_device.__name__
-    ]
+    chosen: list[Case] = []
+    for item in request.session.items:
+        assert isinstance(item, pytest.Function)
+        if item.originalname == test_equals_one_device.__name__:
+            case = item.callspec.params["case"]
+            assert isinstance(case, Case)
+            chosen.append(case)
     found = Records(chosen)
     yield found
     found.coming.close()
@@ -77,26 +78,26 @@ def test_equals_one_device(case: Case, records: Records) -> None:
     assert not record["problems"], "\n".join(record["problems"])
 
 
-def test_a_process_that_dies_fails_its_case_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("flags", "seconds", "expected"),
+    [
+        ("--no_such_flag_at_all=1", 600.0, "no_such_flag_at_all"),
+        (workers.environment()["XLA_FLAGS"], 0.1, "no answer in 0.1 s"),
+        ("", 600.0, "devices"),
+    ],
+    ids=["dies", "hangs", "raises"],
+)
+def test_a_process_in_trouble_fails_its_case(
+    flags: str, seconds: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With less than the eight devices that the second case asks for.
-    chosen = [c for c in cases.full_matrix() if c.id.startswith("mlp/dp/")]
-    small, large = (
-        next(c for c in chosen if c.id.endswith(f"/{n}/m1/float32")) for n in (2, 8)
-    )
-    flags = {**workers.environment(), "XLA_FLAGS": "--no_such_flag_at_all=1"}
-    monkeypatch.setattr(workers, "environment", lambda: flags)
-    (record,) = workers.run_all([small], jobs=1)
+    case = next(c for c in cases.full_matrix() if c.id == "mlp/dp/8/m1/float32")
+    changed = {**workers.environment(), "XLA_FLAGS": flags}
+    monkeypatch.setattr(workers, "environment", lambda: changed)
+    monkeypatch.setattr(workers, "SECONDS_PER_CASE", seconds)
+    (record,) = workers.run_all([case], jobs=1)
+    assert record["id"] == case.id
     assert not record["ok"]
-    assert "the process ended" in record["problems"][0]
-    assert "no_such_flag_at_all" in record["problems"][0]
-    monkeypatch.undo()
-    few = {**workers.environment(), "XLA_FLAGS": "--xla_cpu_use_onednn=false"}
-    monkeypatch.setattr(workers, "environment", lambda: few)
-    (record,) = workers.run_all([large], jobs=1)
-    assert not record["ok"]
-    assert "8" in record["problems"][0]
+    assert expected in record["problems"][0]
 
 
 def test_the_subset_makes_every_pair_that_the_matrix_makes() -> None:

@@ -170,7 +170,9 @@ def test_every_kind_in_a_compiled_program() -> None:
     both = PartitionSpec(("a", "b"))
     specs = (PartitionSpec("b"), PartitionSpec("a"), both, both, both)
     run = jax.shard_map(f, mesh=mesh, in_specs=both, out_specs=specs, check_vma=False)
-    found = hlo.collectives(jax.jit(run).lower(jnp.ones((32, 3))).compile().as_text())
+    text = jax.jit(run).lower(jnp.ones((32, 3))).compile().as_text()
+    assert text is not None
+    found = hlo.collectives(text)
     assert found.counts == dict.fromkeys(hlo.KINDS, 1)
     assert {i.kind: (i.nbytes, i.group_size) for i in found.instructions} == {
         "all-reduce": (4 * 3 * 4, 2),
