@@ -4,7 +4,7 @@ Both train the same model from the same values on eight devices, data-parallel w
 plan's own layout; they run in turn, and the last line is one JSON object with the
 median ratio of each model's pairs, ours over the other.
 
-    python scripts/bench_overhead.py [--pairs 15] [--only gpt]
+    python scripts/bench_overhead.py [--pairs 30] [--only gpt]
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def compare(name: str, pairs: int) -> dict[str, float]:
 def main() -> None:
     """Run the comparison and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=15, help="timed pairs a model")
+    parser.add_argument("--pairs", type=int, default=30, help="timed pairs a model")
     parser.add_argument("--only", choices=sorted(JOBS), help="one model")
     arguments = parser.parse_args()
     names = [arguments.only] if arguments.only else list(JOBS)

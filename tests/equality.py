@@ -48,7 +48,8 @@ class OneDevice:
         paths: of the gradient's leaves.
         loss: the mean loss.
         gradients: of the mean loss, in flat order.
-        metrics: what the loss reports, averaged over the micro-batches.
+        metrics: what the loss reports, averaged over the micro-batches; by their
+            weights where the loss has some.
         rest: numbers that are not trained, after the step, in flat order.
     """
 
@@ -154,7 +155,9 @@ def on_one_device(
         rng = jax.random.fold_in(jax.random.fold_in(key, 0), index)
         result = adapter.loss(params, folded, part, rng if adapter.takes_rng else None)
         fresh = adapter.restore_keys(result.rest, rest)
-        return result.total, (result.weight, result.metrics, fresh)
+        count_of = result.weight if result.weighted else jnp.ones_like(result.weight)
+        metrics = {k: v * count_of for k, v in result.metrics.items()}
+        return result.total, (result.weight, metrics, fresh)
 
     run = jax.jit(jax.value_and_grad(total, has_aux=True))
     sums: Any = None
@@ -176,7 +179,7 @@ def on_one_device(
         gradients=[
             np.asarray(g / weight.astype(g.dtype)) for g in jax.tree.leaves(grads)
         ],
-        metrics={name: float(value) / count for name, value in metrics.items()},
+        metrics={name: float(value / weight) for name, value in metrics.items()},
         rest=numbers(rest),
     )
 

@@ -300,6 +300,14 @@ def test_experts_exchange_tokens_twice_each_way(name: str, mesh: Any) -> None:
         assert not whole
 
 
+def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
+    step = step_of("moe-top-2", mesh=(("fsdp", 2), ("expert", 4)))
+    found = collectives_of(step)
+    assert found.counts["all-to-all"] == 4
+    gathered = shapes_of(found.of("all-gather"))
+    assert set(gathered) <= set(parameters(step)) | {(4, 48, 320)}
+
+
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_accumulation_leaves_the_batch_where_it_is(name: str) -> None:
     step = step_of(name, mesh=DATA, num_micro_batches=2)

@@ -253,9 +253,10 @@ def _weighted_loss(params: Any, batch: Any) -> Any:
     """A mean over the valid tokens, with metrics."""
     errors = (batch["x"] @ params["w"]) ** 2
     valid = batch["valid"].astype(errors.dtype)
-    metrics = {"valid": jnp.sum(valid), "largest_input": jnp.mean(batch["x"] ** 2)}
-    loss = wh.WeightedLoss(jnp.sum(errors * valid), jnp.sum(valid))
-    return loss, wh.Aux(metrics=metrics)
+    total, weight = jnp.sum(errors * valid), jnp.sum(valid)
+    inputs = jnp.sum(jnp.abs(batch["x"]).mean(axis=-1, keepdims=True) * valid) / weight
+    metrics = {"inputs": inputs, "tokens": jnp.sum(batch["valid"])}
+    return wh.WeightedLoss(total, weight), wh.Aux(metrics=metrics)
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "tensor": 4}])
@@ -266,23 +267,48 @@ def test_weighted_losses_divide_by_the_weight_of_all_samples(
     random = np.random.default_rng(0)
     x = random.standard_normal((32, 6, 24)).astype(np.float32)
     w = random.standard_normal((24, 16)).astype(np.float32)
-    valid = random.random((32, 6, 16)) < np.linspace(0.1, 1, 32)[:, None, None]
+    # The first samples have few valid tokens, and so have some micro-batches.
+    valid = (
+        random.random((32, 6, 16)) < (0.1 + 0.3 * (np.arange(32) % 4))[:, None, None]
+    )
     batch = {"x": x, "valid": valid}
     job = wh.Job(_weighted_loss, lambda key: {"w": jnp.asarray(w)}, batch, None, 32)
-    step = compiled(job, job.make_model(None), mesh=mesh, num_micro_batches=count)
-    state, metrics = step(step.init_from(job.make_model(None)), batch)
-
-    wide = x.astype(np.float64) @ w
-    loss = np.sum(wide**2 * valid) / np.sum(valid)
-    gradient = np.einsum("bsi,bso->io", x, 2 * wide * valid) / np.sum(valid)
-    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
-    # Metrics are means over the micro-batches.
-    assert float(metrics["valid"]) == pytest.approx(np.sum(valid) / count, rel=1e-6)
-    assert float(metrics["largest_input"]) == pytest.approx(np.mean(x**2), rel=1e-5)
-    found = np.asarray(state.opt_state["gradient"]["w"])
-    np.testing.assert_allclose(found, gradient, rtol=1e-4, atol=1e-4)
+    model = job.make_model(None)
+    step = compiled(job, model, mesh=mesh, num_micro_batches=count)
+    state = step.init_from(model)
     evaluated = step.eval(state, batch)
-    assert float(evaluated["valid"]) == pytest.approx(np.sum(valid) / count, rel=1e-6)
+    state, metrics = step(state, batch)
+
+    wide, tokens = x.astype(np.float64) @ w, int(np.sum(valid))
+    expected = {
+        "loss": np.sum(wide**2 * valid) / tokens,
+        "inputs": np.sum(np.abs(x).mean(-1, keepdims=True) * valid) / tokens,
+        "tokens": tokens,
+    }
+    for found in (metrics, evaluated):
+        assert {k: float(v) for k, v in found.items()} == pytest.approx(expected, 1e-5)
+    gradient = np.einsum("bsi,bso->io", x, 2 * wide * valid) / tokens
+    np.testing.assert_allclose(
+        np.asarray(state.opt_state["gradient"]["w"]), gradient, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_metrics_of_plain_means_are_means_over_micro_batches(count: int) -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = batch["x"] @ params["w"]
+        return jnp.mean(y**2), {"largest": jnp.max(jnp.abs(y)), "samples": y.shape[0]}
+
+    x = np.random.default_rng(0).standard_normal((32, 24)).astype(np.float32)
+    job = wh.Job(loss_fn, lambda key: {"w": jnp.ones((24, 8))}, {"x": x}, None, 32)
+    model = job.make_model(None)
+    step = compiled(job, model, mesh={"data": 8}, num_micro_batches=count)
+    _, metrics = step(step.init_from(model), {"x": x})
+    sums = np.abs(x.sum(-1, dtype=np.float64))
+    largest = np.mean([sums[m::count].max() for m in range(count)])
+    assert float(metrics["largest"]) == pytest.approx(largest, rel=1e-5)
+    assert int(metrics["samples"]) == 32
+    assert float(metrics["loss"]) == pytest.approx(np.mean(sums**2), rel=1e-5)
 
 
 OPTIMIZERS: Final = {
