@@ -1,8 +1,8 @@
 """Runs cases in processes of their own, all cores at once.
 
 A case that hangs or crashes takes only its process with it, and the processes compile
-with the optimisations off that no layout depends on: machine code of half the quality
-in a third of the time.
+with the optimisations off that no layout depends on: slower machine code, made in a
+fraction of the time.
 
 ``python -m tests.workers`` is one such process: a case id on each line it reads, a
 record in JSON on each that it writes.

@@ -133,8 +133,9 @@ def test_random_keys_and_statistics_come_back(tmp_path: Path, impl: str) -> None
 
     model = nnx.eval_shape(make)
     batch = {"x": batch_at(0, 16)["x"]}
-    plan = wh.plan(loss, model, batch, cluster=described_cluster())
-    step = wh.compile(plan, loss, model)
+    tx = optax.sgd(0.1)
+    plan = wh.plan(loss, model, batch, optimizer=tx, cluster=described_cluster())
+    step = wh.compile(plan, loss, model, optimizer=tx)
     state = step.init(make, rng=jax.random.key(5, impl=impl))
     state, _ = step(state, batch)
     step.save(tmp_path / "a", state)

@@ -31,8 +31,19 @@ def named(spec: Spec, mesh: Mesh) -> NamedSharding:
 
 
 def keep_all_but_gathered() -> Any:
-    """Checkpoint policy: keep everything except gathered parameters."""
-    return jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+    """Checkpoint policy: keep everything except gathered parameters.
+
+    Neither the named value nor the constraint that makes it may be kept: each is the
+    whole parameter. Other constraints are made again from what they constrain, at no
+    cost.
+    """
+
+    def policy(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive.name == "name":
+            return bool(params["name"] != GATHERED)
+        return bool(primitive.name != "sharding_constraint")
+
+    return policy
 
 
 @dataclass(slots=True)
