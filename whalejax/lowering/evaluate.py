@@ -24,6 +24,10 @@ from whalejax.planner.layout import Spec
 GATHERED = "whalejax_gathered_parameter"
 """Checkpoint name of parameters gathered for use: never kept for the backward pass."""
 
+MOVED = "whalejax_constrained_value"
+"""Checkpoint name of other constrained values: kept, or their collectives would run
+again."""
+
 
 def named(spec: Spec, mesh: Mesh) -> NamedSharding:
     """A plain layout on a mesh."""
@@ -34,8 +38,7 @@ def keep_all_but_gathered() -> Any:
     """Checkpoint policy: keep everything except gathered parameters.
 
     Neither the named value nor the constraint that makes it may be kept: each is the
-    whole parameter. Other constraints are made again from what they constrain, at no
-    cost.
+    whole parameter. What else is constrained is kept under its own name.
     """
 
     def policy(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -71,16 +74,19 @@ class _Scope:
             for spec in specs:
                 sharding = named(spec, self.mesh)
                 value = jax.lax.with_sharding_constraint(value, sharding)
-            if gather:
-                value = checkpoint_name(value, GATHERED)
-            self.moved[done] = value
+            self.moved[done] = self.marked(value, GATHERED if gather else MOVED)
         return self.moved[done]
 
     def result(self, position: Position, slot: int, value: Any) -> Any:
         spec = self.constraints.results.get((position, slot))
         if spec is None:
             return value
-        return jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
+        value = jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
+        return self.marked(value, MOVED)
+
+    def marked(self, value: Any, name: str) -> Any:
+        """The value under a name by which the backward pass keeps it or not."""
+        return checkpoint_name(value, name) if self.constraints.regather else value
 
 
 def evaluate(
