@@ -189,8 +189,9 @@ def _sums(
 
 
 def _wide(x: Any) -> Any:
-    """A floating-point value in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """A number in at least 32 bits of floating point."""
+    narrow = not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
 
 
 def _weighed(metric: Any, weight: Any) -> Any:
