@@ -46,6 +46,10 @@ class Collective:
     count: int
     scope: str = ""
 
+    def times(self, num_micro_batches: int) -> int:
+        """How often it runs in one step."""
+        return self.count * (1 if self.phase == "update" else num_micro_batches)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCost:

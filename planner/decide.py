@@ -244,6 +244,12 @@ def _notes(
     if len(marked) > len(idle):
         notes.append(f"{len(marked) - len(idle)} marked TaskGraphs obeyed")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
+    named = dict.fromkeys(name for t in graph.params for name in t.names if name)
+    if named:
+        notes.append(
+            f"dimensions that the metadata names: {', '.join(named)} (a mesh axis "
+            "among them has to be mapped: axis_names=)"
+        )
     frozen = search.request.state_bytes
     if frozen > FROZEN_SHARE * search.cluster.memory_bytes:
         notes.append(

@@ -33,8 +33,8 @@ def gigabytes(nbytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds with three digits: ``"412 ms"``."""
-    return f"{seconds * 1e3:.3g} ms"
+    """Seconds with three digits, as milliseconds below one: ``"412 ms"``."""
+    return f"{seconds:,.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
 def spec_text(spec: Spec) -> str:
@@ -154,7 +154,7 @@ def _collective_rows(plan: Plan) -> list[str]:
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for c in plan.collectives:
-        times = c.count * (1 if c.phase == "update" else plan.num_micro_batches)
+        times = c.times(plan.num_micro_batches)
         key = (c.kind, "+".join(c.axes), c.what)
         total[key] += c.payload_bytes * times
         count[key] += times

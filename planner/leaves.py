@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.graph import Graph, Tensor
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
+from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
 from whalejax.planner.regions import weight_homes
 
@@ -36,6 +37,7 @@ class LeafGroup:
         layout, sizes: their atoms.
         home: the TaskGraph that computes with them first.
         order: dimensions that storage may shard, best first.
+        pinned: the dimension that metadata puts on ``fsdp``, or None.
         nbytes: of one of them.
         optimizer_bytes: optimizer state that follows one of them.
     """
@@ -45,6 +47,7 @@ class LeafGroup:
     sizes: Layout
     home: int
     order: tuple[int, ...]
+    pinned: int | None
     nbytes: int
     optimizer_bytes: int
 
@@ -108,12 +111,14 @@ class LeafFacts:
         counts: Counter[int] = Counter()
         group_of = []
         for t in tensors:
+            pinned = next((dim for dim, axis in pins_of(t) if axis == "fsdp"), None)
             group = LeafGroup(
                 shape=t.shape,
                 layout=dims.layouts[t.id],
                 sizes=dims.sizes[t.id],
                 home=homes.get(t.id, 0),
-                order=_order(t, dims.layouts[t.id], rank),
+                order=_order(pinned, dims.layouts[t.id], rank),
+                pinned=pinned,
                 nbytes=t.nbytes,
                 optimizer_bytes=optimizer.by_path.get(t.path, 0),
             )
@@ -164,11 +169,12 @@ def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ..
     return tuple(role for role, _ in covered.most_common())
 
 
-def _order(tensor: Tensor, layout: Layout, rank: Mapping[int, int]) -> tuple[int, ...]:
-    """Dimensions that storage may shard: pinned to an axis first, then by role."""
-    pins = {d for d, axis in enumerate(tensor.pinned) if axis in ("fsdp", "data")}
+def _order(
+    pinned: int | None, layout: Layout, rank: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Dimensions that storage may shard: the pinned one first, then by role."""
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
-    return tuple(sorted(usable, key=lambda d: (d not in pins, rank[layout[d][0]])))
+    return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
 
 
 def lay_out(
@@ -209,3 +215,13 @@ def sharded_share(facts: LeafFacts, layouts: Sequence[LeafLayout], axis: str) ->
         if any(axis in axes for axes in layout.optimizer):
             sharded += group.nbytes * count
     return sharded / max(1, total)
+
+
+def ignores_pin(
+    facts: LeafFacts, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
+) -> bool:
+    """Whether ``fsdp`` shards another dimension than the metadata of some leaf says."""
+    return mesh["fsdp"] > 1 and any(
+        group.pinned is not None and "fsdp" not in layout.param[group.pinned]
+        for (group, _), layout in zip(facts.groups, layouts, strict=True)
+    )

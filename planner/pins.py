@@ -20,6 +20,16 @@ from whalejax.planner.graph import Graph, TaskGraph, Tensor
 MODEL_AXES = ("expert", "tensor")
 """Mesh axes that shard dimensions of the weights while computing."""
 
+NO_WEIGHTS = {
+    "data": (
+        "which shards the batch and, by ZeRO, optimizer state. To store it in shards, "
+        "map that name: axis_names={'data': 'fsdp'}"
+    ),
+    "stage": "an axis that this version gives no size. Drop that name",
+    "context": "an axis that this version gives no size. Drop that name",
+}
+"""Mesh axes that metadata cannot fix for a weight, and what to do instead."""
+
 _WRITABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 
@@ -176,7 +186,7 @@ def metadata_pins(
     limits: Limits,
     problems: Problems,
 ) -> dict[int, tuple[Pin, ...]]:
-    """The model axes that metadata fixes, by TaskGraph.
+    """The model axes that metadata fixes, by TaskGraph; ``fsdp`` is only checked.
 
     Args:
         graph: the captured loss.
@@ -189,12 +199,15 @@ def metadata_pins(
     for tensor in graph.params:
         home = graph.task_graphs[homes.get(tensor.id, 0)]
         twice = _check_twice(tensor, problems)
-        for dim, axis in _pinned(tensor):
-            if axis not in MODEL_AXES or axis in twice:
-                continue
+        for dim, axis in pins_of(tensor):
             where = f"{tensor.path} dim {dim}: its metadata shards it over {axis}"
+            if axis in NO_WEIGHTS:
+                problems.add(f"{where}, {NO_WEIGHTS[axis]}")
+            if axis in NO_WEIGHTS or axis in twice:
+                continue
             mark = home.strategy
-            if mark is not None and mark.kind == "replicate":
+            stored = axis == "fsdp"
+            if not stored and mark is not None and mark.kind == "replicate":
                 problems.add(
                     f"{where}, and {home.name} replicates it. Drop one of the two hints"
                 )
@@ -202,16 +215,18 @@ def metadata_pins(
             atoms = dims.layouts[tensor.id][dim]
             obstacle = "its size is 1"
             if atoms:
-                obstacle = limits.obstacle(dims.roles[atoms[0]])
+                role = dims.roles[atoms[0]]
+                obstacle = role.unshardable if stored else limits.obstacle(role)
             if obstacle:
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
+            if obstacle or stored:
                 continue
             pin = Pin(role=atoms[0], axis=axis, where=where)
             found.setdefault(home.index, {}).setdefault((atoms[0], axis), pin)
     return {index: tuple(pins.values()) for index, pins in found.items()}
 
 
-def _pinned(tensor: Tensor) -> Iterator[tuple[int, str]]:
+def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
     """(dimension, mesh axis) for every axis that metadata fixes."""
     for dim, text in enumerate(tensor.pinned):
         for axis in (text or "").split("+"):
@@ -222,7 +237,7 @@ def _pinned(tensor: Tensor) -> Iterator[tuple[int, str]]:
 def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
     """Report axes that stand on several dimensions of one leaf, and return them."""
     places: dict[str, list[int]] = {}
-    for dim, axis in _pinned(tensor):
+    for dim, axis in pins_of(tensor):
         places.setdefault(axis, []).append(dim)
     for axis, held in places.items():
         if len(held) > 1:
@@ -255,11 +270,16 @@ def check_together(
                 )
 
 
+def pinned_axes(graph: Graph) -> frozenset[str]:
+    """The mesh axes that the metadata of the parameters fixes."""
+    return frozenset(axis for tensor in graph.params for _, axis in pins_of(tensor))
+
+
 def unplanned_pins(graph: Graph, mesh: Mapping[str, int]) -> list[str]:
     """Notes on axes in the metadata that shard nothing because their size is 1."""
     idle: dict[str, list[str]] = {}
     for tensor in graph.params:
-        for _, axis in _pinned(tensor):
+        for _, axis in pins_of(tensor):
             if mesh.get(axis, 1) == 1:
                 idle.setdefault(axis, []).append(tensor.path)
     return [

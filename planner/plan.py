@@ -199,6 +199,7 @@ class Plan:
         storage: for the axes that shard storage only, roles in order of preference.
         leaves: every parameter.
         batch: every leaf of the batch.
+        batch_tree: the containers around them, as text.
         collectives: what one step communicates, folded.
         time, memory: predictions by term.
         candidates: what else was weighed, best first.
@@ -224,6 +225,7 @@ class Plan:
     memory: MemoryTerms
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
+    batch_tree: str = ""
     runnable: bool = True
 
     @property

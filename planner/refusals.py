@@ -20,8 +20,9 @@ from whalejax.planner.choices import (
     sharded_by_split,
 )
 from whalejax.planner.explain import gigabytes
+from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import PlanError
-from whalejax.planner.search import BATCH_DOES_NOT_DIVIDE, Search, meshes
+from whalejax.planner.search import BATCH_DOES_NOT_DIVIDE, Search
 
 
 MOST_LEAVES = 4
@@ -40,7 +41,7 @@ def refusal(search: Search) -> PlanError:
         f"no layout of {_devices(search.request.num_devices)} serves this model",
         PlanError,
     )
-    for text in _indivisible(search):
+    for text in (*_unobeyed_pins(search), *_indivisible(search)):
         problems.add(text)
     if BATCH_DOES_NOT_DIVIDE in search.refused:
         problems.add(_batch(search))
@@ -128,9 +129,8 @@ def _least_share(search: Search) -> int:
     options, request = search.options, search.request
     batch = search.batch_roles
     shares = []
-    for mesh in meshes(request.num_devices):
-        fixed = (request.mesh or {}).items()
-        if any(mesh[a] != n for a, n in fixed) or sharded_by_split(options, mesh):
+    for mesh in search.meshes():
+        if sharded_by_split(options, mesh):
             continue
         regions = []
         for region in options.order:
@@ -142,6 +142,24 @@ def _least_share(search: Search) -> int:
             regions.append(min(parts, default=request.num_devices))
         shares.append(max(regions))
     return min(shares, default=request.num_devices)
+
+
+def _unobeyed_pins(search: Search) -> Iterator[str]:
+    """Dimensions that metadata fixes to an axis and that no size of it divides."""
+    allowed = search.meshes()
+    for tensor in search.graph.params:
+        for dim, axis in pins_of(tensor):
+            sizes = sorted({mesh[axis] for mesh in allowed})
+            length = tensor.shape[dim]
+            if any(length % n == 0 for n in sizes):
+                continue
+            padded = math.ceil(length / sizes[0]) * sizes[0]
+            listed = ", ".join(map(str, sizes))
+            yield (
+                f"{tensor.path} dim {dim}: its metadata shards it over {axis}, and "
+                f"none of its sizes here ({listed}) divides {length}. "
+                f"Pad it to {padded}, or drop that name"
+            )
 
 
 def _indivisible(search: Search) -> Iterator[str]:

@@ -42,6 +42,7 @@ from whalejax.planner.leaves import (
     LeafFacts,
     LeafLayout,
     OptimizerBytes,
+    ignores_pin,
     lay_out,
     sharded_share,
 )
@@ -50,6 +51,7 @@ from whalejax.planner.memory import (
     memory_of,
     residents,
 )
+from whalejax.planner.pins import pinned_axes
 from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
 from whalejax.planner.rows import Rows, build_rows
 from whalejax.planner.update import (
@@ -63,7 +65,8 @@ PLANNED_AXES = ("data", "fsdp", "expert", "tensor")
 """Mesh axes that the search gives sizes to, outermost first."""
 
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
-"""Reason to refuse a layout."""
+IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
+"""Reasons to refuse a layout."""
 
 TIE = 0.005
 """Plans closer than this part of the best step time count as equally fast."""
@@ -139,7 +142,8 @@ class Scored:
     @property
     def wire_bytes(self) -> int:
         """Payload of all collectives in a step, for breaking ties."""
-        return sum(c.payload_bytes * c.count for c in self.collectives)
+        parts = self.num_micro_batches
+        return sum(c.payload_bytes * c.times(parts) for c in self.collectives)
 
     @property
     def layout(self) -> str:
@@ -175,6 +179,7 @@ class Search:
 
     Attributes:
         graph, dims, rows: what is planned.
+        named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``.
         refused: for each reason, how many meshes it ruled out.
     """
@@ -191,6 +196,7 @@ class Search:
         self.facts = LeafFacts.of(graph, dims, self.rows.weight, request.optimizer)
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)
+        self.named_axes = pinned_axes(graph)
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
 
@@ -201,22 +207,38 @@ class Search:
             The plans that fit, best first; empty if none does (``scored`` then holds
             those that do not fit).
         """
-        fixed = dict(self.request.mesh or {})
-        for mesh in meshes(self.request.num_devices):
-            if any(mesh.get(axis, 1) != size for axis, size in fixed.items()):
-                continue
+        for mesh in self.meshes():
             for tables in self._tables(mesh):
                 self._score(mesh, tables)
         return ranked([s for s in self.scored if s.fits])
 
+    def meshes(self) -> list[dict[str, int]]:
+        """The meshes that obey what the user fixed, by ``mesh`` and by metadata.
+
+        Of the axes that metadata names, as many are above size 1 as the devices and
+        the user's ``mesh`` allow at once.
+        """
+        fixed = (self.request.mesh or {}).items()
+        found = [
+            mesh
+            for mesh in meshes(self.request.num_devices)
+            if all(mesh[axis] == size for axis, size in fixed)
+        ]
+
+        def obeyed(mesh: Mapping[str, int]) -> int:
+            return sum(mesh.get(axis, 1) > 1 for axis in self.named_axes)
+
+        most = max(map(obeyed, found), default=0)
+        return [mesh for mesh in found if obeyed(mesh) == most]
+
     def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
         reason = sharded_by_split(self.options, mesh)
         if reason:
-            self.refused[reason] = self.refused.get(reason, 0) + 1
+            self._refuse(reason)
             return
         lists = [self.options.tables(g, mesh) for g in self.options.order]
         if not all(lists):
-            self.refused[NOTHING_TO_SPLIT] = self.refused.get(NOTHING_TO_SPLIT, 0) + 1
+            self._refuse(NOTHING_TO_SPLIT)
         for combination in itertools.product(*lists):
             tables = dict(zip(self.options.order, combination, strict=True))
             if not self._uses_model_axes(mesh, tables):
@@ -224,8 +246,10 @@ class Search:
             if self._batch_divides(mesh, tables):
                 yield tables
             else:
-                why = BATCH_DOES_NOT_DIVIDE
-                self.refused[why] = self.refused.get(why, 0) + 1
+                self._refuse(BATCH_DOES_NOT_DIVIDE)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def _uses_model_axes(
         self, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -260,6 +284,9 @@ class Search:
         costs: dict[int, tuple[RowCost, ...]] = {}
         for zero in levels:
             layouts = lay_out(self.facts, tables, mesh, zero)
+            if ignores_pin(self.facts, layouts, mesh):
+                self._refuse(IGNORES_A_PIN)
+                continue
             if self._shards_nothing(mesh, zero, layouts):
                 continue
             count, memory = self._smallest_count(mesh, tables, zero, layouts)
@@ -287,12 +314,11 @@ class Search:
     ) -> bool:
         """A storage axis that divides little of the parameters is another plan's."""
         axes = ["fsdp"] * (mesh["fsdp"] > 1) + ["data"] * (zero > 0)
-        fixed = self.request.mesh or {}
+        fixed = {*(self.request.mesh or {}), *self.named_axes}
         for axis in axes:
             asked = axis in fixed or (axis == "data" and self.request.zero)
             if not asked and sharded_share(self.facts, layouts, axis) < LEAST_SHARE:
-                why = f"{axis} would shard less than half of the parameters"
-                self.refused[why] = self.refused.get(why, 0) + 1
+                self._refuse(f"{axis} would shard less than half of the parameters")
                 return True
         return False
 

@@ -28,7 +28,14 @@ from whalejax.adapters_leaves import (
 )
 from whalejax.adapters_leaves import dotted as dotted
 from whalejax.adapters_metadata import read_metadata
-from whalejax.adapters_trees import Form, LinenForm, PytreeForm, Selection
+from whalejax.adapters_trees import (
+    BoxedForm,
+    Boxes,
+    Form,
+    LinenForm,
+    PytreeForm,
+    Selection,
+)
 from whalejax.losses import LossResult, normalise
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.layout import MESH_AXES
@@ -53,8 +60,8 @@ class Adapter:
         pinned: for each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
         takes_rng: the loss function wants a random key of its own.
-        compute_dtype: what float32 parameters and batches are cast to before the loss
-            sees them; None leaves the model's own types.
+        compute_dtype: what float32 weights, trained or not, and batches are cast to
+            before the loss sees them; None leaves the model's own types.
     """
 
     kind: ModelKind
@@ -85,17 +92,19 @@ class Adapter:
         Raises:
             WhaleError: the return value is no loss, or the rest changed its form.
         """
+        used = rest
         if self.compute_dtype is not None:
             params = cast_floats(params, jnp.float32, self.compute_dtype)
             batch = cast_floats(batch, jnp.float32, self.compute_dtype)
-        model = self._form.join(params, rest)
+            used = self._frozen_cast(rest)
+        model = self._form.join(params, used)
         arguments = (model, batch, rng) if self.takes_rng else (model, batch)
         result = normalise(self._loss_fn(*arguments))
         self._check_metrics(result)
-        changed = self._form.changed_rest(model, rest, result.variables)
+        changed = self._form.changed_rest(model, used, result.variables)
         total = jnp.asarray(result.total)
         if self.compute_dtype is not None:
-            changed = cast_back(changed, rest, self.compute_dtype)
+            changed = cast_back(changed, used, rest, self.compute_dtype)
             total = cast_floats(total, self.compute_dtype, jnp.float32)
         changed = conformed(self.rest_paths, rest, changed)
         return dataclasses.replace(
@@ -104,6 +113,17 @@ class Adapter:
             weight=jnp.asarray(result.weight, total.dtype),
             rest=changed,
         )
+
+    def _frozen_cast(self, rest: Any) -> Any:
+        """The rest with its weights, but not its statistics, as computed with."""
+        leaves: list[Any] = jax.tree.leaves(rest)
+        tree: Any = jax.tree.structure(rest)
+        for index, path in enumerate(self.rest_paths):
+            if path in self._form.frozen:
+                leaves[index] = cast_floats(
+                    leaves[index], jnp.float32, self.compute_dtype
+                )
+        return tree.unflatten(leaves)
 
     def _check_metrics(self, result: LossResult) -> None:
         """Updated collections that came back as metrics would be lost in silence."""
@@ -192,7 +212,6 @@ def adapt(
                 f"axis_names maps {theirs!r} to {ours!r}; expected one of "
                 f"{', '.join(MESH_AXES)}"
             )
-    axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **(axis_names or {})}
     kind, form, metadata = _form_of(model, trainable)
     params, rest = form.take_apart(model)
     param_paths = paths_of(params)
@@ -202,7 +221,9 @@ def adapt(
             "no leaf is trained. Expected floating-point parameters; give trainable= "
             "to choose them, or check that the model was built."
         )
-    names, pinned = read_metadata(param_paths, params, metadata, axes, problems)
+    names, pinned = read_metadata(
+        param_paths, params, metadata, axis_names or {}, problems
+    )
     problems.raise_if_any()
     return Adapter(
         kind=kind,
@@ -237,6 +258,14 @@ def _form_of(
     if isinstance(model, Mapping) and isinstance(model.get("params"), Mapping):
         linen_form = LinenForm(model, Selection(trainable))
         return "linen", linen_form, linen_form.metadata
+    if "flax.core.meta" in sys.modules:
+        boxes = Boxes(model)
+        if boxes:
+            return (
+                "pytree",
+                BoxedForm(model, boxes, Selection(trainable)),
+                boxes.metadata,
+            )
     return "pytree", PytreeForm(model, Selection(trainable)), lambda path: None
 
 

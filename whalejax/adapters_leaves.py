@@ -76,14 +76,28 @@ def cast_floats(tree: Any, source: Any, target: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def cast_back(after: Any, before: Any, computed: Any) -> Any:
-    """State that was computed in another float type, in the type that it had."""
-    types = dict(
-        zip(paths_of(before), map(dtype_of, jax.tree.leaves(before)), strict=True)
+def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
+    """State that was computed in another float type, in the type that it had.
+
+    Args:
+        after: what a call left.
+        used: what the call was given; what it left as it was comes back uncast.
+        before: the same before any cast.
+        computed: the float type of the computation.
+    """
+    given = dict(
+        zip(
+            paths_of(before),
+            zip(jax.tree.leaves(before), jax.tree.leaves(used), strict=True),
+            strict=True,
+        )
     )
 
     def cast(path: Path, leaf: Any) -> Any:
-        had = types.get(dotted(path), leaf.dtype)
+        original, cast_to = given.get(dotted(path), (leaf, leaf))
+        if leaf is cast_to:
+            return original
+        had = dtype_of(original)
         return leaf.astype(had) if leaf.dtype == computed != had else leaf
 
     return jax.tree_util.tree_map_with_path(cast, after)

@@ -7,6 +7,7 @@ other names the dimension.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def read_metadata(
     paths: Sequence[str],
     params: Any,
     metadata: Callable[[str], Any],
-    axes: Mapping[str, str],
+    axis_names: Mapping[str, str],
     problems: Problems,
 ) -> tuple[tuple[DimensionTexts, ...], tuple[DimensionTexts, ...]]:
     """Names and pinned axes of the dimensions of every trained leaf.
@@ -33,9 +34,12 @@ def read_metadata(
         paths: dotted paths of the leaves, in flatten order.
         params: the leaves.
         metadata: a leaf's box or mapping of metadata by its path, or None.
-        axes: every name that stands for one of our mesh axes, mapped to it.
-        problems: where too many names and foreign mesh axes are reported.
+        axis_names: the user's names of mesh axes, mapped to ours.
+        problems: where too many names, foreign mesh axes and names that stand nowhere
+            are reported.
     """
+    axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
+    met: set[str] = set()
     names: list[DimensionTexts] = []
     pinned: list[DimensionTexts] = []
     for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
@@ -49,6 +53,7 @@ def read_metadata(
             )
             entries = entries[:rank]
         entries = [*entries, *[None] * (rank - len(entries))]
+        met.update(part for entry in entries for part in _parts(entry))
         names.append(tuple(_logical_name(entry, axes, mesh_names) for entry in entries))
         pinned.append(
             tuple(
@@ -56,7 +61,23 @@ def read_metadata(
                 for entry in entries
             )
         )
+    _check_met(axis_names, met, problems)
     return tuple(names), tuple(pinned)
+
+
+def _check_met(
+    axis_names: Mapping[str, str], met: Collection[str], problems: Problems
+) -> None:
+    """Report what ``axis_names`` maps and no metadata names."""
+    for theirs, ours in axis_names.items():
+        if theirs in met:
+            continue
+        near = difflib.get_close_matches(theirs, met, n=3, cutoff=0.3) or sorted(met)
+        known = f"Nearest: {', '.join(near[:6])}" if near else "It names none at all"
+        problems.add(
+            f"axis_names maps {theirs!r} to {ours!r}, but the metadata of no trained "
+            f"parameter names {theirs!r}. {known}. Correct the name, or leave it out."
+        )
 
 
 def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
@@ -107,4 +128,4 @@ def _pinned_axes(
                 f"ours ({', '.join(MESH_AXES)}). Map it, as in "
                 f"axis_names={{{part!r}: 'tensor'}}."
             )
-    return "+".join(found) or None
+    return "+".join(dict.fromkeys(found)) or None

@@ -34,6 +34,13 @@ class NnxForm:
         self._graph, state = nnx.split(model)
         self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
         self._trained = _trained_paths(self._variables, trainable)
+        self.frozen = frozenset(
+            _dotted(path)
+            for path, variable in self._variables.items()
+            if path not in self._trained
+            and isinstance(variable, nnx.Param)
+            and _is_inexact(variable)
+        )
 
     def metadata(self, path: str) -> Mapping[str, Any] | None:
         """What Flax knows of a trained variable beside its value."""

@@ -20,7 +20,13 @@ _IGNORED_COLLECTIONS: Final = ("params", "intermediates")
 
 
 class Form(Protocol):
-    """What differs between the three kinds of model."""
+    """What differs between the three kinds of model.
+
+    Attributes:
+        frozen: dotted paths in the rest of weights that ``trainable`` left out.
+    """
+
+    frozen: frozenset[str]
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         """(params, rest) of a model."""
@@ -100,6 +106,11 @@ class PytreeForm:
         ]
         self._paths = [dotted(path) for path, _ in leaves]
         selection.check()
+        self.frozen = frozenset(
+            dotted(path)
+            for (path, leaf), trained in zip(leaves, self._trained, strict=True)
+            if is_inexact(leaf) and not trained
+        )
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         if jax.tree.structure(model) != self._tree:
@@ -131,43 +142,80 @@ class PytreeForm:
         return self.join(params, rest)
 
 
-class LinenForm:
-    """Linen variables: ``params`` is trained, other collections are the rest.
+class Boxes:
+    """Flax's metadata boxes around the leaves of a tree: taken off and put back.
 
-    The loss function gets the variables without Flax's metadata boxes, because a box
-    would constrain its value to axes that need not exist in our mesh; ``rebuild`` puts
-    them back.
+    A loss function gets its model without them, because a box would constrain its
+    value to axes that need not exist in our mesh.
     """
 
-    def __init__(self, variables: Mapping[str, Any], selection: Selection) -> None:
+    def __init__(self, tree: Any) -> None:
         from flax.core import meta
 
         self._meta = meta
-        self._boxes = variables
-        plain = self._bare(variables)
-        self._params = PytreeForm(plain["params"], selection)
-        self._type: Callable[[Mapping[str, Any]], Any] = type(variables)
+        self._tree = tree
         is_box = meta.is_axis_metadata
-        boxed, _ = jax.tree_util.tree_flatten_with_path(
-            variables["params"], is_leaf=is_box
-        )
-        self._names = {dotted(path): leaf for path, leaf in boxed if is_box(leaf)}
+        boxed, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
+        self._by_path = {dotted(path): leaf for path, leaf in boxed if is_box(leaf)}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_path)
+
+    def metadata(self, path: str) -> Any:
+        """The box of a leaf, or None."""
+        return self._by_path.get(path)
+
+    def bare(self, tree: Any) -> Any:
+        """A tree without boxes; Flax's own unboxing constrains the values."""
+        is_box = self._meta.is_axis_metadata
+
+        def value(node: Any) -> Any:
+            return jax.tree.leaves(node)[0] if is_box(node) else node
+
+        return jax.tree.map(value, tree, is_leaf=is_box)
+
+    def boxed(self, tree: Any) -> Any:
+        """A bare tree in the boxes of the first."""
+        return self._meta.replace_boxed(self._tree, tree)
+
+
+class BoxedForm:
+    """Any pytree with Flax's metadata boxes in it, such as bare Linen ``params``."""
+
+    def __init__(self, model: Any, boxes: Boxes, selection: Selection) -> None:
+        self._boxes = boxes
+        self._form = PytreeForm(boxes.bare(model), selection)
+        self.frozen = self._form.frozen
+
+    def take_apart(self, model: Any) -> tuple[Any, Any]:
+        return self._form.take_apart(self._boxes.bare(model))
+
+    def join(self, params: Any, rest: Any) -> Any:
+        return self._form.join(params, rest)
+
+    def changed_rest(self, model: Any, rest: Any, variables: Mapping[str, Any]) -> Any:
+        return self._form.changed_rest(model, rest, variables)
+
+    def rebuild(self, params: Any, rest: Any) -> Any:
+        return self._boxes.boxed(self.join(params, rest))
+
+
+class LinenForm:
+    """Linen variables: ``params`` is trained, other collections are the rest."""
+
+    def __init__(self, variables: Mapping[str, Any], selection: Selection) -> None:
+        self._boxes = Boxes(variables)
+        plain = self._boxes.bare(variables)
+        self._params = PytreeForm(plain["params"], selection)
+        self.frozen = frozenset(f"params.{path}" for path in self._params.frozen)
+        self._type: Callable[[Mapping[str, Any]], Any] = type(variables)
 
     def metadata(self, path: str) -> Any:
         """The box of a parameter, or None."""
-        return self._names.get(path)
-
-    def _bare(self, tree: Any) -> Any:
-        """The tree without boxes; Flax's own unboxing constrains the values."""
-        is_box = self._meta.is_axis_metadata
-
-        def bare(node: Any) -> Any:
-            return jax.tree.leaves(node)[0] if is_box(node) else node
-
-        return jax.tree.map(bare, tree, is_leaf=is_box)
+        return self._boxes.metadata(f"params.{path}")
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
-        plain = dict(self._bare(model))
+        plain = dict(self._boxes.bare(model))
         params, frozen = self._params.take_apart(plain.pop("params"))
         if jax.tree.leaves(frozen):
             plain["params"] = frozen
@@ -189,10 +237,10 @@ class LinenForm:
                 f"the model has {known}. Return only those that the model holds."
             )
         updated = {name: variables[name] for name in known if name in variables}
-        return {**rest, **self._bare(updated)}
+        return {**rest, **self._boxes.bare(updated)}
 
     def rebuild(self, params: Any, rest: Any) -> Any:
-        return self._meta.replace_boxed(self._boxes, self.join(params, rest))
+        return self._boxes.boxed(self.join(params, rest))
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:

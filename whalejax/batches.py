@@ -1,12 +1,13 @@
 """The global batch as a plan remembers it, and back.
 
-A plan is made from a batch and must be compiled without it; it keeps the path, shape
-and dtype of every leaf, and the tree is rebuilt from the paths.
+A plan is made from a batch and must be compiled without it; it keeps the shape and
+dtype of every leaf, and the containers around them.
 """
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ from whalejax.capture.batch import aval_of
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
 
+_LEAF = "leaf"
+
+
 def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
-    """The global batch as the plan remembers it, layouts left open.
+    """The leaves of the global batch as the plan remembers them, layouts left open.
 
     Args:
         batch: a pytree of arrays, abstract or real.
@@ -36,46 +40,51 @@ def batch_leaves(batch: Any) -> tuple[BatchLeaf, ...]:
     return tuple(found)
 
 
-def batch_of(plan: Plan) -> Any:
-    """The abstract global batch of a plan, rebuilt from the paths of its leaves.
+def batch_tree(batch: Any) -> str:
+    """The containers of a batch, as text.
 
-    Dictionaries and sequences come back (sequences as tuples).
+    Args:
+        batch: a pytree; of dictionaries, lists, tuples and None every one comes back.
+
+    >>> batch_tree({"x": 0, "mask": None})
+    '{"dict": [["mask", null], ["x", "leaf"]]}'
+    """
+    return json.dumps(_described(batch))
+
+
+def _described(node: Any) -> Any:
+    if node is None:
+        return None
+    if type(node) is dict and all(type(key) in (str, int) for key in node):
+        # In the order in which JAX walks through it.
+        return {"dict": [[key, _described(node[key])] for key in sorted(node)]}
+    if type(node) in (list, tuple):
+        return {type(node).__name__: [_described(item) for item in node]}
+    return _LEAF if jax.tree_util.all_leaves([node]) else {type(node).__name__: []}
+
+
+def batch_of(plan: Plan) -> Any:
+    """The abstract global batch of a plan, in the containers that it had.
 
     Raises:
-        PlanError: the batch was another kind of tree; give it to ``wh.compile``.
+        PlanError: the batch had containers of other types; give it to ``wh.compile``.
     """
-    root: dict[Any, Any] = {}
-    for leaf in plan.batch:
-        keys = _keys(leaf.path)
-        if keys is None:
-            raise PlanError(
-                f"the batch has a leaf {leaf.path}, whose container a plan cannot "
-                "rebuild. Pass batch= (abstract will do) to wh.compile"
-            )
-        node = root
-        for key in (None, *keys[:-1]) if keys else ():
-            node = node.setdefault(key, {})
-        node[keys[-1] if keys else None] = jax.ShapeDtypeStruct(
-            leaf.shape, jnp.dtype(leaf.dtype)
-        )
-    return _sequences(root[None])
+    leaves = (jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in plan.batch)
+    return _rebuilt(json.loads(plan.batch_tree or "{}"), leaves)
 
 
-def _keys(path: str) -> list[str | int] | None:
-    keys: list[str | int] = []
-    rest = path
-    while rest:
-        match = re.match(r"\[(?:'([^']*)'|(\d+))\]", rest)
-        if match is None:
-            return None
-        keys.append(match[1] if match[1] is not None else int(match[2]))
-        rest = rest[match.end() :]
-    return keys
-
-
-def _sequences(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    if all(isinstance(key, int) for key in node):
-        return tuple(_sequences(node[key]) for key in sorted(node))
-    return {key: _sequences(value) for key, value in node.items()}
+def _rebuilt(described: Any, leaves: Iterator[Any]) -> Any:
+    if described is None:
+        return None
+    if described == _LEAF:
+        return next(leaves)
+    for kind, items in described.items():
+        if kind == "dict":
+            return {key: _rebuilt(item, leaves) for key, item in items}
+        if kind in ("list", "tuple"):
+            parts = [_rebuilt(item, leaves) for item in items]
+            return parts if kind == "list" else tuple(parts)
+    raise PlanError(
+        f"the batch holds a container ({', '.join(described) or 'unknown'}) that a "
+        "plan cannot rebuild. Pass batch= (abstract will do) to wh.compile"
+    )

@@ -50,7 +50,9 @@ class Aux:
     """What a loss function hands out beside the loss, as ``(loss, Aux(...))``.
 
     Attributes:
-        metrics: values to report, by name; averaged over micro-batches.
+        metrics: values to report, by name, best as scalars. With several micro-batches
+            floating-point ones are averaged over them (by weight, beside a
+            ``WeightedLoss``) and integers, such as counts, are added up.
         variables: updated Linen collections such as ``{"batch_stats": ...}``.
     """
 

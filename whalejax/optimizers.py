@@ -14,6 +14,7 @@ import jax
 import optax
 
 from whalejax.adapters import Adapter
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.leaves import OptimizerBytes
 
 
@@ -29,7 +30,7 @@ def optimizer_bytes(
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
     )
-    state = jax.eval_shape(optimizer.init, params)
+    state = _abstract_state(adapter, optimizer, params)
     shapes = dict(
         zip(
             adapter.param_paths, [x.shape for x in jax.tree.leaves(params)], strict=True
@@ -45,6 +46,22 @@ def optimizer_bytes(
         else:
             by_path[owner] += nbytes
     return OptimizerBytes(by_path=dict(by_path), other_bytes=other)
+
+
+def _abstract_state(
+    adapter: Adapter, optimizer: optax.GradientTransformation, params: Any
+) -> Any:
+    try:
+        return jax.eval_shape(optimizer.init, params)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        form = "the parameters in the structure that the model has"
+        if adapter.kind == "nnx":
+            form = "nested dictionaries of arrays, by attribute names"
+        raise WhaleError(
+            f"optimizer.init fails on the parameters ({str(error).splitlines()[0]}). "
+            f"It gets {form}; masks and label trees must have that structure: give a "
+            "function of the parameters instead of a tree"
+        ) from error
 
 
 def followed(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from whalejax.adapters import adapt
-from whalejax.batches import batch_leaves
+from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.capture.reductions import batch_reductions
@@ -114,7 +114,8 @@ def plan(
         zero=zero,
         reductions=reductions,
     )
-    return _decide(captured, machine, request, precision, batch, allow_idle)
+    found = _decide(captured, machine, request, precision, batch, allow_idle)
+    return dataclasses.replace(found, batch_tree=batch_tree(batch))
 
 
 def _decide(

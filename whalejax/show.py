@@ -282,7 +282,7 @@ def _traffic(plan: Plan) -> RenderableType:
     nbytes: Counter[tuple[str, ...]] = Counter()
     times: Counter[tuple[str, ...]] = Counter()
     for c in plan.collectives:
-        count = c.count * (1 if c.phase == "update" else plan.num_micro_batches)
+        count = c.times(plan.num_micro_batches)
         key = (c.kind, "+".join(c.axes), c.what)
         nbytes[key] += c.payload_bytes * count
         times[key] += count

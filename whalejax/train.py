@@ -396,8 +396,8 @@ def compile(
         loss_fn: the loss the plan was made for.
         model: the same model, abstract or real.
         optimizer: an optax transformation; plain evaluation needs none.
-        batch: the global batch, abstract or real, where it is no tree of dictionaries
-            and sequences; otherwise the plan knows it.
+        batch: the global batch, abstract or real, where it has containers other than
+            dictionaries, lists and tuples; otherwise the plan knows it.
         trainable, axis_names, batch_axes: as given to ``wh.plan``.
         devices: the devices to run on, in node order; all of them if left out.
 

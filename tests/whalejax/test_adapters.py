@@ -15,7 +15,8 @@ from flax.core import FrozenDict
 
 import whalejax as wh
 from tests.whalejax.capture_zoo import LinenNet, linen_loss, linen_variables
-from whalejax.adapters import Adapter, adapt, dotted
+from whalejax.adapters import adapt, dotted
+from whalejax.precision import at_precision
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -449,6 +450,26 @@ def test_what_linen_and_pytrees_train() -> None:
     assert adapt(tree, two, trainable=["b"]).param_paths == ("b",)
 
 
+def test_bfloat16_computes_with_narrow_frozen_weights_and_keeps_them() -> None:
+    tree = {"a": jnp.full((4, 4), 1.001), "b": jnp.ones((4, 4))}
+    seen = []
+
+    def loss(net: Any, x: Any) -> Any:
+        seen.append((net["a"].dtype, net["b"].dtype))
+        return jnp.mean(x @ net["a"] @ net["b"])
+
+    adapter = at_precision(adapt(tree, loss, trainable="b"), "bf16")
+    result = adapter.loss(adapter.params, adapter.rest, sample())
+    assert seen == [(jnp.bfloat16, jnp.bfloat16)]
+    same(result.rest, adapter.rest)
+
+    net = at_precision(adapt(Net(nnx.Rngs(0)), net_loss, trainable="layers.*"), "bf16")
+    after = net.loss(net.params, net.rest, sample()).rest
+    same(after["first"], net.rest["first"])
+    assert after["norm"]["mean"].dtype == jnp.float32
+    assert not np.array_equal(after["norm"]["mean"], net.rest["norm"]["mean"])
+
+
 @pytest.mark.parametrize(
     ("trainable", "text"),
     [
@@ -474,82 +495,7 @@ def test_a_model_without_parameters_is_refused() -> None:
         adapt({"ids": jnp.arange(3)}, two)
 
 
-# Metadata.
-
-
-def partitioned(names: Any, **more: Any) -> Any:
-    """Variables of one kernel of shape (4, 6) with metadata."""
-    kernel = jax.ShapeDtypeStruct((4, 6), jnp.float32)
-    return {"params": {"kernel": nn.Partitioned(kernel, names=names, **more)}}
-
-
-def metadata(adapter: Adapter) -> tuple[Any, Any]:
-    return adapter.names[0], adapter.pinned[0]
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("embed", "mlp"), (("embed", "mlp"), (None, None))),
-        (("embed", "tensor"), (("embed", None), (None, "tensor"))),
-        ((None, ("data", "fsdp")), ((None, None), (None, "data+fsdp"))),
-        (("embed",), (("embed", None), (None, None))),
-    ],
-)
-def test_names_and_pins_of_linen(names: Any, expected: Any) -> None:
-    assert metadata(adapt(partitioned(names), two)) == expected
-    kernel = jax.ShapeDtypeStruct((4, 6), jnp.float32)
-    logical = {"params": {"kernel": nn.LogicallyPartitioned(kernel, names=names)}}
-    assert metadata(adapt(logical, two)) == expected
-
-
-@pytest.mark.parametrize(
-    ("sharding", "expected"),
-    [
-        (("embed", "tensor"), (("embed", None), (None, "tensor"))),
-        (jax.P("embed", "tensor"), (("embed", None), (None, "tensor"))),
-        (None, ((None, None), (None, None))),
-    ],
-)
-def test_names_and_pins_of_nnx(sharding: Any, expected: Any) -> None:
-    class Holder(nnx.Module):
-        def __init__(self) -> None:
-            options: dict[str, Any] = {"eager_sharding": False}
-            if sharding is not None:
-                options["out_sharding"] = sharding
-            self.kernel = nnx.Param(jnp.ones((4, 6)), **options)
-
-    adapter = adapt(Holder(), lambda m, b: jnp.mean(m.kernel[...]))
-    assert metadata(adapter) == expected
-    assert float(adapter.loss(adapter.params, adapter.rest, None).total) == 1.0
-
-
-def test_the_users_own_mesh_axes() -> None:
-    mesh = jax.make_mesh((1, 1), ("rows", "model"), devices=jax.devices()[:1])
-    variables = partitioned(("rows", "model"), mesh=mesh)
-    with pytest.raises(wh.WhaleError) as caught:
-        adapt(variables, two)
-    text = str(caught.value)
-    assert text.startswith(
-        "model: 2 problems\n  1. kernel: its metadata names the mesh "
-    )
-    assert (
-        "axis 'model', which is none of ours (stage, data, fsdp, expert, context, "
-        "tensor). Map it, as in axis_names={'model': 'tensor'}."
-    ) in text
-    mapped = adapt(variables, two, axis_names={"rows": "data", "model": "tensor"})
-    assert metadata(mapped) == ((None, None), ("data", "tensor"))
-    unmeshed = adapt(partitioned((None, "model")), two, axis_names={"model": "tensor"})
-    assert metadata(unmeshed) == ((None, None), (None, "tensor"))
-
-
-def test_metadata_with_too_many_names_is_refused() -> None:
-    with pytest.raises(wh.WhaleError) as caught:
-        adapt(partitioned(("a", "b", "c")), two)
-    assert (
-        "kernel: its metadata names 3 dimensions ('a', 'b', 'c'), but its shape is "
-        "(4, 6). Name each dimension once."
-    ) in str(caught.value)
+# Names.
 
 
 def test_abstract_linen_variables_serve_as_well() -> None:

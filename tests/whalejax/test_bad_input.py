@@ -376,6 +376,38 @@ def test_a_mesh_axis_of_the_users_own() -> None:
     assert found.leaf("Dense_0.kernel").compute_spec == ((), ("tensor",))
 
 
+def test_a_mesh_axis_that_shards_no_weights() -> None:
+    text = refused(named_loss(wh.split()), named("data", "context"))
+    assert text == (
+        "the hints cannot be obeyed: 2 problems\n"
+        "  1. up.kernel dim 0: its metadata shards it over data, which shards the "
+        "batch and, by ZeRO, optimizer state. To store it in shards, map that name: "
+        "axis_names={'data': 'fsdp'}\n"
+        "  2. up.kernel dim 1: its metadata shards it over context, an axis that this "
+        "version gives no size. Drop that name"
+    )
+
+
+def test_metadata_on_a_dimension_that_no_axis_divides() -> None:
+    class Odd(nnx.Module):
+        def __init__(self, axis: str, rngs: nnx.Rngs) -> None:
+            init = nnx.with_partitioning(
+                nnx.initializers.normal(), (None, axis), eager_sharding=False
+            )
+            self.up = nnx.Linear(24, 45, kernel_init=init, use_bias=False, rngs=rngs)
+
+    def loss(model: Odd, b: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(model.up(b["x"])) ** 2)
+
+    for axis in ("tensor", "fsdp"):
+        odd = nnx.eval_shape(lambda axis=axis: Odd(axis, nnx.Rngs(0)))
+        assert refused(loss, odd) == (
+            "no layout of 8 devices serves this model: 1 problem\n"
+            f"  1. up.kernel dim 1: its metadata shards it over {axis}, and none of "
+            "its sizes here (2, 4, 8) divides 45. Pad it to 46, or drop that name"
+        )
+
+
 def test_split_does_not_take_the_batch() -> None:
     assert refused(hybrid(wh.split(axis="batch"))) == (
         "the hints cannot be obeyed: 1 problem\n"

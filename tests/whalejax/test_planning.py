@@ -305,11 +305,41 @@ def test_metadata_that_fixes_an_axis_is_obeyed() -> None:
     model = nnx.eval_shape(lambda: Layer(nnx.Rngs(0)))
     plan = wh.plan(loss, model, leaf(16, 48), cluster="h100:8", mesh={"tensor": 8})
     assert plan.leaf("up.kernel").compute_spec == (("tensor",), ())
+    plan = wh.plan(loss, model, leaf(16, 48), cluster="h100:8")
+    assert plan.axis_sizes["tensor"] > 1
+    assert plan.leaf("up.kernel").compute_spec == (("tensor",), ())
     plan = wh.plan(loss, model, leaf(16, 48), cluster="h100:8", mesh={"data": 8})
     assert any(
         "1 leaves name the mesh axis tensor (up.kernel first)" in note
         for note in plan.notes
     )
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_metadata_of_several_axes_is_obeyed_as_far_as_the_devices_go(
+    devices: int,
+) -> None:
+    def loss(net: Any, x: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ net["up"]) @ net["down"])
+
+    net = {
+        "up": nn.Partitioned(leaf(48, 64), names=("rows", "model")),
+        "down": nn.Partitioned(leaf(64, 48), names=("model", "rows")),
+    }
+    plan = wh.plan(
+        loss,
+        net,
+        leaf(16, 48),
+        cluster=f"h100:{devices}",
+        axis_names={"model": "tensor", "rows": "fsdp"},
+    )
+    named = [a for a in ("fsdp", "tensor") if plan.axis_sizes.get(a, 1) > 1]
+    assert len(named) == (2 if devices == 8 else 1)
+    expected = tuple((a,) if a in named else () for a in ("fsdp", "tensor"))
+    assert plan.leaf("up").param_spec == expected
+    assert plan.leaf("down").param_spec == expected[::-1]
+    unobeyed = [n for n in plan.notes if "the name has no effect" in n]
+    assert len(unobeyed) == 2 - len(named)
 
 
 # Whale's example with a million classes.

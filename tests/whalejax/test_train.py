@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import jax
@@ -182,3 +183,60 @@ def test_collections_returned_as_metrics_are_refused() -> None:
 def test_axis_names_must_map_to_our_axes() -> None:
     with pytest.raises(wh.WhaleError, match="'tensr'.*tensor"):
         wh.plan(squares, MODEL, BATCH, cluster="h100:8", axis_names={"model": "tensr"})
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss"),
+    [
+        ([X, Y], lambda net, b: jnp.mean((b[0] @ net["w"] - b[1]) ** 2)),
+        ({"z": X, "a": (Y, None)}, lambda net, b: jnp.mean(b["z"] @ net["w"])),
+        ({1: X, 0: [Y]}, lambda net, b: jnp.mean((b[1] @ net["w"] - b[0][0]) ** 2)),
+        (X, lambda net, b: jnp.mean(b @ net["w"])),
+    ],
+)
+def test_a_plan_knows_the_containers_of_its_batch(
+    batch: Any, loss: Any, tmp_path: Any
+) -> None:
+    def strict(net: Any, given: Any) -> Any:
+        assert jax.tree.structure(given) == jax.tree.structure(batch)
+        return loss(net, given)
+
+    optimizer = optax.sgd(0.1)
+    wh.plan(strict, MODEL, batch, optimizer=optimizer, cluster="h100:8").save(
+        tmp_path / "plan.json"
+    )
+    plan = wh.Plan.load(tmp_path / "plan.json")
+    step = wh.compile(plan, strict, MODEL, optimizer=optimizer, devices=jax.devices())
+    _, metrics = step(step.init_from(MODEL), batch)
+    want = loss(MODEL, jax.tree.map(jnp.asarray, batch))
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+def test_a_container_that_a_plan_cannot_rebuild_is_asked_for() -> None:
+    batch = collections.OrderedDict(y=Y, x=X)
+    plan = wh.plan(squares, MODEL, batch, cluster="h100:8")
+    with pytest.raises(wh.WhaleError, match=r"\(OrderedDict\).*Pass batch="):
+        wh.compile(plan, squares, MODEL, devices=jax.devices())
+    step = wh.compile(plan, squares, MODEL, batch=batch, devices=jax.devices())
+    loss = step.eval(step.init_from(MODEL), batch)["loss"]
+    np.testing.assert_allclose(loss, squares(MODEL, batch), rtol=1e-5)
+
+
+def test_an_optimizers_mask_of_another_tree_is_refused() -> None:
+    masked = optax.masked(optax.sgd(0.1), {"w": True, "other": False})
+    with pytest.raises(wh.WhaleError, match=r"optimizer\.init fails.*give a function"):
+        wh.plan(squares, MODEL, BATCH, optimizer=masked, cluster="h100:8")
+
+
+def test_counts_are_added_up_and_other_metrics_averaged() -> None:
+    def loss(net: Any, batch: Any) -> Any:
+        metrics = {"seen": batch["x"].shape[0] + 0 * batch["ids"].sum()}
+        return squares(net, batch), wh.Aux(
+            metrics={**metrics, "size": jnp.mean(batch["x"] ** 2)}
+        )
+
+    batch = {**BATCH, "ids": np.arange(16)}
+    step = step_for(loss, MODEL, batch, num_micro_batches=2)
+    _, metrics = step(step.init_from(MODEL), batch)
+    assert int(metrics["seen"]) == 16
+    np.testing.assert_allclose(metrics["size"], np.mean(X**2), rtol=1e-5)
