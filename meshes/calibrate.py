@@ -36,6 +36,7 @@ from whalejax.meshes.probes import (
     Chain,
     Collective,
     Elementwise,
+    Fresh,
     Product,
     Seconds,
     measure_devices,
@@ -166,6 +167,7 @@ def _kind(
     measured = replace(
         measured,
         transcendentals_per_second=_transcendentals_per_second(measured, found),
+        fresh_bytes_per_second=_fresh_bytes_per_second(measured, found),
     )
     return measured if entry is None else _with_datasheet(measured, entry.kind)
 
@@ -191,7 +193,8 @@ def _matmul_points(found: Seconds) -> tuple[MatmulPoint, ...]:
             m=p.m,
             k=p.k,
             n=p.n,
-            flops_per_second=2.0 * p.m * p.k * p.n / seconds,
+            batch=p.batch,
+            flops_per_second=2.0 * p.m * p.k * p.n * p.batch / seconds,
         )
         for p, seconds in found.items()
         if isinstance(p, Product)
@@ -216,6 +219,15 @@ def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | Non
     seconds = found[Elementwise("exp", EXP_BYTES)]
     extra = seconds - kind.elementwise_seconds(2 * EXP_BYTES)
     return EXP_BYTES / 4 / extra if extra > 0 else None
+
+
+def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
+    """The rate that explains what writing new memory took beyond writing it."""
+    for probe, seconds in found.items():
+        if isinstance(probe, Fresh):
+            extra = seconds - kind.elementwise_seconds(probe.array_bytes)
+            return probe.array_bytes / extra if extra > 0 else None
+    return None
 
 
 def _level(

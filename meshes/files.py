@@ -187,6 +187,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
         "efficiency",
         "matmul_half_size",
         "transcendentals_per_second",
+        "fresh_bytes_per_second",
     ):
         required = needed and key == "memory_bytes_per_second"
         values[key] = table.number(key) if required else table.number(key, None)
@@ -209,6 +210,7 @@ def _matmul_point(table: Table) -> MatmulPoint:
         k=table.integer("k"),
         n=table.integer("n"),
         flops_per_second=table.number("flops_per_second"),
+        batch=table.integer("batch", 1),
     )
     table.done()
     return point

@@ -41,13 +41,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulPoint:
-    """One measured product of an (m, k) with a (k, n) matrix, all devices at once."""
+    """One measured product of an (m, k) with a (k, n) matrix, all devices at once.
+
+    ``batch`` above 1 says that it was so many of them in one operation.
+    """
 
     dtype: str
     m: int
     k: int
     n: int
     flops_per_second: float
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,8 @@ class DeviceKind:
             matter; empty means ``memory_bytes_per_second`` at every size.
         transcendentals_per_second: exp, tanh and the like; None where the memory
             hides them.
+        fresh_bytes_per_second: first writes to memory that a program gets anew from
+            its host, one page fault after another; None where a device keeps its own.
         sources: where each number comes from.
     """
 
@@ -140,19 +146,21 @@ class DeviceKind:
     matmul_points: tuple[MatmulPoint, ...] = ()
     memory_points: tuple[BandwidthPoint, ...] = ()
     transcendentals_per_second: float | None = None
+    fresh_bytes_per_second: float | None = None
     sources: tuple[Source, ...] = ()
-    _matmul: dict[str, _Curve] = field(
+    _matmul: dict[tuple[str, bool], _Curve] = field(
         init=False, repr=False, compare=False, hash=False
     )
     _memory: _Curve | None = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         _check(self)
-        by_dtype: dict[str, list[tuple[float, float]]] = {}
+        measured: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for p in self.matmul_points:
             size = effective_size(p.m, p.k, p.n)
-            by_dtype.setdefault(p.dtype, []).append((size, p.flops_per_second))
-        curves = {dtype: _Curve(points) for dtype, points in by_dtype.items()}
+            found = measured.setdefault((p.dtype, p.batch > 1), [])
+            found.append((size, p.flops_per_second))
+        curves = {key: _Curve(points) for key, points in measured.items()}
         object.__setattr__(self, "_matmul", curves)
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         object.__setattr__(self, "_memory", _Curve(moved) if moved else None)
@@ -191,19 +199,22 @@ class DeviceKind:
         )
 
     def matmul_flops_per_second(
-        self, dtype: str, m: float, k: float, n: float
+        self, dtype: str, m: float, k: float, n: float, *, batched: bool = False
     ) -> float:
         """FLOP/s that a product of this shape reaches on one device.
 
         Args:
             dtype: one of ``DTYPES`` or a numpy name.
             m, k, n: an (m, k) matrix times a (k, n) matrix.
+            batched: one of many in one operation.
         """
         size = effective_size(m, k, n)
         peaks = dict(self.flops_per_second)
         for candidate in FALLBACKS[dtype_name(dtype)]:
-            if candidate in self._matmul:
-                return self._matmul[candidate].at(size)
+            curve = self._matmul.get((candidate, batched))
+            curve = curve or self._matmul.get((candidate, not batched))
+            if curve is not None:
+                return curve.at(size)
             if candidate in peaks:
                 break
         share = size / (size + self.matmul_half_size)
@@ -224,8 +235,14 @@ class DeviceKind:
             >>> seconds >= 2 * 4096**3 / kind.peak_flops("bf16")
             True
         """
-        rate = self.matmul_flops_per_second(dtype, m, k, n)
+        rate = self.matmul_flops_per_second(dtype, m, k, n, batched=count > 1)
         return 2.0 * m * k * n * count / rate
+
+    def fresh_seconds(self, nbytes: float) -> float:
+        """Seconds that the first touch of so many newly allocated bytes costs."""
+        if self.fresh_bytes_per_second is None:
+            return 0.0
+        return nbytes / self.fresh_bytes_per_second
 
     def elementwise_seconds(
         self, moved_bytes: float, transcendentals: float = 0
@@ -288,10 +305,11 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         "host_memory_bytes": kind.host_memory_bytes,
         "host_link_bytes_per_second": kind.host_link_bytes_per_second,
         "transcendentals_per_second": kind.transcendentals_per_second,
+        "fresh_bytes_per_second": kind.fresh_bytes_per_second,
     }
     numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
     for i, p in enumerate(kind.matmul_points):
-        numbers[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.flops_per_second)
+        numbers[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.batch, p.flops_per_second)
     for i, b in enumerate(kind.memory_points):
         numbers[f"memory_points.{i}"] = min(b.moved_bytes, b.bytes_per_second)
     return numbers

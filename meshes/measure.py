@@ -42,18 +42,28 @@ class Stopwatch:
     repeats: int = 3
 
     def seconds_each(self, run: Run) -> float:
-        """Seconds of one iteration of a program; its first call compiles it."""
+        """Seconds of one more iteration of a program; its first call compiles it.
+
+        What a run costs however long it is, the dispatch and the first touch of its
+        memory, is in a run of one iteration as well and is taken off.
+        """
         jax.block_until_ready(run(1))
-        once = self._time(run, 1)
         # The trial holds the dispatch, which a longer run shows to be small: hence two
         # steps towards the target instead of one.
-        iterations = self._towards_target(once, 1)
+        iterations = self._towards_target(self._time(run, 1), 1)
         if iterations > 1:
             once = self._time(run, iterations) / iterations
             iterations = self._towards_target(once, iterations)
         return statistics.median(
-            self._time(run, iterations) / iterations for _ in range(self.repeats)
+            self._one_more(run, iterations) for _ in range(self.repeats)
         )
+
+    def _one_more(self, run: Run, iterations: int) -> float:
+        single = self._time(run, 1)
+        whole = self._time(run, 1 + iterations)
+        if whole <= single:  # noise
+            return whole / (1 + iterations)
+        return (whole - single) / iterations
 
     def _towards_target(self, seconds: float, at_least: int) -> int:
         wanted = self.target_seconds / max(seconds, 1e-9)
@@ -119,13 +129,16 @@ def _everywhere(devices: Sequence[Device]) -> Mesh:
     return build_mesh((("all", len(devices)),), devices)
 
 
-def matmul_run(devices: Sequence[Device], dtype: str, m: int, k: int, n: int) -> Run:
+def matmul_run(
+    devices: Sequence[Device], dtype: str, m: int, k: int, n: int, batch: int = 1
+) -> Run:
     """(m, k) × (k, n) and back, (m, n) × (n, k): two products an iteration.
 
     Args:
         devices: all of which do it at once.
         dtype: a key of ``JAX_DTYPES``.
         m, k, n: powers of two.
+        batch: so many products at once, each with matrices of its own.
     """
     there = _orthogonal(k, n, JAX_DTYPES[dtype])
     x = np.random.default_rng(0).standard_normal((m, k)).astype(there.dtype)
@@ -133,8 +146,28 @@ def matmul_run(devices: Sequence[Device], dtype: str, m: int, k: int, n: int) ->
     def body(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
         return (x @ there) @ back
 
-    back = np.ascontiguousarray(there.T)
-    return _looped(body, _everywhere(devices), [x, there, back])
+    arrays = [x, there, np.ascontiguousarray(there.T)]
+    if batch > 1:
+        arrays = [np.tile(array, (batch, 1, 1)) for array in arrays]
+    return _looped(body, _everywhere(devices), arrays)
+
+
+def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:
+    """An f32 array filled on every device, in memory allocated anew each time."""
+    mesh = _everywhere(devices)
+    spec = PartitionSpec(mesh.axis_names)
+    shape = (len(devices), array_bytes // 4)
+    fill = jax.jit(
+        lambda value: jnp.broadcast_to(value, shape),
+        out_shardings=NamedSharding(mesh, spec),
+    )
+    value = jax.device_put(np.float32(1), NamedSharding(mesh, PartitionSpec()))
+
+    def run(iterations: int) -> None:
+        for _ in range(iterations):
+            fill(value).block_until_ready()
+
+    return run
 
 
 def add_run(devices: Sequence[Device], array_bytes: int) -> Run:

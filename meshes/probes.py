@@ -28,6 +28,9 @@ _CPU_SHAPES = (
     (128, 1024, 512),
     (2048, 256, 1024),
 )
+# Products of many matrices, as attention has them: (m, k, n, batch).
+_CPU_BATCHES = ((128, 32, 128, 64), (256, 64, 256, 16))
+_ACCELERATOR_BATCHES = ((1024, 128, 1024, 128), (512, 64, 512, 256))
 _ACCELERATOR_SHAPES = (
     (4096, 1024, 4096),
     (256, 256, 256),
@@ -46,16 +49,18 @@ _CPU_PAYLOAD_BYTES = (2**20, 2**14, 2**22)
 _ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
 _ROUNDS = 3
 EXP_BYTES = 2**18
+FRESH_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A probe: one product of an (m, k) with a (k, n) matrix."""
+    """A probe: one product of an (m, k) with a (k, n) matrix, or of a batch of them."""
 
     dtype: str
     m: int
     k: int
     n: int
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,13 @@ class Elementwise:
     """A probe: ``"add"`` or ``"exp"`` over f32 arrays of this size."""
 
     operation: str
+    array_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A probe: an array of this size, written to memory that was allocated anew."""
+
     array_bytes: int
 
 
@@ -80,7 +92,7 @@ class Collective:
     payload_bytes: int
 
 
-Probe = Product | Elementwise | Chain | Collective
+Probe = Product | Elementwise | Fresh | Chain | Collective
 Seconds = dict[Probe, float]
 
 
@@ -133,12 +145,14 @@ def _operations_in(probe: Probe) -> int:
 
 def _run_of(probe: Probe, devices: Sequence[Device]) -> measure.Run:
     match probe:
-        case Product(dtype, m, k, n):
-            return measure.matmul_run(devices, dtype, m, k, n)
+        case Product(dtype, m, k, n, batch):
+            return measure.matmul_run(devices, dtype, m, k, n, batch)
         case Elementwise("add", array_bytes):
             return measure.add_run(devices, array_bytes)
         case Elementwise(_, array_bytes):
             return measure.exp_run(devices, array_bytes)
+        case Fresh(array_bytes):
+            return measure.fresh_run(devices, array_bytes)
         case Chain():
             return measure.chain_run(devices)
         case Collective(collective, size, payload):
@@ -155,6 +169,8 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
     for rank, shape in enumerate(shapes):
         for dtype in dtypes if rank < 2 else dtypes[:2]:
             products.append(Product(dtype, *shape))
+    batches = _CPU_BATCHES if on_cpu else _ACCELERATOR_BATCHES
+    batched = [Product(dtype, *batch) for batch in batches for dtype in dtypes[:2]]
     memory = [Elementwise("add", size) for size in arrays]
     collectives = _collective_probes(len(devices), on_cpu)
     first = [
@@ -162,9 +178,10 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
         memory[0],
         Chain(),
         Elementwise("exp", EXP_BYTES),
+        *[Fresh(FRESH_BYTES)] * on_cpu,
         *collectives[:2],
     ]
-    rest = _interleaved(collectives[2:], products[len(dtypes) :])
+    rest = _interleaved(collectives[2:], [*batched, *products[len(dtypes) :]])
     return [*first, *memory[1:], *rest], len(first)
 
 

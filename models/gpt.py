@@ -60,9 +60,9 @@ class GPTConfig:
 
     vocab: int = text.BYTES
     sequence: int = 128
-    embed: int = 240
+    embed: int = 256
     heads: int = 8
-    mlp: int = 960
+    mlp: int = 1024
     layers: int = 4
     dropout_rate: float = 0.0
     tied_embedding: bool = False

@@ -43,6 +43,8 @@ class TimeTerms:
         activation_seconds: collectives on activations inside TaskGraphs.
         border_seconds: changes of layout between TaskGraphs and at cuts.
         update_seconds: the optimizer.
+        allocation_seconds: first touch of the memory that a step gets anew from its
+            host, on devices that keep none of their own.
     """
 
     compute_seconds: float = 0.0
@@ -52,6 +54,7 @@ class TimeTerms:
     activation_seconds: float = 0.0
     border_seconds: float = 0.0
     update_seconds: float = 0.0
+    allocation_seconds: float = 0.0
 
     def __add__(self, other: TimeTerms) -> TimeTerms:
         return TimeTerms(
@@ -101,6 +104,11 @@ class MemoryTerms:
     def total_bytes(self) -> int:
         """Peak of the step."""
         return int(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """What lives during a step alone."""
+        return self.gradients_bytes + self.activations_bytes + self.working_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

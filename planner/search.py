@@ -12,6 +12,7 @@ among equals the one that communicates less: predictions are not finer than that
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -294,6 +295,8 @@ class Search:
             if count not in costs:
                 costs[count] = tuple(self._costs(tables, s))
             time, collectives = self._time(layouts, zero, count, costs[count], s)
+            fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
+            time = dataclasses.replace(time, allocation_seconds=fresh)
             self.scored.append(
                 Scored(
                     mesh=mesh,

@@ -22,6 +22,7 @@ from whalejax.meshes.probes import (
     Chain,
     Collective,
     Elementwise,
+    Fresh,
     Probe,
     Product,
 )
@@ -43,6 +44,13 @@ def test_products_neither_grow_nor_vanish(
     once, often = _result(run, 1), _result(run, 500)
     assert once.shape == (8, *shape[:2])
     assert np.abs(often).mean() == pytest.approx(np.abs(once).mean(), rel=0.2)
+
+
+def test_products_of_a_batch_are_those_of_its_matrices() -> None:
+    one = _result(measure.matmul_run(DEVICES, "f32", 16, 32, 64), 3)
+    many = _result(measure.matmul_run(DEVICES, "f32", 16, 32, 64, batch=4), 3)
+    assert many.shape == (8, 4, 16, 32)
+    np.testing.assert_allclose(many, np.repeat(one[:, None], 4, axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
@@ -80,6 +88,18 @@ def test_elementwise_programs() -> None:
     assert np.isfinite(_result(measure.chain_run(DEVICES), 50)).all()
 
 
+def test_what_every_run_costs_is_taken_off() -> None:
+    now = 0.0
+
+    def run(iterations: int) -> int:
+        nonlocal now
+        now += 0.5 + 1e-3 * iterations
+        return 0
+
+    watch = measure.Stopwatch(clock=lambda: now)
+    assert watch.seconds_each(run) == pytest.approx(1e-3)
+
+
 class _Machine:
     """A clock that programs move: each iteration of a probe costs what is said."""
 
@@ -113,16 +133,16 @@ def test_the_essential_part_is_measured_on_any_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine, found = _measured(monkeypatch, 1e-3, lambda _: 0.01)
-    assert len(found) == 8
+    assert len(found) == 9
     assert {p.dtype for p in found if isinstance(p, Product)} == {"f32", "bf16", "f64"}
     kinds = {type(p) for p in found}
-    assert kinds == {Product, Elementwise, Chain, Collective}
+    assert kinds == {Product, Elementwise, Fresh, Chain, Collective}
     assert machine.done == list(found)
 
 
 def test_a_budget_is_kept_and_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, found = _measured(monkeypatch, 20.0, lambda _: 0.1)
-    assert 8 < len(found) < 50
+    assert 9 < len(found) < 50
     assert 15 < machine.now <= 20.0
 
 
@@ -139,7 +159,7 @@ def test_time_left_over_is_spent_on_a_second_look(
     assert len(machine.done) == len(found)
     assert all(found[p] < 1e-3 / 3 / probes._operations_in(p) for p in found)
     shapes = {(p.m, p.k, p.n) for p in found if isinstance(p, Product)}
-    assert min(min(s) for s in shapes) == 64
+    assert min(min(s) for s in shapes) == 32
     assert max(s[0] for s in shapes) == 4096
     groups = {p.group_size for p in found if isinstance(p, Collective)}
     assert groups == {2, 4, 8}
@@ -150,8 +170,10 @@ def test_times_become_a_cluster(
 ) -> None:
     def costs(probe: Probe) -> float:
         match probe:
-            case Product(_, m, k, n):
-                return 2 * 2 * m * k * n / 1e9
+            case Product(_, m, k, n, batch):
+                return 2 * 2 * m * k * n * batch / (1e9 if batch == 1 else 5e8)
+            case Fresh(array_bytes):
+                return array_bytes / 1e10 + array_bytes / 2e9
             case Elementwise("add", array_bytes):
                 return 3 * array_bytes / 1e10
             case Elementwise(_, array_bytes):
@@ -176,6 +198,10 @@ def test_times_become_a_cluster(
         2 * EXP_BYTES, transcendentals=EXP_BYTES / 4
     ) == pytest.approx(costs(Elementwise("exp", EXP_BYTES)))
     assert kind.op_overhead_seconds == pytest.approx(1e-6)
+    assert kind.matmul_seconds("f32", 128, 32, 128, count=9) == pytest.approx(
+        9 * 2 * 128 * 32 * 128 / 5e8
+    )
+    assert kind.fresh_bytes_per_second == pytest.approx(2e9)
     assert level.latency_seconds == pytest.approx(1e-5, rel=1e-2)
     assert level.bandwidth_bytes_per_second == pytest.approx(1e9, rel=1e-2)
     assert level.slowdown_of("all-to-all") == pytest.approx(1, rel=1e-2)
@@ -239,6 +265,7 @@ def test_a_real_run_in_its_own_process(tmp_path: Path) -> None:
     kind, level = one.nodes[0].kind, one.levels[0]
     assert {p.dtype for p in kind.matmul_points} == {"f32", "bf16", "f64"}
     assert kind.op_overhead_seconds > 0
+    assert kind.fresh_bytes_per_second is None or kind.fresh_bytes_per_second > 0
     assert 2**20 < kind.memory_bytes < 2**50
     assert level.bandwidth_bytes_per_second > 0
     assert kind.matmul_seconds("bfloat16", 1, 2, 3) > 0

@@ -51,6 +51,7 @@ KINDS = st.builds(
             k=st.integers(1, 9),
             n=st.integers(1, 9),
             flops_per_second=POSITIVE,
+            batch=st.sampled_from([1, 8]),
         ),
         max_size=2,
     ).map(tuple),
@@ -61,6 +62,7 @@ KINDS = st.builds(
         max_size=2,
     ).map(tuple),
     transcendentals_per_second=st.none() | POSITIVE,
+    fresh_bytes_per_second=st.none() | POSITIVE,
     sources=st.lists(
         st.builds(Source, field=TEXTS, url=TEXTS, title=st.text(max_size=5), date=TEXTS)
     ).map(tuple),

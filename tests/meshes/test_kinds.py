@@ -113,6 +113,27 @@ def test_a_type_with_a_peak_does_not_borrow_the_points_of_another() -> None:
     assert alone.matmul_flops_per_second("bf16", 64, 64, 64) == pytest.approx(1e9)
 
 
+def test_products_in_a_batch_have_points_of_their_own() -> None:
+    alone = MatmulPoint(dtype="f32", m=64, k=64, n=64, flops_per_second=4e9)
+    many = dataclasses.replace(alone, batch=8, flops_per_second=1e9)
+    both = _kind(matmul_points=(alone, many))
+    assert both.matmul_seconds("f32", 64, 64, 64) == pytest.approx(2 * 64**3 / 4e9)
+    assert both.matmul_seconds("f32", 64, 64, 64, count=10) == pytest.approx(
+        10 * 2 * 64**3 / 1e9
+    )
+    for points in ((alone,), (many,)):
+        only = _kind(matmul_points=points)
+        rate = points[0].flops_per_second
+        for count in (1, 10):
+            seconds = only.matmul_seconds("f32", 64, 64, 64, count=count)
+            assert seconds == pytest.approx(count * 2 * 64**3 / rate)
+
+
+def test_fresh_memory_costs_where_it_was_measured() -> None:
+    assert _kind().fresh_seconds(1e9) == 0.0
+    assert _kind(fresh_bytes_per_second=5e8).fresh_seconds(1e9) == 2.0
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from([16, 64, 256, 1024]), st.floats(1e6, 1e15)),

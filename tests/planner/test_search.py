@@ -251,3 +251,16 @@ def test_a_count_on_the_mark_leaves_the_rest_to_data() -> None:
     sizes = plan.axis_sizes
     assert sizes["tensor"] == 2
     assert sizes.get("data", 1) * sizes.get("fsdp", 1) == 4
+
+
+def test_fresh_memory_is_a_term_of_the_step() -> None:
+    graph = gpt(2, WIDE)
+    machine = cluster("h100:8")
+    kind = dataclasses.replace(machine.slowest, fresh_bytes_per_second=1e9)
+    slow = dataclasses.replace(
+        machine, nodes=tuple(dataclasses.replace(n, kind=kind) for n in machine.nodes)
+    )
+    for found, rate in ((machine, None), (slow, 1e9)):
+        plan = plan_of(graph, found, mesh={"data": 8})
+        fresh = plan.memory.temporary_bytes / rate if rate else 0.0
+        assert plan.time.allocation_seconds == pytest.approx(fresh)
