@@ -1,6 +1,6 @@
 """GPT: a pre-norm, decoder-only transformer in Flax NNX.
 
-The quick-start model: with its default configuration it has about 3M parameters and
+The quick-start model: with its default configuration it has 3.3M parameters and
 reads bytes. It runs on one device as it is; two lines annotate it:
 
 - in ``GPT.hidden``: ``with when(..., wh.replicate()):`` around embedding, blocks and
