@@ -44,7 +44,7 @@ from whalejax.meshes.probes import (
 from whalejax.meshes.problems import WhaleError
 
 
-DEFAULT_BUDGET_SECONDS = 20.0
+DEFAULT_BUDGET_SECONDS = 18.0
 
 
 def calibrate(

@@ -106,10 +106,21 @@ def _part(term: str, problems: Problems) -> _Part | None:
     return _node_part(term, found, numbers, problems)
 
 
+def _is_kind(name: str) -> bool:
+    try:
+        entry(name)
+    except WhaleError:
+        return False
+    return True
+
+
 def _malformed(term: str) -> str:
     if not term:
         return "an empty part, expected KIND:N on both sides of every +"
     name, colon, rest = term.partition(":")
+    joined = re.fullmatch(r"([a-z][a-z0-9-]*)x(\d+)", term)
+    if joined and _is_kind(joined[1]):
+        return f"{term!r} has no colon. Write {joined[1]}:{joined[2]}"
     if not colon and re.fullmatch(r"[a-z0-9 -]+", name):
         return (
             f"{term!r} does not say how many devices. Write {name.strip()}:8 for one "

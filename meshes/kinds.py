@@ -20,6 +20,11 @@ Platform = Literal["cpu", "gpu", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 
+KEPT_BYTES = 2**25
+"""Largest block of memory that glibc's malloc may keep when it is freed, where the
+default limits stand (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where one number comes from.
@@ -239,8 +244,11 @@ class DeviceKind:
         return 2.0 * m * k * n * count / rate
 
     def fresh_seconds(self, nbytes: float) -> float:
-        """Seconds that the first touch of so many newly allocated bytes costs."""
-        if self.fresh_bytes_per_second is None:
+        """Seconds that the first touch of so many newly allocated bytes costs.
+
+        Blocks of up to ``KEPT_BYTES`` cost nothing: they are had from what was freed.
+        """
+        if self.fresh_bytes_per_second is None or nbytes <= KEPT_BYTES:
             return 0.0
         return nbytes / self.fresh_bytes_per_second
 

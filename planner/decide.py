@@ -247,8 +247,8 @@ def _notes(
     named = dict.fromkeys(name for t in graph.params for name in t.names if name)
     if named:
         notes.append(
-            f"dimensions that the metadata names: {', '.join(named)} (a mesh axis "
-            "among them has to be mapped: axis_names=)"
+            f"the metadata names the dimensions {', '.join(named)}; a name that means "
+            "a mesh axis belongs into axis_names="
         )
     frozen = search.request.state_bytes
     if frozen > FROZEN_SHARE * search.cluster.memory_bytes:

@@ -20,6 +20,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.cost import Collective
 from whalejax.planner.layout import Spec
+from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 
 
@@ -262,13 +263,17 @@ class Plan:
     def leaf(self, path: str) -> LeafPlan:
         """The plan of one parameter.
 
+        Args:
+            path: dotted; a ``*`` in place of a layer's number, as plans are printed,
+                takes the first.
+
         Raises:
             PlanError: no parameter has that path; the nearest are named.
         """
         from whalejax.planner.explain import no_such_leaf
 
         for leaf in self.leaves:
-            if leaf.path == path:
+            if path in (leaf.path, starred(leaf.path)):
                 return leaf
         raise PlanError(no_such_leaf(self, path))
 

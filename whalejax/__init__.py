@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
+    from whalejax.planner import PlanError as PlanError
     from whalejax.planning import plan as plan
     from whalejax.train import TrainState as TrainState
     from whalejax.train import TrainStep as TrainStep
@@ -38,6 +39,7 @@ _MODULE_OF_NAME = {
     "Cluster": "whalejax.meshes",
     "Job": "whalejax.losses",
     "Plan": "whalejax.planner",
+    "PlanError": "whalejax.planner",
     "TrainState": "whalejax.train",
     "TrainStep": "whalejax.train",
     "WeightedLoss": "whalejax.losses",
@@ -56,6 +58,7 @@ __all__ = [
     "Cluster",
     "Job",
     "Plan",
+    "PlanError",
     "TrainState",
     "TrainStep",
     "WeightedLoss",

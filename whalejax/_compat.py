@@ -15,6 +15,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax._src import source_info_util
+from jax.core import Tracer
 
 
 Recursion = Literal["inline", "remat", "scan", "cond", "while", "opaque"]
@@ -118,6 +119,11 @@ def scope_text(equation: Any) -> str:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(atom, jax.extend.core.Literal)
+
+
+def is_concrete(value: Any) -> bool:
+    """It is an array with values, not one that is being traced or described."""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def is_key_dtype(dtype: Any) -> bool:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.adapters_leaves import (
+    abstract_tree,
     cast_back,
     cast_floats,
     check_leaves,
@@ -27,7 +28,7 @@ from whalejax.adapters_leaves import (
     paths_of,
 )
 from whalejax.adapters_leaves import dotted as dotted
-from whalejax.adapters_metadata import read_metadata
+from whalejax.adapters_metadata import fixed_axes, read_metadata
 from whalejax.adapters_trees import (
     BoxedForm,
     Boxes,
@@ -60,6 +61,7 @@ class Adapter:
         pinned: for each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
         takes_rng: the loss function wants a random key of its own.
+        notes: what a user should know.
         compute_dtype: what float32 weights, trained or not, and batches are cast to
             before the loss sees them; None leaves the model's own types.
     """
@@ -74,6 +76,7 @@ class Adapter:
     takes_rng: bool
     _form: Form
     _loss_fn: Callable[..., Any]
+    notes: tuple[str, ...] = ()
     compute_dtype: Any = None
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
@@ -110,7 +113,9 @@ class Adapter:
         return dataclasses.replace(
             result,
             total=total,
-            weight=jnp.asarray(result.weight, total.dtype),
+            weight=jnp.asarray(
+                result.weight, jnp.promote_types(total.dtype, jnp.float32)
+            ),
             rest=changed,
         )
 
@@ -134,6 +139,15 @@ class Adapter:
                 f"loss_fn returned the collections {', '.join(lost)} as metrics; they "
                 "would not be updated. Return (loss, wh.Aux(variables=updates))"
             )
+
+    def without_values(self) -> Adapter:
+        """The same with abstract leaves, so that it keeps no array of the user's."""
+        return dataclasses.replace(
+            self,
+            params=abstract_tree(self.params),
+            rest=abstract_tree(self.rest),
+            _form=self._form.without_values(),
+        )
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         """The model in the user's own type, from its two parts."""
@@ -222,10 +236,16 @@ def adapt(
             "to choose them, or check that the model was built."
         )
     names, pinned = read_metadata(
-        param_paths, params, metadata, axis_names or {}, problems
+        param_paths, params, metadata, axis_names or {}, problems, form.frozen
     )
     problems.raise_if_any()
+    idle = fixed_axes(sorted(form.frozen), metadata, axis_names or {})
     return Adapter(
+        notes=tuple(
+            f"{len(paths)} leaves that are not trained name the mesh axis {axis} "
+            f"({paths[0]} first): without effect, they stay whole on every device"
+            for axis, paths in idle.items()
+        ),
         kind=kind,
         params=params,
         rest=rest,
@@ -243,6 +263,11 @@ def _form_of(
     model: Any, trainable: Any
 ) -> tuple[ModelKind, Form, Callable[[str], Any]]:
     """The kind of a model, its form, and its metadata by dotted parameter path."""
+    if inspect.isclass(model):
+        raise WhaleError(
+            f"model is the class {model.__name__}; expected an instance of it, real or "
+            "abstract. For an NNX module: nnx.eval_shape(lambda: make_model(...))"
+        )
     if _holds_nnx(model):
         from whalejax.adapters_nnx import nnx_form
 

@@ -17,6 +17,9 @@ from whalejax.meshes.problems import Problems
 
 Path = tuple[Any, ...]
 
+WHOLE = "value"
+"""The dotted path of a tree that is a single leaf."""
+
 
 def dotted(path: Path) -> str:
     """A pytree key path as dotted text, such as ``"blocks.0.kernel"``.
@@ -24,7 +27,7 @@ def dotted(path: Path) -> str:
     >>> dotted((jax.tree_util.DictKey("a"), jax.tree_util.SequenceKey(0)))
     'a.0'
     """
-    return ".".join(_key_text(key) for key in path) or "value"
+    return ".".join(_key_text(key) for key in path) or WHOLE
 
 
 def _key_text(key: Any) -> str:
@@ -44,6 +47,17 @@ def dtype_of(leaf: Any) -> Any:
     """A leaf's dtype; plain numbers have the one that JAX gives them."""
     dtype = getattr(leaf, "dtype", None)
     return jnp.result_type(leaf) if dtype is None else dtype
+
+
+def abstract_tree(tree: Any) -> Any:
+    """A tree with shapes and dtypes in place of its arrays."""
+
+    def abstract(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(abstract, tree)
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -95,10 +109,16 @@ def cast_back(after: Any, used: Any, before: Any, computed: Any) -> Any:
 
     def cast(path: Path, leaf: Any) -> Any:
         original, cast_to = given.get(dotted(path), (leaf, leaf))
+        had = dtype_of(original)
         if leaf is cast_to:
             return original
-        had = dtype_of(original)
-        return leaf.astype(had) if leaf.dtype == computed != had else leaf
+        if not dtype_of(leaf) == computed != had:
+            return leaf
+        back = leaf.astype(had)
+        if dtype_of(cast_to) != computed:
+            return back
+        # A transform inside the loss hands on equal values under other names.
+        return jnp.where(leaf == cast_to, original, back)
 
     return jax.tree_util.tree_map_with_path(cast, after)
 

@@ -27,6 +27,7 @@ def read_metadata(
     metadata: Callable[[str], Any],
     axis_names: Mapping[str, str],
     problems: Problems,
+    frozen: Collection[str] = (),
 ) -> tuple[tuple[DimensionTexts, ...], tuple[DimensionTexts, ...]]:
     """Names and pinned axes of the dimensions of every trained leaf.
 
@@ -37,6 +38,7 @@ def read_metadata(
         axis_names: the user's names of mesh axes, mapped to ours.
         problems: where too many names, foreign mesh axes and names that stand nowhere
             are reported.
+        frozen: paths of weights that are not trained; what they name counts as met.
     """
     axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
     met: set[str] = set()
@@ -61,8 +63,29 @@ def read_metadata(
                 for entry in entries
             )
         )
+    for path in frozen:
+        met.update(p for e in _box_entries(metadata(path))[0] for p in _parts(e))
     _check_met(axis_names, met, problems)
     return tuple(names), tuple(pinned)
+
+
+def fixed_axes(
+    paths: Collection[str],
+    metadata: Callable[[str], Any],
+    axis_names: Mapping[str, str],
+) -> dict[str, list[str]]:
+    """The leaves whose metadata names each mesh axis, by axis.
+
+    Args:
+        paths, metadata, axis_names: as for ``read_metadata``.
+    """
+    axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        parts = {p for e in _box_entries(metadata(path))[0] for p in _parts(e)}
+        for axis in sorted(axes[p] for p in parts if p in axes):
+            found.setdefault(axis, []).append(path)
+    return found
 
 
 def _check_met(

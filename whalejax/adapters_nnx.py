@@ -7,6 +7,7 @@ the module refers to twice stands once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from whalejax import _compat
+from whalejax.adapters_leaves import abstract_tree
 from whalejax.adapters_trees import Selection
 from whalejax.meshes.problems import WhaleError
 
@@ -43,10 +45,10 @@ class NnxForm:
         )
 
     def metadata(self, path: str) -> Mapping[str, Any] | None:
-        """What Flax knows of a trained variable beside its value."""
-        for key in self._trained:
-            if _dotted(key) == path and isinstance(self._variables[key], nnx.Variable):
-                found: Mapping[str, Any] = self._variables[key].get_metadata()
+        """What Flax knows of a variable beside its value."""
+        for key, variable in self._variables.items():
+            if _dotted(key) == path and isinstance(variable, nnx.Variable):
+                found: Mapping[str, Any] = variable.get_metadata()
                 return found
         return None
 
@@ -82,6 +84,16 @@ class NnxForm:
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self.join(params, rest)
+
+    def without_values(self) -> NnxForm:
+        found = copy.copy(self)
+        found._variables = {
+            path: variable.replace(abstract_tree(_value(variable)))
+            if isinstance(variable, nnx.Variable)
+            else abstract_tree(variable)
+            for path, variable in self._variables.items()
+        }
+        return found
 
 
 def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:

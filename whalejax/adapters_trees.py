@@ -6,13 +6,15 @@ walks over parameters (an optimizer's masks, say) sees the user's own structure.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import jax
 
-from whalejax.adapters_leaves import dotted, is_inexact, paths_of
+from whalejax.adapters_leaves import abstract_tree, dotted, is_inexact, paths_of
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -44,6 +46,10 @@ class Form(Protocol):
         """The model in the user's own type."""
         ...
 
+    def without_values(self) -> Form:
+        """The same without any array of the model that it was made from."""
+        ...
+
 
 class Selection:
     """Which leaves are trained, by dotted path; the paths asked are remembered."""
@@ -55,14 +61,16 @@ class Selection:
         self._patterns: tuple[str, ...] | None = None
         if isinstance(trainable, str):
             self._patterns = (trainable,)
-        elif isinstance(trainable, Collection) and all(
-            isinstance(item, str) for item in trainable
+        elif (
+            isinstance(trainable, Collection)
+            and not isinstance(trainable, Mapping)
+            and all(isinstance(item, str) for item in trainable)
         ):
             self._patterns = tuple(trainable)
-        elif trainable is not None and not callable(trainable):
+        elif trainable is not None and not _is_predicate(trainable):
             raise WhaleError(
-                f"trainable={trainable!r}: expected glob patterns of dotted paths such "
-                "as 'head.*', or a predicate on the dotted path."
+                f"trainable={trainable!r:.80}: expected glob patterns of dotted paths "
+                "such as 'head.*', or a predicate that takes one dotted path."
             )
 
     def __call__(self, path: str) -> bool:
@@ -93,6 +101,19 @@ class Selection:
                 f"({known}). It gets one dotted path and returns whether to train it."
             )
         problems.raise_if_any()
+
+
+def _is_predicate(function: Any) -> bool:
+    """It can be called with one argument, as far as its signature tells."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind("path")
+    except ValueError:  # it has none
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 class PytreeForm:
@@ -141,6 +162,9 @@ class PytreeForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self.join(params, rest)
 
+    def without_values(self) -> PytreeForm:
+        return self
+
 
 class Boxes:
     """Flax's metadata boxes around the leaves of a tree: taken off and put back.
@@ -170,13 +194,17 @@ class Boxes:
         is_box = self._meta.is_axis_metadata
 
         def value(node: Any) -> Any:
-            return jax.tree.leaves(node)[0] if is_box(node) else node
+            return next(iter(jax.tree.leaves(node)), None) if is_box(node) else node
 
         return jax.tree.map(value, tree, is_leaf=is_box)
 
     def boxed(self, tree: Any) -> Any:
         """A bare tree in the boxes of the first."""
         return self._meta.replace_boxed(self._tree, tree)
+
+    def without_values(self) -> Boxes:
+        """The same boxes around abstract leaves."""
+        return Boxes(abstract_tree(self._tree))
 
 
 class BoxedForm:
@@ -199,20 +227,27 @@ class BoxedForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._boxes.boxed(self.join(params, rest))
 
+    def without_values(self) -> BoxedForm:
+        found = copy.copy(self)
+        found._boxes = self._boxes.without_values()
+        return found
+
 
 class LinenForm:
     """Linen variables: ``params`` is trained, other collections are the rest."""
 
     def __init__(self, variables: Mapping[str, Any], selection: Selection) -> None:
+        from flax.core import FrozenDict
+
         self._boxes = Boxes(variables)
         plain = self._boxes.bare(variables)
         self._params = PytreeForm(plain["params"], selection)
         self.frozen = frozenset(f"params.{path}" for path in self._params.frozen)
-        self._type: Callable[[Mapping[str, Any]], Any] = type(variables)
+        self._type = FrozenDict if isinstance(variables, FrozenDict) else dict
 
     def metadata(self, path: str) -> Any:
-        """The box of a parameter, or None."""
-        return self._boxes.metadata(f"params.{path}")
+        """The box of a parameter, by its path with or without ``params``, or None."""
+        return self._boxes.metadata(f"params.{path.removeprefix('params.')}")
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         plain = dict(self._boxes.bare(model))
@@ -241,6 +276,11 @@ class LinenForm:
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._boxes.boxed(self.join(params, rest))
+
+    def without_values(self) -> LinenForm:
+        found = copy.copy(self)
+        found._boxes = self._boxes.without_values()
+        return found
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:

@@ -69,8 +69,25 @@ def batch_of(plan: Plan) -> Any:
     Raises:
         PlanError: the batch had containers of other types; give it to ``wh.compile``.
     """
-    leaves = (jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in plan.batch)
+    leaves = (jax.ShapeDtypeStruct(x.shape, dtype_of(x.dtype)) for x in plan.batch)
     return _rebuilt(json.loads(plan.batch_tree or "{}"), leaves)
+
+
+def dtype_of(text: str) -> Any:
+    """The dtype that a plan writes as this text.
+
+    Raises:
+        PlanError: keys of another algorithm than JAX makes here.
+    """
+    if not text.startswith("key<"):
+        return jnp.dtype(text)
+    here = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    if str(here) != text:
+        raise PlanError(
+            f"the batch of this plan holds random keys of type {text}; JAX makes "
+            f"{here} here. Set jax_default_prng_impl as it was when planning"
+        )
+    return here
 
 
 def _rebuilt(described: Any, leaves: Iterator[Any]) -> Any:

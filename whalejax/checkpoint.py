@@ -57,6 +57,11 @@ def save(path: str | os.PathLike[str], state: Any, plan: Plan) -> None:
         WhaleError: something is at that path already.
     """
     target = Path(path).absolute()
+    if "://" in os.fspath(path):
+        raise WhaleError(
+            f"{os.fspath(path)}: checkpoints are written to a mounted file system, not "
+            "to an address. Give a path"
+        )
     if target.exists():
         raise WhaleError(
             f"{target}: there is something at this path already, and a checkpoint "

@@ -8,12 +8,14 @@ command needs it, so that help and errors come at once.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import inspect
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +118,12 @@ def _plan(command: PlanCommand) -> None:
             f"--output {command.output}: there is no directory "
             f"{command.output.absolute().parent}. Make it first"
         )
+    for name, value in (
+        ("--batch", command.batch),
+        ("--micro-batches", command.micro_batches),
+    ):
+        if value is not None and value < 1:
+            raise WhaleError(f"{name} is {value}; expected 1 or more")
     job = find_job(command.model)
     plan = jobs.make_plan(
         job,
@@ -209,7 +217,7 @@ def _job_from_file(path: Path, function: str) -> Job:
             f"{path}:{function} takes {', '.join(needed)}; expected a function of no "
             "argument that returns a wh.Job. Give its parameters default values"
         )
-    job = make()
+    job = _of_the_user(path, make)
     if not isinstance(job, Job):
         raise WhaleError(
             f"{path}:{function} returned {type(job).__name__}; expected "
@@ -226,8 +234,25 @@ def _load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
     sys.path.insert(0, str(path.absolute().parent))
-    spec.loader.exec_module(module)
+    _of_the_user(path, functools.partial(spec.loader.exec_module, module))
     return module
+
+
+def _of_the_user(path: Path, call: Callable[[], Any]) -> Any:
+    """Run code of the user's file; what it raises is said with its place."""
+    try:
+        return call()
+    except WhaleError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+        if isinstance(error, SyntaxError):
+            places = [f"{error.filename}:{error.lineno}"]
+        own = [p for p in places if p.startswith(str(path.absolute().parent))]
+        raise WhaleError(
+            f"{path} raised {type(error).__name__}: {error} (at {(own or places)[-1]})"
+        ) from error
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:

@@ -122,7 +122,7 @@ def train(
                 _prune(save_dir, keep, resumed_from)
                 windows.open(done - first)
     except _NotFiniteError as error:
-        _stop(error, steps, checkpoint)
+        _stop(error, steps, checkpoint, save_dir)
     return Run(
         state=state,
         first_step=first,
@@ -285,13 +285,18 @@ def _remove_leftovers(save_dir: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _stop(error: _NotFiniteError, steps: int, checkpoint: Path | None) -> NoReturn:
-    kept = (
-        f"The last good checkpoint is {checkpoint}; training can go on from there "
-        "with --resume"
-        if checkpoint
-        else "No checkpoint was written; --save DIR writes them"
-    )
+def _stop(
+    error: _NotFiniteError, steps: int, checkpoint: Path | None, save_dir: Path | None
+) -> NoReturn:
+    if checkpoint:
+        kept = (
+            f"The last good checkpoint is {checkpoint}; training can go on from there "
+            "with --resume"
+        )
+    elif save_dir:
+        kept = f"No good checkpoint stands in {save_dir} yet"
+    else:
+        kept = "No checkpoint was written; --save DIR writes them"
     raise WhaleError(
         f"step {error.step} of {steps}: {error.what}; training has stopped. {kept}. "
         "A lower learning rate, a longer warm-up or clipping the gradient's norm are "

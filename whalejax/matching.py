@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
@@ -38,7 +39,7 @@ class BatchLayout:
     def abstract(self) -> list[Any]:
         """Flat shapes, dtypes and layouts of a global batch."""
         return [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=sharding)
             for leaf, sharding in zip(self.leaves, self.shardings, strict=True)
         ]
 
@@ -87,7 +88,8 @@ def _is_part(leaf: Any) -> bool:
 
 def _problem(leaf: Any, planned: BatchLeaf) -> str:
     name = f"batch{planned.path}"
-    shape, dtype = np.shape(leaf), str(getattr(leaf, "dtype", np.asarray(leaf).dtype))
+    shape = np.shape(leaf)
+    dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
     if not _is_part(leaf) and shape != planned.shape:
         return (
             f"{name} has shape {shape}; the plan is for the global shape "
@@ -138,8 +140,9 @@ def mesh_of(plan: Plan, devices: Any) -> Mesh:
     if not chosen and not _same_hardware(plan.cluster, found):
         raise PlanError(
             f"this plan is for {plan.cluster.describe()}; here are {len(found)}×"
-            f"{found[0].device_kind}. Make one with whalejax plan … --cluster local, "
-            "or pass devices= to run this one here all the same"
+            f"{found[0].device_kind}. Make one for this machine: --cluster local, or "
+            'cluster="local" in wh.plan. From Python, devices= runs a plan on as many '
+            "devices of another kind"
         )
     if not chosen and len(found) == plan.cluster.num_devices:
         found = found[: plan.num_devices]  # the plan may leave devices idle
@@ -196,7 +199,9 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
             f"model {captured.graph.model_hash})"
         )
     problems.raise_if_any(
-        PlanError, title="this plan was made for another model or batch; plan again"
+        PlanError,
+        title="this plan was made for another model or batch; plan again, or give "
+        "the trainable=, axis_names= and batch_axes= that it was made with",
     )
 
 

@@ -14,6 +14,7 @@ import jax
 import optax
 
 from whalejax.adapters import Adapter
+from whalejax.adapters_leaves import WHOLE
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.leaves import OptimizerBytes
 
@@ -51,6 +52,11 @@ def optimizer_bytes(
 def _abstract_state(
     adapter: Adapter, optimizer: optax.GradientTransformation, params: Any
 ) -> Any:
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise WhaleError(
+            f"optimizer is {optimizer!r:.60}; expected an optax transformation such "
+            "as optax.adamw(1e-3)"
+        )
     try:
         return jax.eval_shape(optimizer.init, params)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -77,6 +83,8 @@ def followed(
         shape: its shape.
         params: dotted path to shape of every parameter.
     """
+    if set(params) == {WHOLE} and shape and tuple(params[WHOLE]) == tuple(shape):
+        return WHOLE  # the model is one bare array
     keys = [key_text(key) for key in path]
     for start in range(len(keys)):
         name = ".".join(keys[start:])

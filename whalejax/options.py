@@ -106,7 +106,7 @@ class CalibrateCommand:
 
     output: Annotated[Path, conf.arg(aliases=["-o"], metavar="CLUSTER.toml")]
     """where to write the description, which --cluster takes"""
-    seconds: float = 20.0
+    seconds: float = 18.0
     """stop measuring after about this long"""
 
 

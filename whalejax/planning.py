@@ -68,7 +68,10 @@ def plan(
         sync_batch_stats: statistics must be those of the global batch: only plans with
             one micro-batch are taken for models that have any.
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
-        trainable: what to train, where that is not every parameter.
+        trainable: what to train, where that is not every parameter: a glob pattern of
+            dotted paths such as ``"head.*"``, several in a list, a predicate that takes
+            one dotted path, or (NNX) a filter such as ``LoRAParam``. What is left out
+            stays whole on every device.
         batch_axes: the batch dimension of the batch's leaves.
         mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
             chooses the others.
@@ -115,7 +118,9 @@ def plan(
         reductions=reductions,
     )
     found = _decide(captured, machine, request, precision, batch, allow_idle)
-    return dataclasses.replace(found, batch_tree=batch_tree(batch))
+    return dataclasses.replace(
+        found, batch_tree=batch_tree(batch), notes=(*found.notes, *adapter.notes)
+    )
 
 
 def _decide(

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from whalejax import jobs, loop, replay
 from whalejax.losses import Job
+from whalejax.matching import mesh_of
 from whalejax.meshes.problems import Problems
 from whalejax.options import TrainCommand
 from whalejax.planner.plan import Plan
@@ -128,7 +129,9 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
 
 def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
     if options.plan is not None:
-        return Plan.load(options.plan)
+        plan = Plan.load(options.plan)
+        mesh_of(plan, None)  # before the plan is shown as if it could run
+        return plan
     if options.cluster is None:
         console.print("planning; these devices are measured once, for at most 20 s")
     return jobs.make_plan(

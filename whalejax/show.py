@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from whalejax.planner.collectives import axis_parts
 from whalejax.planner.explain import gigabytes, layout_text, spec_text
 from whalejax.planner.layout import shards
 from whalejax.planner.plan import LeafPlan, Plan
+from whalejax.planner.roles import starred
 
 
 _BAR_WIDTH = 24
@@ -197,7 +197,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     groups: dict[tuple[object, ...], list[LeafPlan]] = {}
     for leaf in plan.leaves:
         alike = (leaf.shape, leaf.dtype, leaf.compute_spec, leaf.param_spec)
-        groups.setdefault((_starred(leaf.path), *alike), []).append(leaf)
+        groups.setdefault((starred(leaf.path), *alike), []).append(leaf)
     rows = []
     for leaves in groups.values():
         leaf = leaves[0]
@@ -214,19 +214,8 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     return rows
 
 
-_NUMBER = re.compile(r"(?:(?<=[._])|^)\d+(?=\.|$)")
-
-
-def _starred(path: str) -> str:
-    return _NUMBER.sub("*", path)
-
-
 def _folded_label(path: str, count: int) -> str:
-    if count == 1:
-        return path
-    if len(_NUMBER.findall(path)) == 1:
-        return re.sub(r"\.\[", "[", _NUMBER.sub(f"[{count}]", path))
-    return f"{_starred(path)} ×{count}"
+    return path if count == 1 else f"{starred(path)} ×{count}"
 
 
 def _itemsize_bytes(dtype: str) -> int:

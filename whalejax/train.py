@@ -18,7 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from whalejax import _compat
 from whalejax.adapters import Adapter, adapt, wants_key
+from whalejax.adapters_leaves import is_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
@@ -30,6 +32,7 @@ from whalejax.lowering.spmd import (
     losses_of,
     optimizer_layouts,
     update,
+    wide,
 )
 from whalejax.matching import BatchLayout, check_same_model, mesh_of
 from whalejax.meshes.problems import WhaleError
@@ -42,14 +45,28 @@ if TYPE_CHECKING:
     import os
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Origin:
+    """Which step a state belongs to: one for each step, equal to no other.
+
+    It stands in the tree of every state, which JAX's caches keep for ever; hence it is
+    not the step itself.
+    """
+
+    adapter: Adapter
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "rest", "opt_state", "step", "rng"],
-    meta_fields=["owner"],
+    meta_fields=["origin"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
     """Everything that a step changes, as sharded arrays.
+
+    A step consumes the state that it is given and returns the next one. ``model`` is
+    the model in the user's own type.
 
     Attributes:
         params: trained leaves, in the structure of the user's model.
@@ -57,7 +74,7 @@ class TrainState:
         opt_state: the optimizer's state.
         step: number of steps done, an int32 scalar.
         rng: the run's random key, from which each step folds its own, or None.
-        owner: the step that made it.
+        origin: tells which step it belongs to.
     """
 
     params: Any
@@ -65,12 +82,13 @@ class TrainState:
     opt_state: Any
     step: Any
     rng: Any
-    owner: TrainStep
+    origin: _Origin
 
     @property
     def model(self) -> Any:
         """The model in the user's own type and tree."""
-        return self.owner.adapter.rebuild(self.params, self.rest)
+        _check_alive(self)
+        return self.origin.adapter.rebuild(self.params, self.rest)
 
 
 class TrainStep:
@@ -96,6 +114,7 @@ class TrainStep:
         self.plan = plan
         self.mesh = mesh
         self.adapter = adapter
+        self._origin = _Origin(adapter)
         analysed = analyse_graph(captured.graph)
         self._program = Program(
             plan=plan,
@@ -146,7 +165,7 @@ class TrainStep:
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 
-        return self._born(build, _typed_key(rng))
+        return self._born(build, self._key(rng))
 
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
@@ -155,24 +174,34 @@ class TrainStep:
             model: the model, with real arrays.
             rng: a random key for losses that take one; key 0 if left out.
         """
-        key = jax.random.key(0) if rng is None else _typed_key(rng)
+        key = jax.random.key(0) if rng is None else self._key(rng)
         params, rest = self.adapter.take_apart(model)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            raise WhaleError(
+                "init_from was given an abstract model, which has shapes and no "
+                "values. Use init(make_model, rng=jax.random.key(seed))"
+            )
         # Arrays may live on any device, or be shared with the user: go by the host so
         # that a donated buffer is never one of theirs.
         values = jax.tree.map(_host_copy, (params, rest))
         return self._born(lambda tree, key: (*tree, key), values, key)
 
+    def _key(self, rng: Any) -> Any:
+        return _typed_key(rng, for_loss=self.adapter.takes_rng)
+
     def _born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         def whole(*args: Any) -> TrainState:
             params, rest, key = build(*args)
-            params = jax.tree.map(jnp.asarray, params)
+            params, rest = jax.tree.map(_strongly_typed, (params, rest))
             return TrainState(
                 params=params,
                 rest=rest,
-                opt_state=self._program.optimizer.init(params),
+                opt_state=jax.tree.map(
+                    _strongly_typed, self._program.optimizer.init(params)
+                ),
                 step=jnp.zeros((), jnp.int32),
                 rng=key,
-                owner=self,
+                origin=self._origin,
             )
 
         born: TrainState = jax.jit(whole, out_shardings=self.shardings)(*arguments)
@@ -199,7 +228,7 @@ class TrainStep:
             ),
             step=self._whole,
             rng=self._whole,
-            owner=self,
+            origin=self._origin,
         )
 
     def _abstract_params(self) -> Any:
@@ -240,6 +269,9 @@ class TrainStep:
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """The loss and metrics of a batch, without a gradient; nothing changes.
 
+        It is the loss of training, with its dropout and its statistics of the batch;
+        for another loss call a function of your own on ``state.model``.
+
         Args:
             state: is kept.
             batch: as for a step.
@@ -249,13 +281,14 @@ class TrainStep:
         return metrics
 
     def _check_owner(self, state: TrainState) -> None:
-        if getattr(state, "owner", None) is not self:
+        if getattr(state, "origin", None) is not self._origin:
             raise PlanError(
                 f"the state is {type(state).__name__} and was not made by this step; "
                 "expected the TrainState that its init, init_from or restore gave, or "
                 "that its last call returned. To go on under another plan, save with "
                 "one step and restore with the other"
             )
+        _check_alive(state)
 
     def lower(self, state: TrainState | None = None) -> Any:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
@@ -276,7 +309,7 @@ class TrainStep:
             opt_state=jax.eval_shape(self._program.optimizer.init, params),
             step=jax.ShapeDtypeStruct((), jnp.int32),
             rng=jax.eval_shape(lambda: jax.random.key(0)),
-            owner=self,
+            origin=self._origin,
         )
         abstract: TrainState = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -294,6 +327,7 @@ class TrainStep:
         """
         from whalejax.checkpoint import save
 
+        _check_alive(state)
         save(path, state, self.plan)
 
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
@@ -321,7 +355,7 @@ class TrainStep:
         sums, rest = gradients_of(program, params, state.rest, batch, rng, state.step)
         gradients = [
             (g / sums.weight.astype(g.dtype)).astype(p.dtype)
-            for g, p in zip(sums.gradients, params, strict=True)
+            for g, p in zip(map(wide, sums.gradients), params, strict=True)
         ]
         loss = sums.total / sums.weight
         fresh, opt_state = update(program, params, state.opt_state, gradients, loss)
@@ -331,7 +365,7 @@ class TrainStep:
             opt_state=opt_state,
             step=state.step + 1,
             rng=state.rng,
-            owner=self,
+            origin=self._origin,
         )
         return new, self._metrics(sums.total, sums.weight, sums.metrics)
 
@@ -354,13 +388,44 @@ class TrainStep:
         return {**jax.tree.map(mean, sums), "loss": total / weight}
 
 
+def _check_alive(state: TrainState) -> None:
+    """Raise for a state whose buffers a step has taken; JAX itself may crash."""
+    number = state.step
+    if _compat.is_concrete(number) and number.is_deleted():
+        raise PlanError(
+            "this state was consumed by a step, which reuses its memory. Go on with "
+            "the state that the step returned: state, metrics = step(state, batch)"
+        )
+
+
 def _structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
 
 
-def _typed_key(rng: Any) -> Any:
-    """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped."""
+def _strongly_typed(leaf: Any) -> Any:
+    """An array of the very type that a step returns, or the second would recompile."""
+    leaf = jnp.asarray(leaf)
+    return leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
+def _typed_key(rng: Any, *, for_loss: bool) -> Any:
+    """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped.
+
+    Args:
+        rng: what the user gave.
+        for_loss: the loss takes it; its algorithm must be the traced one.
+    """
+    if not hasattr(rng, "dtype"):
+        raise WhaleError(
+            f"rng is {rng!r:.60}; expected a random key. Give jax.random.key(seed)"
+        )
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        traced = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        if for_loss and rng.dtype != traced:
+            raise WhaleError(
+                f"rng is a {rng.dtype}; the loss was traced with a {traced}. Give "
+                "jax.random.key(seed), or set jax_default_prng_impl before planning"
+            )
         return rng
     if rng.dtype == jnp.uint32 and rng.shape == (2,):
         return jax.random.wrap_key_data(rng)
@@ -371,6 +436,8 @@ def _typed_key(rng: Any) -> Any:
 
 
 def _host_copy(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf  # held by several processes: copied from device to device
     if jnp.issubdtype(aval_of(leaf).dtype, jax.dtypes.prng_key):
         data: Any = np.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -417,10 +484,8 @@ def compile(
         )
     example = batch_of(plan) if batch is None else batch
     mesh = mesh_of(plan, devices)
-    adapter = at_precision(
-        adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
-        plan.precision,
-    )
+    adapted = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
+    adapter = at_precision(adapted.without_values(), plan.precision)
     captured = capture(
         adapter,
         example,

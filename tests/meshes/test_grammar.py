@@ -130,6 +130,7 @@ KNOWN = ", ".join(kind_names())
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("h100x8", "'h100x8' has no colon. Write h100:8"),
         (
             "h100",
             "'h100' does not say how many devices. Write h100:8 for one node of 8, "

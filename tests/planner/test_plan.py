@@ -315,3 +315,11 @@ def test_one_device_is_a_plan_too() -> None:
     assert found.num_devices == 1
     assert "one device · 1 micro-batch" in str(found)
     assert "whole: no axis" in found.why("head.kernel")
+
+
+def test_a_leaf_is_found_as_plans_print_it(plan: Plan) -> None:
+    first = next(leaf for leaf in plan.leaves if leaf.path.startswith("blocks.0."))
+    printed = first.path.replace("blocks.0.", "blocks.*.")
+    assert printed in str(plan)
+    assert plan.leaf(printed) == first
+    assert plan.why(printed) == plan.why(first.path)

@@ -115,3 +115,20 @@ def test_metadata_with_too_many_names_is_refused() -> None:
         "kernel: its metadata names 3 dimensions ('a', 'b', 'c'), but its shape is "
         "(4, 6). Name each dimension once."
     ) in str(caught.value)
+
+
+def test_metadata_of_weights_that_are_not_trained_is_noted() -> None:
+    net = {
+        "up": nn.Partitioned(jnp.ones((4, 8)), names=("rows", None)),
+        "down": jnp.ones((8, 4)),
+    }
+    adapter = adapt(net, two, trainable="down", axis_names={"rows": "fsdp"})
+    assert adapter.notes == (
+        "1 leaves that are not trained name the mesh axis fsdp (up first): without "
+        "effect, they stay whole on every device",
+    )
+
+
+def test_a_box_may_be_empty() -> None:
+    net = {"w": jnp.ones(3), "bias": nn.Partitioned(None, names=())}
+    assert adapt(net, two).param_paths == ("w",)

@@ -360,3 +360,40 @@ def test_calibrate_writes_what_cluster_takes(
     assert "measured and written to c.toml" in capsys.readouterr().out
     assert asked == [3.0]
     assert cli.main(["plan", "mlp", "--cluster", "c.toml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def make():\n    return {}['x']\n", "raised KeyError: 'x' (at {path}:2)"),
+        ("import nothing_of_the_kind\n", "raised ModuleNotFoundError: No module na"),
+        ("def make(:\n", "raised SyntaxError: invalid syntax"),
+    ],
+)
+def test_what_the_users_file_raises(
+    here: Path, capsys: Captured, code: str, expected: str
+) -> None:
+    path = here / "broken.py"
+    path.write_text(code)
+    text = refused(["train", "broken.py:make"], capsys)
+    assert text.startswith("whalejax: broken.py ")
+    assert expected.format(path=path) in text
+    assert "Traceback" not in text
+
+
+def test_a_plan_for_another_machine_is_not_shown_first(
+    here: Path, capsys: Captured
+) -> None:
+    words = ["plan", "mlp-test", "--cluster", "h100:4x8", "-o", "big.json"]
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    assert cli.main(["train", "mlp-test", "--plan", "big.json"]) == 2
+    found = capsys.readouterr()
+    assert "this plan is for 32×H100" in found.err
+    assert "predicted" not in found.out
+
+
+def test_a_batch_of_nothing(capsys: Captured) -> None:
+    assert "--batch is 0; expected 1 or more" in refused(
+        ["plan", "mlp-test", "--batch", "0"], capsys
+    )

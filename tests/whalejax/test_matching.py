@@ -63,9 +63,9 @@ def compile_refused(plan: wh.Plan, *arguments: Any, **options: Any) -> str:
 
 def test_a_plan_for_another_kind_of_device() -> None:
     assert compile_refused(planned(), plain, net()) == (
-        "this plan is for 8×H100 (1 node of 8, nvlink); here are 8×cpu. Make one with "
-        "whalejax plan … --cluster local, or pass devices= to run this one here all "
-        "the same"
+        "this plan is for 8×H100 (1 node of 8, nvlink); here are 8×cpu. Make one for "
+        'this machine: --cluster local, or cluster="local" in wh.plan. From Python, '
+        "devices= runs a plan on as many devices of another kind"
     )
 
 
@@ -89,7 +89,8 @@ def test_a_plan_for_another_model() -> None:
     other = {**net(classes=56), "extra": {"bias": leaf(5)}}
     text = compile_refused(planned(), plain, other, devices=jax.devices())
     assert text == (
-        "this plan was made for another model or batch; plan again: 2 problems\n"
+        "this plan was made for another model or batch; plan again, or give the "
+        "trainable=, axis_names= and batch_axes= that it was made with: 2 problems\n"
         "  1. extra.bias: the plan has no such leaf, the model float32[5]\n"
         "  2. head.kernel: the plan has float32[48, 40], the model float32[48, 56]"
     )
@@ -105,7 +106,8 @@ def test_a_plan_for_another_batch() -> None:
         planned(), plain, net(), batch=batch(32), devices=jax.devices()
     )
     assert text == (
-        "this plan was made for another model or batch; plan again: 1 problem\n"
+        "this plan was made for another model or batch; plan again, or give the "
+        "trainable=, axis_names= and batch_axes= that it was made with: 1 problem\n"
         "  1. the batch: the plan is for [(16, 24)], given is [(32, 24)]"
     )
 

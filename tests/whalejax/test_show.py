@@ -93,8 +93,8 @@ def test_links_are_those_that_an_axis_crosses() -> None:
 def test_repeated_layers_are_folded() -> None:
     plan = layered_plan()
     rows = parameter_rows(plan)
-    assert [(row.label, row.count) for row in rows] == [("head", 1), ("layer_[4]", 4)]
-    assert "layer_[4]" in shown(plan)
+    assert [(row.label, row.count) for row in rows] == [("head", 1), ("layer_* ×4", 4)]
+    assert "layer_* ×4" in shown(plan)
     sizes = plan.axis_sizes
     expected = 0
     for leaf in plan.leaves:
@@ -107,9 +107,9 @@ def test_repeated_layers_are_folded() -> None:
 @pytest.mark.parametrize(
     ("paths", "labels"),
     [
-        (["blocks.0.up", "blocks.1.up"], ["blocks[2].up"]),
-        (["layer_0.w", "layer_1.w"], ["layer_[2].w"]),
-        (["0.w", "1.w"], ["[2].w"]),
+        (["blocks.0.up", "blocks.1.up"], ["blocks.*.up ×2"]),
+        (["layer_0.w", "layer_1.w"], ["layer_*.w ×2"]),
+        (["0.w", "1.w"], ["*.w ×2"]),
         (["a.0.b.0", "a.0.b.1", "a.1.b.0"], ["a.*.b.* ×3"]),
         (["blocks.0.up"], ["blocks.0.up"]),
         (["conv1x1", "conv3x3"], ["conv1x1", "conv3x3"]),

@@ -240,3 +240,86 @@ def test_counts_are_added_up_and_other_metrics_averaged() -> None:
     _, metrics = step(step.init_from(MODEL), batch)
     assert int(metrics["seen"]) == 16
     np.testing.assert_allclose(metrics["size"], np.mean(X**2), rtol=1e-5)
+
+
+# What is refused before it runs.
+
+
+def test_keys_that_are_none_and_models_without_values() -> None:
+    step = step_for(squares, MODEL, BATCH)
+    with pytest.raises(wh.WhaleError, match=r"rng is 0; expected a random key"):
+        step.init(lambda: MODEL, rng=0)
+    shapes = jax.eval_shape(lambda: MODEL)
+    with pytest.raises(wh.WhaleError, match="abstract model.*Use init"):
+        step.init_from(shapes)
+
+
+def test_a_key_of_another_algorithm_than_traced() -> None:
+    def noisy(net: Any, batch: Any, rng: Any) -> Any:
+        return squares(net, batch) * jax.random.uniform(rng)
+
+    step = step_for(noisy, MODEL, BATCH)
+    with pytest.raises(wh.WhaleError, match=r"key<rbg>.*traced with a key<fry>"):
+        step.init(lambda: MODEL, rng=jax.random.key(0, impl="rbg"))
+
+
+def test_a_batch_may_hold_keys() -> None:
+    def loss(net: Any, batch: Any) -> Any:
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(batch["keys"])
+        return jnp.mean((batch["x"] + noise) @ net["w"])
+
+    batch = {"x": X, "keys": jax.random.split(jax.random.key(1), 16)}
+    plan = wh.plan(loss, MODEL, batch, cluster="h100:8")
+    step = wh.compile(plan, loss, MODEL, devices=jax.devices())
+    found = step.eval(step.init_from(MODEL), batch)["loss"]
+    np.testing.assert_allclose(found, loss(MODEL, batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"optimizer": optax.adamw}, "optimizer is <function adamw.*optax transf"),
+        ({"trainable": {"w": True}}, r"trainable=\{'w': True\}: expected glob pat"),
+        ({"trainable": lambda path, value: True}, "takes one dotted path"),
+        ({"batch_axes": {"x": 0}}, "batch_axes has the structure"),
+    ],
+)
+def test_options_that_are_none(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(wh.WhaleError, match=text):
+        wh.plan(squares, MODEL, BATCH, cluster="h100:8", **options)
+
+
+def test_a_class_is_no_model() -> None:
+    class Net: ...
+
+    with pytest.raises(wh.WhaleError, match="model is the class Net; expected an inst"):
+        wh.plan(squares, Net, BATCH, cluster="h100:8")
+
+
+def test_batch_axes_may_say_something_for_a_gap() -> None:
+    def loss(net: Any, batch: Any) -> Any:
+        return squares(net, {"x": batch["x"].T, "y": batch["y"]})
+
+    batch = {"x": X.T, "y": Y, "mask": None}
+    for gap in (None, 0):
+        axes = {"x": 1, "y": 0, "mask": gap}
+        plan = wh.plan(loss, MODEL, batch, cluster="h100:8", batch_axes=axes)
+        step = wh.compile(plan, loss, MODEL, devices=jax.devices(), batch_axes=axes)
+        found = step.eval(step.init_from(MODEL), batch)["loss"]
+        np.testing.assert_allclose(found, squares(MODEL, BATCH), rtol=1e-5)
+
+
+def test_what_the_loss_raises_says_where() -> None:
+    def loss(net: Any, batch: Any) -> Any:
+        return squares(net, batch) + batch["weights"]
+
+    with pytest.raises(KeyError) as caught:
+        wh.plan(loss, MODEL, BATCH, cluster="h100:8")
+    (note,) = [n for n in caught.value.__notes__ if n.startswith("whalejax")]
+    assert note == "whalejax: raised in loss_fn, traced without values"
+
+
+def test_a_checkpoint_goes_to_a_file_system(tmp_path: Any) -> None:
+    step = step_for(squares, MODEL, BATCH)
+    with pytest.raises(wh.WhaleError, match="gs://bucket/run: checkpoints are written"):
+        step.save("gs://bucket/run", step.init_from(MODEL))

@@ -48,7 +48,7 @@ def batch_leaves(
         raise WhaleError(f"num_micro_batches={count!r}: expected a positive integer.")
     problems = Problems("batch")
     with_paths, tree = jax.tree_util.tree_flatten_with_path(batch)
-    axes = _axes_of(batch_axes, tree)
+    axes = _axes_of(batch_axes, batch, tree)
     leaves: list[BatchLeaf] = []
     sizes: dict[str, int] = {}
     for (path, value), axis in zip(with_paths, axes, strict=True):
@@ -77,16 +77,25 @@ def batch_leaves(
     return leaves, tree
 
 
-def _axes_of(batch_axes: Any, tree: Any) -> list[int | None]:
+def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
-    axes, axes_tree = jax.tree.flatten(batch_axes, is_leaf=lambda x: x is None)
-    if len(axes) != tree.num_leaves:
-        raise WhaleError(
-            f"batch_axes has the structure {axes_tree}, the batch {tree}. Give one "
-            "integer, or one for every leaf of the batch."
-        )
-    return axes
+    # A gap in the batch (None) may stand in the axes as well, with anything for it.
+    given, found = _with_gaps(batch_axes), _with_gaps(batch)
+    if [path for path, _ in given] == [path for path, _ in found]:
+        return [a for (_, a), (_, x) in zip(given, found, strict=True) if x is not None]
+    axes = [axis for _, axis in given]
+    if isinstance(batch_axes, list | tuple) and len(axes) == tree.num_leaves:
+        return axes
+    structure = jax.tree.structure(batch_axes, is_leaf=lambda x: x is None)
+    raise WhaleError(
+        f"batch_axes has the structure {structure}, the batch {tree}. Give one "
+        "integer, or one for every leaf of the batch."
+    )
+
+
+def _with_gaps(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
 
 
 def _check_sizes(

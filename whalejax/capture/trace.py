@@ -18,6 +18,7 @@ from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import aval_of, batch_leaves
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.walk import Walk
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.graph import Graph
 
 
@@ -82,7 +83,12 @@ def capture(
     if adapter.takes_rng:
         arguments.append(_key_aval(rng))
     with recording() as record:
-        jaxpr = _compat.trace(flat, arguments)
+        try:
+            jaxpr = _compat.trace(flat, arguments)
+        except Exception as error:
+            if not isinstance(error, WhaleError):
+                error.add_note("whalejax: raised in loss_fn, traced without values")
+            raise
     walk = Walk()
     results = walk.run(jaxpr)
     loss = loss_id(results)

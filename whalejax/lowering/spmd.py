@@ -102,9 +102,9 @@ class Program:
         return total, tuple(others)
 
 
-def micro_batches(
-    leaves: Sequence[Any], axes: Sequence[int | None], count: int
-) -> list[Any]:
+def _micro_batches(
+    program: Program, batch: Sequence[Any]
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Cut a global batch into micro-batches along a new leading dimension.
 
     Micro-batch ``m`` takes samples ``m, m + count, m + 2·count …``: which samples meet
@@ -112,19 +112,31 @@ def micro_batches(
     sharded over devices stays sharded, with no communication.
 
     Args:
-        leaves: arrays of the global batch.
-        axes: the batch dimension of each; a leaf with None is the same in all.
-        count: number of micro-batches.
+        program: what will run.
+        batch: flat leaves of the global batch.
+
+    Returns:
+        The leaves that are cut, and a function that takes one part of each and gives
+        the flat micro-batch; a leaf without a batch dimension is the same in all.
     """
+    count = program.plan.num_micro_batches
+    places = [i for i, axis in enumerate(program.batch_axes) if axis is not None]
     found = []
-    for leaf, axis in zip(leaves, axes, strict=True):
+    for place in places:
+        leaf, axis = batch[place], program.batch_axes[place]
+        assert axis is not None
         shape = leaf.shape
-        if axis is None:
-            found.append(jnp.broadcast_to(leaf, (count, *shape)))
-            continue
         cut = (*shape[:axis], shape[axis] // count, count, *shape[axis + 1 :])
         found.append(jnp.moveaxis(leaf.reshape(cut), axis + 1, 0))
-    return found
+    specs = [((), *program.plan.batch[place].spec) for place in places]
+
+    def whole(parts: Sequence[Any]) -> list[Any]:
+        leaves = list(batch)
+        for place, part in zip(places, parts, strict=True):
+            leaves[place] = part
+        return leaves
+
+    return program.constrain(found, specs), whole
 
 
 def gradients_of(
@@ -179,19 +191,29 @@ def _sums(
     Metrics are means over the micro-batch; where the user weighs the loss, they are
     weighed alike, so that the whole batch's mean comes out.
     """
-    total, weight = _wide(total), _wide(jnp.asarray(weight))
+    total, weight = wide(total), wide(jnp.asarray(weight))
+    metrics = jax.tree.map(_summable, metrics)
     if program.captured.graph.weighted:
         metrics = jax.tree.map(lambda m: _weighed(m, weight), metrics)
     several = program.plan.num_micro_batches > 1
     if several:
-        gradients = tuple(_wide(g) for g in gradients)
+        gradients = tuple(wide(g) for g in gradients)
     return Sums(total=total, weight=weight, metrics=metrics, gradients=gradients)
 
 
-def _wide(x: Any) -> Any:
-    """A number in at least 32 bits of floating point."""
-    narrow = not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 4
+def wide(x: Any) -> Any:
+    """A number in at least 32 bits of floating point, or as complex as it is."""
+    narrow = not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow else x
+
+
+def _summable(metric: Any) -> Any:
+    """A metric in a type that holds the sum: at least 32 bits, and no truth value."""
+    metric = jnp.asarray(metric)
+    if jnp.issubdtype(metric.dtype, jnp.inexact):
+        return wide(metric)
+    narrow = metric.dtype == jnp.bool_ or metric.dtype.itemsize < 4
+    return metric.astype(jnp.int32) if narrow else metric
 
 
 def _weighed(metric: Any, weight: Any) -> Any:
@@ -226,9 +248,10 @@ def losses_of(
     count = program.plan.num_micro_batches
     if count == 1:
         return one(0, batch)
-    parts = micro_batches(batch, program.batch_axes, count)
-    parts = program.constrain(parts, [((), *leaf.spec) for leaf in program.plan.batch])
-    all_sums = jax.lax.map(lambda pair: one(*pair), (jnp.arange(count), parts))
+    parts, whole = _micro_batches(program, batch)
+    all_sums = jax.lax.map(
+        lambda pair: one(pair[0], whole(pair[1])), (jnp.arange(count), parts)
+    )
     summed: Sums = jax.tree.map(lambda x: x.sum(0), all_sums)
     return summed
 
@@ -240,10 +263,8 @@ def _accumulate(
     batch: Sequence[Any],
     count: int,
 ) -> tuple[Sums, Any]:
-    parts = micro_batches(batch, program.batch_axes, count)
-    specs = [((), *leaf.spec) for leaf in program.plan.batch]
-    parts = program.constrain(parts, specs)
-    shapes, _ = jax.eval_shape(one, rest, [p[0] for p in parts], 0)
+    parts, whole = _micro_batches(program, batch)
+    shapes, _ = jax.eval_shape(one, rest, whole([p[0] for p in parts]), 0)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     specs = [leaf.gradient_spec for leaf in program.plan.leaves]
     zeros = Sums(
@@ -256,7 +277,7 @@ def _accumulate(
     def body(carry: Any, step: Any) -> tuple[Any, None]:
         sums, rest = carry
         index, part = step
-        added, rest = one(rest, part, index)
+        added, rest = one(rest, whole(part), index)
         return (jax.tree.map(jnp.add, sums, added), rest), None
 
     carry, _ = jax.lax.scan(body, (zeros, rest), (jnp.arange(count), parts))

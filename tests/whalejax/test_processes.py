@@ -1,0 +1,104 @@
+"""Two processes of one program: batches in parts and whole, states and models."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240
+
+PROGRAM = """
+import json, sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+import numpy as np, optax
+import whalejax as wh
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(16, 8)).astype(np.float32)
+y = rng.normal(size=(16, 4)).astype(np.float32)
+model = {"w": np.full((8, 4), 0.1, np.float32)}
+
+def loss(m, b):
+    return ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
+
+found = {}
+for axis in ("data", "fsdp"):
+    tx = optax.adam(0.1)
+    plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster="h100:2",
+                   mesh={axis: 2})
+    step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+    half = slice(jax.process_index() * 8, jax.process_index() * 8 + 8)
+    parts = {"x": x[half], "y": y[half]}
+    sharding = jax.sharding.NamedSharding(step.mesh, jax.P(axis))
+    whole = {
+        name: jax.make_array_from_process_local_data(sharding, part, value.shape)
+        for (name, part), value in zip(parts.items(), (x, y))
+    }
+    losses = []
+    for batch in (parts, whole):
+        state = step.init_from(model)
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    again = step.init_from(state.model)
+    _, metrics = step(again, parts)
+    losses.append(float(metrics["loss"]))
+    path = f"{sys.argv[3]}/{axis}"
+    step.save(path, state)
+    _, metrics = step(step.restore(path), whole)
+    losses.append(float(metrics["loss"]))
+    found[axis] = losses
+print(json.dumps(found), flush=True)
+"""
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def test_two_processes_take_parts_and_whole_batches(tmp_path: Path) -> None:
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))},
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+    }
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(index), str(port), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=SECONDS) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, done, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    found = [json.loads(output.splitlines()[-1]) for output, _ in done]
+    assert found[0] == found[1]
+    for losses in found[0].values():
+        first, second, same, also, third, restored = losses
+        assert (first, second) == pytest.approx((same, also), rel=1e-6)
+        assert third == pytest.approx(restored, rel=1e-5)
+        assert first > second > third
+    assert found[0]["data"] == pytest.approx(found[0]["fsdp"], rel=1e-5)
