@@ -114,7 +114,7 @@ class Adapter:
             result,
             total=total,
             weight=jnp.asarray(
-                result.weight, jnp.promote_types(total.dtype, jnp.float32)
+                result.weight, total.dtype if total.dtype.itemsize >= 4 else jnp.float32
             ),
             rest=changed,
         )
