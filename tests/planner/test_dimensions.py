@@ -281,7 +281,7 @@ def test_refinement_of_one_dimension_reaches_its_namesakes() -> None:
 SHAPES = ((24,), (2, 12), (12, 2), (3, 8), (4, 6), (2, 3, 4), (4, 3, 2), (2, 2, 6))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=6), st.booleans())
 def test_any_chain_of_reshapes_is_understood_or_gathered(
     shapes: list[tuple[int, ...]], back: bool

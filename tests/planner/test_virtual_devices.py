@@ -120,7 +120,7 @@ def test_every_problem_is_listed() -> None:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     widths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     replicas=st.integers(1, 4),
@@ -139,7 +139,7 @@ def test_stages_use_every_device_once(widths: list[int], replicas: int) -> None:
     assert firsts == sorted(firsts)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     counts=st.lists(st.sampled_from([None, 1, 2, 4, 8]), min_size=1, max_size=4),
     factor=st.sampled_from([8, 16, 24]),

@@ -1,0 +1,206 @@
+"""Programs written by hand: a graph without tracing.
+
+``Program`` takes operations the way one writes an einsum and keeps the bookkeeping of
+tensor ids and factors. It serves models that are known by their sizes alone, such as
+those of a table of published runs, and the planner's own tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from whalejax.planner.graph import (
+    Factor,
+    Graph,
+    Mark,
+    Op,
+    TaskGraph,
+    Tensor,
+    TensorKind,
+)
+
+
+class Program:
+    """Collects tensors and operations, all of one type.
+
+    Attributes:
+        here: index of the TaskGraph that operations join.
+        trip: how often the operations run, as the layers of a scanned stack do.
+        remat: id of the checkpointed region that operations join, or None.
+    """
+
+    def __init__(self, dtype: str = "float32", itemsize_bytes: int = 4) -> None:
+        self.dtype = dtype
+        self.itemsize_bytes = itemsize_bytes
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.task_graphs: list[TaskGraph] = [TaskGraph(index=0)]
+        self.here = 0
+        self.trip = 1
+        self.remat: int | None = None
+        self.batch_dims: list[tuple[int, int]] = []
+
+    def _tensor(
+        self, shape: tuple[int, ...], kind: TensorKind = "value", path: str = ""
+    ) -> int:
+        index = len(self.tensors)
+        flows = kind == "param" or (kind == "value")
+        self.tensors.append(
+            Tensor(
+                id=index,
+                shape=shape,
+                dtype=self.dtype,
+                itemsize_bytes=self.itemsize_bytes,
+                kind=kind,
+                path=path,
+                differentiable=flows,
+            )
+        )
+        return index
+
+    def param(self, path: str, *shape: int) -> int:
+        """A trained leaf."""
+        return self._tensor(shape, "param", path)
+
+    def batch(self, path: str, *shape: int) -> int:
+        """A leaf of the batch, its samples along dimension 0."""
+        index = self._tensor(shape, "batch", path)
+        self.batch_dims.append((index, 0))
+        return index
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.tensors[tensor].shape
+
+    def mark(self, mark: Mark, name: str) -> None:
+        """Everything from here on stands in a TaskGraph with this mark."""
+        self.here = len(self.task_graphs)
+        self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
+
+    def _op(
+        self,
+        kind: str,
+        operands: tuple[int, ...],
+        shape: tuple[int, ...],
+        factors: tuple[Factor, ...],
+        *,
+        elementwise: bool = False,
+        reshape: bool = False,
+        matmul: tuple[int, int, int, int] | None = None,
+        saves: tuple[int, ...] = (),
+    ) -> int:
+        result = self._tensor(shape)
+        flops = 0 if matmul is None else 2 * math.prod(matmul)
+        self.ops.append(
+            Op(
+                kind=kind,
+                position=(len(self.ops),),
+                operands=operands,
+                results=(result,),
+                factors=factors,
+                elementwise=elementwise,
+                reshape=reshape,
+                flops=flops,
+                matmul=matmul,
+                saves=saves,
+                trip=self.trip,
+                task_graph=self.here,
+                remat=self.remat,
+            )
+        )
+        return result
+
+    def einsum(self, spec: str, *operands: int) -> int:
+        """An einsum of one or two operands, such as ``"bse,em->bsm"``."""
+        ins, _, out = spec.partition("->")
+        terms = ins.split(",")
+        members: dict[str, list[tuple[int, int]]] = {}
+        sizes: dict[str, int] = {}
+        for slot, letters in enumerate((*terms, out)):
+            for dim, letter in enumerate(letters):
+                members.setdefault(letter, []).append((slot, dim))
+                if slot < len(operands):
+                    sizes[letter] = self.shape(operands[slot])[dim]
+        factors = tuple(
+            Factor(members=tuple(places))
+            for letter, places in members.items()
+            if sizes[letter] > 1
+        )
+        shape = tuple(sizes[letter] for letter in out)
+        if len(operands) == 1:
+            kind = "reduce_sum" if len(out) < len(terms[0]) else "transpose"
+            return self._op(kind, operands, shape, factors)
+        left, right = terms
+        groups = (
+            [x for x in left if x in out and x not in right],
+            [x for x in left if x in right and x not in out],
+            [x for x in right if x in out and x not in left],
+            [x for x in left if x in right and x in out],
+        )
+        m, k, n, batch = (math.prod(sizes[x] for x in group) for group in groups)
+        return self._op(
+            "dot_general",
+            operands,
+            shape,
+            factors,
+            matmul=(m, k, n, batch),
+            saves=(0, 1),
+        )
+
+    def add(self, *operands: int, kind: str = "add") -> int:
+        """An elementwise operation; size-1 dimensions broadcast."""
+        shapes = [self.shape(t) for t in operands]
+        shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        result = len(operands)
+        factors = []
+        for dim, size in enumerate(shape):
+            if size > 1:
+                slots = [s for s, sizes in enumerate(shapes) if sizes[dim] == size]
+                places = ((slot, dim) for slot in (*slots, result))
+                factors.append(Factor(members=tuple(places)))
+        return self._op(kind, operands, shape, tuple(factors), elementwise=True)
+
+    def unary(self, kind: str, operand: int) -> int:
+        """An elementwise operation of one operand whose result is kept."""
+        result = self.add(operand, kind=kind)
+        self.ops[-1] = replace(self.ops[-1], saves=(1,))
+        return result
+
+    def reshape(self, operand: int, *shape: int) -> int:
+        """A regrouping of dimensions in row-major order."""
+        assert math.prod(shape) == math.prod(self.shape(operand))
+        return self._op("reshape", (operand,), shape, (), reshape=True)
+
+    def broadcast(self, operand: int, *shape: int) -> int:
+        """New leading dimensions."""
+        offset = len(shape) - len(self.shape(operand))
+        factors = tuple(
+            Factor(members=((0, dim), (1, dim + offset)))
+            for dim, size in enumerate(self.shape(operand))
+            if size > 1
+        )
+        return self._op("broadcast_in_dim", (operand,), shape, factors)
+
+    def gather(self, table: int, indices: int) -> int:
+        """Rows of a table."""
+        rows, width = self.shape(table)
+        del rows
+        shape = (*self.shape(indices), width)
+        out = len(shape) - 1
+        factors = [Factor(members=((0, 0),)), Factor(members=((0, 1), (2, out)))]
+        factors += [Factor(members=((1, d), (2, d))) for d in range(out)]
+        return self._op("gather", (table, indices), shape, tuple(factors))
+
+    def graph(self, loss: int) -> Graph:
+        """The program so far, with this scalar as its loss."""
+        first, dim = self.batch_dims[0]
+        return Graph(
+            tensors=tuple(self.tensors),
+            ops=tuple(self.ops),
+            task_graphs=tuple(self.task_graphs),
+            loss=loss,
+            batch_size=self.shape(first)[dim],
+            batch_dims=tuple(self.batch_dims),
+            model_hash="by-hand",
+        )

@@ -1,0 +1,156 @@
+"""Where to cut a chain of layers into pipeline stages: exact, by intervals.
+
+The slowest stage sets the pace of a pipeline, so the cut minimises the largest time of
+a stage, within every stage's memory. Stages may be unlike: a slow device gets fewer
+layers, an early stage holds more activations in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.meshes.problems import Problems
+from whalejax.planner.plan import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One link of the chain; all for one micro-batch, on the devices of one stage.
+
+    Attributes:
+        seconds: forward and backward, at speed 1.
+        static_bytes: parameters, gradients and optimizer state.
+        activation_bytes: kept from forward to backward.
+        transfer_seconds: to bring its result to another stage, and a cotangent back.
+    """
+
+    seconds: float
+    static_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The devices that a stage runs on.
+
+    Attributes:
+        speed: how many times as fast as the devices that the layers were timed on.
+        memory_bytes: of one device.
+        in_flight: micro-batches whose activations it holds at most.
+    """
+
+    speed: float = 1.0
+    memory_bytes: float = float("inf")
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A chain in stages.
+
+    Attributes:
+        counts: layers of each stage, in order.
+        seconds: time of each stage for one micro-batch, transfers into it included.
+    """
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def slowest_seconds(self) -> float:
+        """Pace of the pipeline."""
+        return max(self.seconds)
+
+
+def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> Cut:
+    """Cut a chain so that its slowest stage is as fast as can be.
+
+    Exact: dynamic programming over (stage, last layer), every stage with at least one
+    layer. Time and memory O(stages · layers²).
+
+    Args:
+        layers: in the model's order.
+        stages: in the order of the pipeline.
+
+    Raises:
+        PlanError: fewer layers than stages, or no cut fits the memory.
+
+    >>> found = cut([Layer(seconds=s) for s in (1, 1, 2, 4)], [Stage(), Stage()])
+    >>> found.counts, found.slowest_seconds
+    ((3, 1), 4.0)
+    """
+    if not stages or len(layers) < len(stages):
+        raise PlanError(
+            f"{len(layers)} layers cannot be cut into {len(stages)} stages of at least "
+            "one each. Use fewer stages, or mark finer parts"
+        )
+    count = len(layers)
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    starts: list[np.ndarray] = []
+    for stage in stages:
+        cost = _interval_seconds(layers, stage)
+        pace = np.maximum(best[:, None], cost)  # (start, end)
+        starts.append(np.argmin(pace, axis=0))
+        best = pace[starts[-1], np.arange(count + 1)]
+    if not np.isfinite(best[count]):
+        raise PlanError(_nothing_fits(layers, stages))
+    bounds = [count]
+    for found in reversed(starts):
+        bounds.append(int(found[bounds[-1]]))
+    bounds.reverse()
+    return Cut(
+        counts=tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)),
+        seconds=tuple(
+            float(_interval_seconds(layers, stage)[a, b])
+            for stage, a, b in zip(stages, bounds, bounds[1:], strict=False)
+        ),
+    )
+
+
+def _interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
+    """Time of a stage that holds layers start to end; infinite where it cannot."""
+    count = len(layers)
+    work = _sums([layer.seconds for layer in layers]) / stage.speed
+    entry = np.array([0.0, *(layer.transfer_seconds for layer in layers)])
+    static = _sums([layer.static_bytes for layer in layers])
+    held = _sums([layer.activation_bytes for layer in layers]) * stage.in_flight
+    seconds = work[None, :] - work[:, None] + entry[:, None]
+    nbytes = static[None, :] - static[:, None] + held[None, :] - held[:, None]
+    index = np.arange(count + 1)
+    possible = (index[None, :] > index[:, None]) & (
+        nbytes <= stage.memory_bytes * (1 + 1e-12)
+    )
+    found: np.ndarray = np.where(possible, seconds, np.inf)
+    return found
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+
+
+def _nothing_fits(layers: Sequence[Layer], stages: Sequence[Stage]) -> str:
+    problems = Problems("no cut into stages fits the memory")
+    for index, layer in enumerate(layers):
+        needs = [
+            layer.static_bytes + layer.activation_bytes * s.in_flight for s in stages
+        ]
+        short = min(n - s.memory_bytes for n, s in zip(needs, stages, strict=True))
+        if short > 0:
+            problems.add(
+                f"layer {index} fits no stage: it lacks {short:.0f} bytes on the "
+                "roomiest. Split it over more devices, or checkpoint its activations"
+            )
+    if not problems:
+        room = sum(s.memory_bytes for s in stages)
+        static = sum(layer.static_bytes for layer in layers)
+        problems.add(
+            f"{len(stages)} stages have {room:.0f} bytes together; parameters, "
+            f"gradients and optimizer state alone take {static:.0f}, and activations "
+            "in flight come on top. Use more stages, or checkpoint activations"
+        )
+    return problems.text()

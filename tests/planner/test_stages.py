@@ -1,0 +1,97 @@
+"""The cut into stages against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whalejax.planner.plan import PlanError
+from whalejax.planner.stages import Layer, Stage, cut
+
+
+NUMBERS = st.integers(0, 9).map(float)
+LAYERS = st.lists(
+    st.builds(
+        Layer,
+        seconds=NUMBERS,
+        static_bytes=NUMBERS,
+        activation_bytes=NUMBERS,
+        transfer_seconds=NUMBERS,
+    ),
+    min_size=1,
+    max_size=9,
+)
+STAGES = st.lists(
+    st.builds(
+        Stage,
+        speed=st.sampled_from([0.5, 1.0, 2.0]),
+        memory_bytes=st.sampled_from([10.0, 30.0, math.inf]),
+        in_flight=st.integers(1, 4),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def brute_force(layers: list[Layer], stages: list[Stage]) -> float:
+    """The best pace of all cuts; infinite where none fits."""
+    best = math.inf
+    inner = range(1, len(layers))
+    for inside in itertools.combinations(inner, len(stages) - 1):
+        bounds = (0, *inside, len(layers))
+        pace = 0.0
+        for stage, a, b in zip(stages, bounds, bounds[1:], strict=False):
+            part = layers[a:b]
+            nbytes = sum(
+                layer.static_bytes + stage.in_flight * layer.activation_bytes
+                for layer in part
+            )
+            seconds = sum(layer.seconds for layer in part) / stage.speed
+            seconds += layers[a - 1].transfer_seconds if a else 0.0
+            pace = max(pace, seconds if nbytes <= stage.memory_bytes else math.inf)
+        best = min(best, pace)
+    return best
+
+
+@given(LAYERS, STAGES)
+def test_the_cut_equals_brute_force(layers: list[Layer], stages: list[Stage]) -> None:
+    best = brute_force(layers, stages)
+    if math.isinf(best):
+        with pytest.raises(PlanError):
+            cut(layers, stages)
+        return
+    found = cut(layers, stages)
+    assert sum(found.counts) == len(layers)
+    assert min(found.counts) >= 1
+    assert found.slowest_seconds == pytest.approx(best)
+
+
+def test_a_slow_device_gets_fewer_layers() -> None:
+    layers = [Layer(seconds=1.0)] * 12
+    assert cut(layers, [Stage(), Stage(speed=0.5)]).counts == (8, 4)
+
+
+def test_an_early_stage_holds_more_in_flight() -> None:
+    layers = [Layer(seconds=1.0, activation_bytes=1.0)] * 8
+    stages = [Stage(memory_bytes=6.0, in_flight=n) for n in (2, 1)]
+    assert cut(layers, stages).counts == (3, 5)
+
+
+def test_too_few_layers() -> None:
+    with pytest.raises(PlanError, match="2 layers cannot be cut into 3 stages"):
+        cut([Layer(seconds=1.0)] * 2, [Stage()] * 3)
+
+
+def test_a_layer_that_fits_nowhere() -> None:
+    layers = [Layer(seconds=1.0), Layer(seconds=1.0, static_bytes=50.0)]
+    with pytest.raises(PlanError) as caught:
+        cut(layers, [Stage(memory_bytes=20.0), Stage(memory_bytes=40.0)])
+    assert str(caught.value) == (
+        "no cut into stages fits the memory: 1 problem\n"
+        "  1. layer 1 fits no stage: it lacks 10 bytes on the roomiest. Split it over "
+        "more devices, or checkpoint its activations"
+    )
