@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from whalejax.planner.plan import PlanError
 from whalejax.planner.schedules import (
     NAMES,
+    Row,
     Schedule,
     problems_of,
     schedule,
@@ -137,10 +139,11 @@ def test_transfers_of_1f1b_hide_behind_one_more_in_flight() -> None:
         ),
     ],
 )
-def test_the_checker_sees_what_is_wrong(change: object, text: str) -> None:
+def test_the_checker_sees_what_is_wrong(
+    change: Callable[[tuple[Row, ...]], tuple[Row, ...]], text: str
+) -> None:
     table = schedule("1f1b", 2, 3)
-    assert callable(change)
-    broken = dataclasses.replace(table, rows=tuple(change(table.rows)))
+    broken = dataclasses.replace(table, rows=change(table.rows))
     assert any(text in problem for problem in problems_of(broken))
 
 
