@@ -40,7 +40,7 @@ def read_metadata(
             are reported.
         frozen: paths of weights that are not trained; what they name counts as met.
     """
-    axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
+    axes = _known_axes(axis_names)
     met: set[str] = set()
     names: list[DimensionTexts] = []
     pinned: list[DimensionTexts] = []
@@ -55,7 +55,7 @@ def read_metadata(
             )
             entries = entries[:rank]
         entries = [*entries, *[None] * (rank - len(entries))]
-        met.update(part for entry in entries for part in _parts(entry))
+        met |= _names_in(metadata(path))
         names.append(tuple(_logical_name(entry, axes, mesh_names) for entry in entries))
         pinned.append(
             tuple(
@@ -64,7 +64,7 @@ def read_metadata(
             )
         )
     for path in frozen:
-        met.update(p for e in _box_entries(metadata(path))[0] for p in _parts(e))
+        met |= _names_in(metadata(path))
     _check_met(axis_names, met, problems)
     return tuple(names), tuple(pinned)
 
@@ -79,11 +79,10 @@ def fixed_axes(
     Args:
         paths, metadata, axis_names: as for ``read_metadata``.
     """
-    axes = {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
+    axes = _known_axes(axis_names)
     found: dict[str, list[str]] = {}
     for path in paths:
-        parts = {p for e in _box_entries(metadata(path))[0] for p in _parts(e)}
-        for axis in sorted(axes[p] for p in parts if p in axes):
+        for axis in sorted({axes[p] for p in _names_in(metadata(path)) if p in axes}):
             found.setdefault(axis, []).append(path)
     return found
 
@@ -98,8 +97,8 @@ def _check_met(
         near = difflib.get_close_matches(theirs, met, n=3, cutoff=0.3) or sorted(met)
         known = f"Nearest: {', '.join(near[:6])}" if near else "It names none at all"
         problems.add(
-            f"axis_names maps {theirs!r} to {ours!r}, but the metadata of no trained "
-            f"parameter names {theirs!r}. {known}. Correct the name, or leave it out."
+            f"axis_names maps {theirs!r} to {ours!r}, but no parameter's metadata "
+            f"names {theirs!r}. {known}. Correct the name, or leave it out."
         )
 
 
@@ -119,6 +118,16 @@ def _box_entries(box: Any) -> tuple[list[Any], tuple[str, ...]]:
     mesh = fields.get("mesh") or getattr(found, "mesh", None)
     found = getattr(found, "spec", found)
     return list(found), tuple(getattr(mesh, "axis_names", ()))
+
+
+def _names_in(box: Any) -> set[str]:
+    """Every name in one metadata box."""
+    return {part for entry in _box_entries(box)[0] for part in _parts(entry)}
+
+
+def _known_axes(axis_names: Mapping[str, str]) -> dict[str, str]:
+    """Every name that stands for one of our mesh axes, mapped to it."""
+    return {**dict(zip(MESH_AXES, MESH_AXES, strict=True)), **axis_names}
 
 
 def _parts(entry: Any) -> tuple[str, ...]:

@@ -101,8 +101,8 @@ def test_a_name_that_no_metadata_holds_is_refused() -> None:
     with pytest.raises(wh.WhaleError) as caught:
         adapt(partitioned((None, "model")), two, axis_names={"modle": "tensor"})
     assert (
-        "axis_names maps 'modle' to 'tensor', but the metadata of no trained parameter "
-        "names 'modle'. Nearest: model. Correct the name, or leave it out."
+        "axis_names maps 'modle' to 'tensor', but no parameter's metadata names "
+        "'modle'. Nearest: model. Correct the name, or leave it out."
     ) in str(caught.value)
     with pytest.raises(wh.WhaleError, match="It names none at all"):
         adapt({"kernel": jnp.ones(2)}, two, axis_names={"model": "tensor"})
