@@ -218,8 +218,10 @@ def _kind(name: str, table: dict[str, Any], sources: tuple[Source, ...]) -> Devi
         host_memory_bytes=table.get("host_memory_bytes"),
         host_link_bytes_per_second=table.get("host_link_bytes_per_second"),
         op_overhead_seconds=table["op_overhead_seconds"],
-        efficiency=table["efficiency"],
+        efficiency=table.get("efficiency", 1.0),
+        curve="" if "efficiency" in table else table["platform"],
         transcendentals_per_second=table.get("transcendentals_per_second"),
+        cores=table.get("cores", 0),
         sources=sources,
     )
 

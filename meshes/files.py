@@ -180,6 +180,8 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
         table.integer("memory_bytes") if needed else table.integer("memory_bytes", None)
     )
     values["host_memory_bytes"] = table.integer("host_memory_bytes", None)
+    values["cores"] = table.integer("cores", None)
+    values["curve"] = table.text("curve", None)
     for key in (
         "memory_bytes_per_second",
         "host_link_bytes_per_second",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, Link, Torus, entry, kind_names
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
+from whalejax.meshes.fitted import WHOLE, Achieved, constants
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -237,20 +238,29 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
     levels = []
     if inner > 1 or outer == 1:
         links = [one.node for one in found if one.node is not None]
-        levels.append(_joined(links, inner, inner - 1))
+        share = min(_delivered(one).node for one in found)
+        levels.append(_joined(links, inner, inner - 1, share))
     if outer > 1:
         links = [one.network for one in found if one.network is not None]
         # NCCL's trees between nodes: their depth, not their number, is waited for.
-        levels.append(_joined(links, outer, math.ceil(math.log2(outer))))
+        share = min(_delivered(one).network for one in found)
+        levels.append(_joined(links, outer, math.ceil(math.log2(outer)), share))
     return tuple(levels)
 
 
-def _joined(links: Sequence[Link], size: int, hops: int) -> Level:
+def _delivered(found: Entry) -> Achieved:
+    """What links of a platform deliver of their datasheets' bandwidth."""
+    platforms = constants().platforms
+    return platforms.get(found.kind.platform, WHOLE)
+
+
+def _joined(links: Sequence[Link], size: int, hops: int, share: float) -> Level:
     names = dict.fromkeys(link.name for link in links)
     return Level(
         name="/".join(names),
         size=size,
-        bandwidth_bytes_per_second=min(x.bandwidth_bytes_per_second for x in links),
+        bandwidth_bytes_per_second=share
+        * min(x.bandwidth_bytes_per_second for x in links),
         latency_seconds=max(x.base_seconds + hops * x.hop_seconds for x in links),
     )
 
@@ -274,26 +284,27 @@ def torus_levels(
         names: of the axes, one letter each, outermost first.
     """
     levels = []
+    delivered = _delivered(found)
     if found.chip is not None:
-        levels.append(_joined([found.chip], found.chip_devices, 1))
+        levels.append(_joined([found.chip], found.chip_devices, 1, delivered.node))
     axes = list(zip(names, lengths, torus.wraps(lengths), strict=False))
     levels += [
-        _axis_level(torus.link, axis, length, ring)
+        _axis_level(torus.link, axis, length, ring, delivered.node)
         for axis, length, ring in reversed(axes)
         if length > 1
     ]
     if slices > 1 and found.network is not None:
         hops = math.ceil(math.log2(slices))
-        levels.append(_joined([found.network], slices, hops))
-    return tuple(levels or [_joined([torus.link], 1, 0)])
+        levels.append(_joined([found.network], slices, hops, delivered.network))
+    return tuple(levels or [_joined([torus.link], 1, 0, delivered.node)])
 
 
-def _axis_level(link: Link, axis: str, length: int, ring: bool) -> Level:
+def _axis_level(link: Link, axis: str, length: int, ring: bool, share: float) -> Level:
     hops = length // 2 if ring else length - 1
     return Level(
         name=f"{link.name}-{axis}",
         size=length,
-        bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * (1 + ring),
+        bandwidth_bytes_per_second=share * link.bandwidth_bytes_per_second * (1 + ring),
         latency_seconds=link.base_seconds + hops * link.hop_seconds,
         torus=True,
     )

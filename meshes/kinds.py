@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
+from whalejax.meshes.fitted import constants, shape_share
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -125,6 +126,8 @@ class DeviceKind:
         op_overhead_seconds: fixed cost of launching one operation of a program.
         efficiency: fraction of the peak that large matrix products reach where nothing
             was measured.
+        curve: the platform of ``fitted`` whose constants say what it delivers, for
+            kinds of the catalogue; they replace ``efficiency``.
         matmul_half_size: effective size at which half of that is reached; 0, the
             default, is no penalty for small shapes, for want of a fit.
         matmul_points: measured products; they replace peak and efficiency.
@@ -134,6 +137,8 @@ class DeviceKind:
             hides them.
         fresh_bytes_per_second: first writes to memory that a program gets anew from
             its host, one page fault after another; None where a device keeps its own.
+        cores: that take the tiles of a product one by one (a GPU's streaming
+            multiprocessors); 0 where tiles do not matter.
         sources: where each number comes from.
     """
 
@@ -147,11 +152,13 @@ class DeviceKind:
     host_link_bytes_per_second: float | None = None
     op_overhead_seconds: float = 0.0
     efficiency: float = 1.0
+    curve: str = ""
     matmul_half_size: float = 0.0
     matmul_points: tuple[MatmulPoint, ...] = ()
     memory_points: tuple[BandwidthPoint, ...] = ()
     transcendentals_per_second: float | None = None
     fresh_bytes_per_second: float | None = None
+    cores: int = 0
     sources: tuple[Source, ...] = ()
     _matmul: dict[tuple[str, bool], _Curve] = field(
         init=False, repr=False, compare=False, hash=False
@@ -169,6 +176,16 @@ class DeviceKind:
         object.__setattr__(self, "_matmul", curves)
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         object.__setattr__(self, "_memory", _Curve(moved) if moved else None)
+
+    @property
+    def family(self) -> str:
+        """The name without the size of the memory: ``"a100"`` of ``"a100-80"``."""
+        return self.name.partition("-")[0]
+
+    @property
+    def attention_generation(self) -> int:
+        """Which attention kernels are written for it; see ``Framework``."""
+        return 9 if self.family in ("h100", "h200", "b200", "gh200") else 8
 
     def display_name(self) -> str:
         """The label, or the name where there is none."""
@@ -204,26 +221,30 @@ class DeviceKind:
         )
 
     def matmul_flops_per_second(
-        self, dtype: str, m: float, k: float, n: float, *, batched: bool = False
+        self, dtype: str, m: float, k: float, n: float, *, batch: float = 1
     ) -> float:
         """FLOP/s that a product of this shape reaches on one device.
 
         Args:
             dtype: one of ``DTYPES`` or a numpy name.
             m, k, n: an (m, k) matrix times a (k, n) matrix.
-            batched: one of many in one operation.
+            batch: how many of them one operation does.
         """
         size = effective_size(m, k, n)
         peaks = dict(self.flops_per_second)
         for candidate in FALLBACKS[dtype_name(dtype)]:
-            curve = self._matmul.get((candidate, batched))
-            curve = curve or self._matmul.get((candidate, not batched))
+            curve = self._matmul.get((candidate, batch > 1))
+            curve = curve or self._matmul.get((candidate, batch <= 1))
             if curve is not None:
                 return curve.at(size)
             if candidate in peaks:
                 break
-        share = size / (size + self.matmul_half_size)
-        return self.peak_flops(dtype) * self.efficiency * share
+        peak = self.peak_flops(dtype)
+        if self.curve:
+            known = constants()
+            share = shape_share(m, k, n, batch, self.cores, known.platforms[self.curve])
+            return peak * known.of(self.family, dtype_name(dtype)) * float(share)
+        return peak * self.efficiency * size / (size + self.matmul_half_size)
 
     def matmul_seconds(
         self, dtype: str, m: float, k: float, n: float, count: float = 1
@@ -240,8 +261,23 @@ class DeviceKind:
             >>> seconds >= 2 * 4096**3 / kind.peak_flops("bf16")
             True
         """
-        rate = self.matmul_flops_per_second(dtype, m, k, n, batched=count > 1)
+        rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
         return 2.0 * m * k * n * count / rate
+
+    @property
+    def achieved_bytes_per_second(self) -> float:
+        """Bandwidth of memory that operations reach where none was measured by size."""
+        if not self.curve:
+            return self.memory_bytes_per_second
+        share = constants().platforms[self.curve].memory
+        return self.memory_bytes_per_second * share
+
+    @property
+    def launch_seconds(self) -> float:
+        """Fixed cost of one operation of a compiled program."""
+        if not self.curve:
+            return self.op_overhead_seconds
+        return constants().platforms[self.curve].kernel_seconds
 
     def fresh_seconds(self, nbytes: float) -> float:
         """Seconds that the first touch of so many newly allocated bytes costs.
@@ -263,13 +299,13 @@ class DeviceKind:
 
         Example:
             >>> from whalejax.meshes import device_kind
-            >>> device_kind("a100-80").elementwise_seconds(2.039e12)
-            1.0
+            >>> 1.0 < device_kind("a100-80").elementwise_seconds(2.039e12) < 2.0
+            True
         """
         if moved_bytes <= 0:
             seconds = 0.0
         elif self._memory is None:
-            seconds = moved_bytes / self.memory_bytes_per_second
+            seconds = moved_bytes / self.achieved_bytes_per_second
         else:
             seconds = moved_bytes / self._memory.at(moved_bytes)
         if self.transcendentals_per_second is not None:
@@ -284,6 +320,9 @@ def _check(kind: DeviceKind) -> None:
         problems.add(
             f"platform: got {kind.platform!r}, expected one of {', '.join(PLATFORMS)}"
         )
+    if kind.curve and kind.curve not in constants().platforms:
+        known = ", ".join(constants().platforms)
+        problems.add(f"curve: got {kind.curve!r}, expected one of {known}, or nothing")
     for path, value in _positive_numbers(kind).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             problems.add(f"{path}: got {value}, expected a number above zero")

@@ -10,7 +10,7 @@ synchronised batch statistics and the vocabulary-parallel loss are all instances
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whalejax.meshes.cluster import Cluster
@@ -21,7 +21,20 @@ from whalejax.planner.collectives import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.layout import Spec, Table, axis_roles, shards, spec_of
-from whalejax.planner.rows import Move, Product, Row, Slot
+from whalejax.planner.rows import Flow, Product, Row, Slot, Use
+
+
+_READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
+"""Operations that read of their operand only what they give."""
+
+
+_LINEAR = frozenset(
+    (
+        "add add_any sub neg convert_element_type copy transpose reduce_sum cumsum "
+        "broadcast_in_dim concatenate pad rev dropout dispatch"
+    ).split()
+)
+"""Operations whose backward pass needs nothing of the forward's but a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +104,8 @@ def local_bytes(slot: Slot, hits: Mapping[str, int], s: Setting) -> float:
     return nbytes
 
 
-def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
-    """Mesh axis to the role of this operation that it shards."""
-    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
+def hits_of(present: frozenset[int], table: Table, s: Setting) -> dict[str, int]:
+    """Mesh axis to the role that it shards in an operation where these are present."""
     hits: dict[str, int] = {}
     taken: dict[int, int] = {}
     for axis, role in axis_roles(present, table, s.mesh).items():
@@ -104,10 +116,16 @@ def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
     return hits
 
 
+def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
+    """Mesh axis to the role of this operation that it shards."""
+    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
+    return hits_of(present, table, s)
+
+
 def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     """Cost of one row under the axes that hit it."""
     kind = s.cluster.slowest
-    forward, backward = _memory_bytes(row, hits, s)
+    forward, backward = memory_traffic(row, hits, s)
     if row.product is not None:
         one = _product_seconds(row.product, hits, s)
         twice = row.product.left_gradient + row.product.right_gradient
@@ -120,25 +138,32 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
         launches = float(bool(row.writes)) * (2 if backward else 1)
     if row.remat:
         behind += ahead
-    collectives = (*_forward(row, hits, s), *_backward(row, hits, s))
     return RowCost(
         compute_seconds=(ahead + behind) * row.count,
-        collectives=collectives,
+        collectives=_gradients(row, hits, s),
         launches=launches * row.count,
     )
 
 
-def _memory_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[float, float]:
+def memory_traffic(
+    row: Row, hits: Mapping[str, int], s: Setting
+) -> tuple[float, float]:
+    """Bytes through memory on one device in one micro-batch, forward and backward."""
     slots = row.slots
-    forward = sum(local_bytes(slots[i], hits, s) for i in (*row.reads, *row.writes))
+    if row.kind in _READ_IN_PART:
+        # What is read is what is written; backward it is filled or added to.
+        some = local_bytes(row.results[0], hits, s)
+        return 2 * some, 2 * some if row.results[0].differentiable else 0.0
+    read = math.fsum(local_bytes(slots[i], hits, s) for i in row.reads)
+    written = math.fsum(local_bytes(slots[i], hits, s) for i in row.writes)
     if not any(slot.differentiable for slot in row.results):
-        return forward, 0.0
-    # The backward pass reads what the forward read and the cotangents of what it
-    # wrote, and writes the cotangents of what it read.
-    extra = sum(
+        return read + written, 0.0
+    # The backward pass reads the cotangents of what was written and writes those of
+    # what was read, which it reads again where the operation is not linear in it.
+    back = written + math.fsum(
         local_bytes(slots[i], hits, s) for i in row.reads if slots[i].differentiable
     )
-    return forward, forward + extra
+    return read + written, back if row.kind in _LINEAR else back + read
 
 
 def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> float:
@@ -149,114 +174,192 @@ def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> float:
     return local_bytes(slot, hits, s) / slot.itemsize_bytes
 
 
-def _product_seconds(p: Product, hits: Mapping[str, int], s: Setting) -> float:
+def local_product(
+    p: Product, hits: Mapping[str, int], s: Setting
+) -> tuple[float, float, float, float]:
+    """Rows, depth, columns and count of a product on one device."""
+
     def local(size: int, roles: frozenset[int]) -> float:
         scale = s.num_micro_batches if roles & s.batch_roles else 1
         return max(1.0, size / _parts(roles, hits, s) / scale)
 
-    return s.cluster.slowest.matmul_seconds(
-        p.dtype,
+    return (
         local(p.m, p.m_roles),
         local(p.k, p.k_roles),
         local(p.n, p.n_roles),
-        count=local(p.batch, p.batch_roles),
+        local(p.batch, p.batch_roles),
     )
+
+
+def _product_seconds(p: Product, hits: Mapping[str, int], s: Setting) -> float:
+    m, k, n, batch = local_product(p, hits, s)
+    return s.cluster.slowest.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
 
 
 def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, role in hits.items() if role in roles)
 
 
-def _forward(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
-    axes = _axes_on(row.reduced, hits)
-    if not axes:
-        return []
-    weight = all(slot.weight for slot in row.operands)
-    return [
+def _gradients(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Collective, ...]:
+    """Reductions of the gradients of the weights that a row reads."""
+    if not any(slot.differentiable for slot in row.results):
+        return ()
+    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
+    return tuple(
         Collective(
             kind="all-reduce",
             axes=axes,
-            phase="forward",
-            what="parameter" if weight else "activation",
-            payload_bytes=int(local_bytes(result, hits, s)),
-            count=row.count * (2 if row.remat else 1),
+            phase="backward",
+            what="gradient",
+            payload_bytes=int(local_bytes(operand, hits, s)),
+            count=row.count,
             scope=row.scope,
         )
-        for result in row.results
-    ]
+        for operand in row.operands
+        if operand.weight and operand.differentiable
+        if (axes := _axes_on(present - operand.roles, hits))
+    )
 
 
-def _backward(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
-    if not any(slot.differentiable for slot in row.results):
-        return []
-    present = frozenset[int]().union(*(slot.roles for slot in row.slots))
-    found = []
-    for operand in row.operands:
-        axes = _axes_on(present - operand.roles, hits)
-        if operand.differentiable and axes:
-            found.append(
-                Collective(
-                    kind="all-reduce",
-                    axes=axes,
-                    phase="backward",
-                    what="gradient" if operand.weight else "activation",
-                    payload_bytes=int(local_bytes(operand, hits, s)),
-                    count=row.count,
-                    scope=row.scope,
-                )
-            )
-    return found
+def flow_cost(
+    flow: Flow, tables: Mapping[int, Table], s: Setting
+) -> tuple[Collective, ...]:
+    """What a value costs on its way to its readers, and its cotangent on the way back.
 
+    Forward, partial sums are reduced where the value is made, or reduced and scattered
+    where every reader wants it sharded over the same axis; then it is brought into each
+    layout that a reader wants, once. Backward the same in reverse: the cotangents of
+    the readers are reduced, one by one or added up first, and brought back.
 
-def move_cost(move: Move, source: Spec, target: Spec, s: Setting) -> RowCost:
-    """Cost of bringing a value from one layout to another, there and back."""
-    nbytes = float(move.source.nbytes)
-    if (move.source.roles | move.target.roles) & s.batch_roles:
+    Args:
+        flow: the value.
+        tables: compute table of each TaskGraph.
+        s: mesh, micro-batches and the compiler's profile.
+    """
+    source = _spec(flow.source, flow.task_graph, tables, s)
+    targets = {use: _spec(use.view, use.task_graph, tables, s) for use in flow.uses}
+    layouts = list(dict.fromkeys(targets.values()))
+    nbytes = float(flow.source.nbytes)
+    if flow.source.roles & s.batch_roles:
         nbytes /= s.num_micro_batches
-    found = list(_reshard(move, source, target, nbytes, "forward", s))
-    if move.source.differentiable:
-        found += _reshard(move, target, source, nbytes, "backward", s)
-    return RowCost(compute_seconds=0.0, collectives=tuple(found))
+    path = _Path(flow, nbytes, s)
+    partial = _axes_on(flow.reduced, hits_of(flow.present, tables[flow.task_graph], s))
+    wanted = _common(layouts)
+    here = path.reduce(source, partial, wanted, "forward")
+    for layout in layouts:
+        path.bring(here, layout, "forward")
+    if flow.source.differentiable:
+        path.back(source, targets, tables)
+    return tuple(path.found)
 
 
-def _reshard(
-    move: Move, before: Spec, after: Spec, nbytes: float, phase: str, s: Setting
-) -> list[Collective]:
-    old = {axis: d for d, axes in enumerate(before) for axis in axes}
-    new = {axis: d for d, axes in enumerate(after) for axis in axes}
-    gathered = tuple(a for a in s.mesh if a in old and a not in new)
-    exchanged = tuple(a for a in s.mesh if a in old and a in new and old[a] != new[a])
-    count = move.count * (2 if move.remat and phase == "forward" else 1)
-    kept = [a for a in old if a not in gathered]
-    found = []
-    for kind, axes in (("all-to-all", exchanged), ("all-gather", gathered)):
+def _spec(slot: Slot, task_graph: int, tables: Mapping[int, Table], s: Setting) -> Spec:
+    return spec_of(slot.layout, slot.sizes, tables[task_graph], s.mesh)
+
+
+def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
+    """Axes that shard the same dimension in every layout, with that dimension."""
+    found: dict[str, int] | None = None
+    for layout in layouts:
+        here = {axis: dim for dim, axes in enumerate(layout) for axis in axes}
+        found = (
+            here
+            if found is None
+            else {a: d for a, d in found.items() if here.get(a) == d}
+        )
+    return found or {}
+
+
+class _Path:
+    """Collects the collectives of one flow."""
+
+    def __init__(self, flow: Flow, nbytes: float, s: Setting) -> None:
+        self.flow = flow
+        self.nbytes = nbytes
+        self.s = s
+        self.found: list[Collective] = []
+
+    def reduce(
+        self, spec: Spec, axes: Sequence[str], wanted: Mapping[str, int], phase: str
+    ) -> Spec:
+        """Sum over some axes, scattering over those that the next layout wants.
+
+        Returns:
+            The layout that the sum is in.
+        """
+        scattered = (
+            [a for a in axes if a in wanted]
+            if self.s.cluster.compiler.reduce_scatter
+            else []
+        )
+        left = tuple(a for a in axes if a not in scattered)
+        local = self.nbytes / shards(spec, self.s.mesh)
+        again = 2 if self.flow.remat and phase == "forward" else 1
+        what = "parameter" if self.flow.parameter else "activation"
+        self._add("reduce-scatter", tuple(scattered), phase, what, local, again)
+        local /= math.prod(self.s.mesh[a] for a in scattered)
+        self._add("all-reduce", left, phase, what, local, again)
+        dims = list(spec)
+        for axis in scattered:
+            dims[wanted[axis]] = (*dims[wanted[axis]], axis)
+        return tuple(dims)
+
+    def bring(self, before: Spec, after: Spec, phase: str) -> None:
+        """Change the layout; slicing costs nothing."""
+        old = {axis: d for d, axes in enumerate(before) for axis in axes}
+        new = {axis: d for d, axes in enumerate(after) for axis in axes}
+        mesh = self.s.mesh
+        gathered = tuple(a for a in mesh if a in old and a not in new)
+        exchanged = tuple(a for a in mesh if a in old and new.get(a, old[a]) != old[a])
+        kept = math.prod(mesh[a] for a in old if a not in gathered)
+        again = 2 if self.flow.read_remat and phase == "forward" else 1
+        local = self.nbytes / kept
+        self._add("all-to-all", exchanged, phase, "border", local, again)
+        self._add("all-gather", gathered, phase, "border", local, again)
+
+    def back(
+        self, source: Spec, targets: Mapping[Use, Spec], tables: Mapping[int, Table]
+    ) -> None:
+        """The cotangents of all readers."""
+        sums: dict[Spec, list[tuple[str, ...]]] = {}
+        for use, layout in targets.items():
+            axes: tuple[str, ...] = ()
+            if not self.flow.source.weight:
+                hits = hits_of(use.present, tables[use.task_graph], self.s)
+                axes = _axes_on(use.present - use.view.roles, hits)
+            sums.setdefault(layout, []).extend([axes] * use.readers)
+        wanted = _common([source])
+        for layout, partial in sums.items():
+            if self.s.cluster.compiler.merge_partials:
+                partial = list(dict.fromkeys(partial))
+            kept = {a for axes in layout for a in axes}
+            missing = {a: d for a, d in wanted.items() if a not in kept}
+            here = layout
+            for summed in partial:
+                here = self.reduce(layout, summed, missing, "backward")
+            self.bring(here, source, "backward")
+
+    def _add(
+        self,
+        kind: CollectiveKind,
+        axes: tuple[str, ...],
+        phase: str,
+        what: str,
+        payload: float,
+        again: int,
+    ) -> None:
         if axes:
-            found.append(
+            self.found.append(
                 Collective(
-                    kind="all-to-all" if kind == "all-to-all" else "all-gather",
+                    kind=kind,
                     axes=axes,
                     phase=phase,
-                    what="border",
-                    payload_bytes=int(nbytes / math.prod(s.mesh[a] for a in kept)),
-                    count=count,
-                    scope=move.scope,
+                    what=what,
+                    payload_bytes=int(payload),
+                    count=self.flow.count * again,
+                    scope=self.flow.scope,
                 )
             )
-    return found
-
-
-def move_specs(
-    move: Move, tables: Mapping[int, Table], s: Setting
-) -> tuple[Spec, Spec]:
-    """The two layouts between which a value moves."""
-    return (
-        spec_of(
-            move.source.layout, move.source.sizes, tables[move.source_graph], s.mesh
-        ),
-        spec_of(
-            move.target.layout, move.target.sizes, tables[move.target_graph], s.mesh
-        ),
-    )
 
 
 def seconds_of(collective: Collective, s: Setting) -> float:

@@ -218,8 +218,9 @@ def _candidates(search: Search, fitting: list[Scored]) -> tuple[Candidate, ...]:
 def _candidate(s: Scored, verdict: str) -> Candidate:
     return Candidate(
         layout=s.layout,
-        step_seconds=s.time.step_seconds,
-        memory_bytes=s.memory.total_bytes,
+        time=s.time,
+        memory=s.memory,
+        fits=s.fits,
         verdict=verdict,
     )
 

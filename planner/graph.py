@@ -131,6 +131,9 @@ class Op:
         remat: id of the innermost checkpointed region around it, or None.
         scope: name stack as text, for reports.
         unknown: no rule is known for the primitive; all its dimensions stay whole.
+        kernel: id of the fused kernel it is part of, or None. Values between the
+            operations of one stay on chip and are computed again for the backward pass.
+        share: part of its work that is done, below 1 where a causal mask skips some.
     """
 
     kind: str
@@ -148,6 +151,8 @@ class Op:
     remat: int | None = None
     scope: str = ""
     unknown: bool = False
+    kernel: int | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +218,8 @@ class Graph:
         model_hash: short hash of leaf paths, shapes and dtypes, batch and marks.
         unknown_primitives: names of primitives without a rule, each once.
         undeclared_marks: text of marks that were entered and cover no operation.
+        whole: ids of what the loss gives beside itself (statistics, metrics); every
+            device holds all of it.
     """
 
     tensors: tuple[Tensor, ...]
@@ -226,6 +233,7 @@ class Graph:
     model_hash: str = ""
     unknown_primitives: tuple[str, ...] = ()
     undeclared_marks: tuple[str, ...] = field(default=())
+    whole: tuple[int, ...] = ()
 
     @property
     def params(self) -> tuple[Tensor, ...]:

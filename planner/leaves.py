@@ -38,6 +38,8 @@ class LeafGroup:
         home: the TaskGraph that computes with them first.
         order: dimensions that storage may shard, best first.
         pinned: the dimension that metadata puts on ``fsdp``, or None.
+        gathers: in a micro-batch, where it is stored in shards: once for each form in
+            which the forward pass reads it, and again where the backward pass needs it.
         nbytes: of one of them.
         optimizer_bytes: optimizer state that follows one of them.
     """
@@ -48,6 +50,7 @@ class LeafGroup:
     home: int
     order: tuple[int, ...]
     pinned: int | None
+    gathers: int
     nbytes: int
     optimizer_bytes: int
 
@@ -105,6 +108,7 @@ class LeafFacts:
         """
         tensors = graph.params
         homes = weight_homes(graph, weight)
+        again, forms = _read_again(graph, weight), _forms(graph)
         storage = _storage_order(tensors, dims)
         rank = {role: place for place, role in enumerate(storage)}
         groups: dict[LeafGroup, int] = {}
@@ -119,6 +123,7 @@ class LeafFacts:
                 home=homes.get(t.id, 0),
                 order=_order(pinned, dims.layouts[t.id], rank),
                 pinned=pinned,
+                gathers=forms[t.id] + (t.id in again),
                 nbytes=t.nbytes,
                 optimizer_bytes=optimizer.by_path.get(t.path, 0),
             )
@@ -150,6 +155,47 @@ class LeafFacts:
                 self.tensors, self.role_names, self.group_of, strict=True
             )
         )
+
+
+_LINEAR = frozenset({"add", "add_any", "sub", "neg", "broadcast_in_dim", "gather"})
+"""Operations whose cotangents do not need the values that they read."""
+
+
+def _forms(graph: Graph) -> dict[int, int]:
+    """In how many forms operations read each parameter: as it is, and transposed.
+
+    The compiler transposes shards and gathers them after it, so that a table which is
+    looked up and multiplied with is gathered twice.
+    """
+    turned: Counter[int] = Counter()
+    plain: set[int] = set()
+    for op in graph.ops:
+        for tensor in op.operands:
+            if op.kind == "transpose":
+                turned[tensor] += 1
+            else:
+                plain.add(tensor)
+    return {t.id: max(1, turned[t.id] + (t.id in plain)) for t in graph.params}
+
+
+def _read_again(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
+    """Parameters whose value the backward pass needs.
+
+    The cotangent of a product's other operand is made with the weight; where that
+    operand is data, or the operation is a sum, nothing reads the weight again.
+    """
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        if all(weight[t] for t in op.results):
+            if any(t in found for t in op.results):
+                found.update(t for t in op.operands if weight[t])
+            continue
+        others = any(
+            graph.tensors[t].differentiable for t in op.operands if not weight[t]
+        )
+        if others and op.kind not in _LINEAR:
+            found.update(t for t in op.operands if weight[t])
+    return frozenset(found)
 
 
 def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:

@@ -122,6 +122,10 @@ class _Kept:
         self.graph = graph
         self.weight = weight
         self.maker = {t: op for op in graph.ops for t in op.results}
+        self.kernels: dict[int, set[int | None]] = {}
+        for op in graph.ops:
+            for t in op.operands:
+                self.kernels.setdefault(t, set()).add(op.kernel)
         # What a product or a lookup reads has to exist, whoever made it.
         self.exists = {
             t
@@ -131,7 +135,14 @@ class _Kept:
         }
 
     def counts(self, tensor: int) -> bool:
-        """It is computed from data, not a leaf of the program or a weight."""
+        """It is computed from data, not a leaf of the program or a weight.
+
+        What stays inside one fused kernel is never in memory.
+        """
+        made = self.maker.get(tensor)
+        inside = made is not None and made.kernel is not None
+        if inside and self.kernels.get(tensor) == {made.kernel if made else None}:
+            return False
         return self.graph.tensors[tensor].kind == "value" and not self.weight[tensor]
 
     def outside(self, tensor: int, op: Op) -> bool:

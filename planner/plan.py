@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -179,14 +180,26 @@ class Candidate:
 
     Attributes:
         layout: such as ``"data 2 × tensor 4, ZeRO-1"``.
-        step_seconds, memory_bytes: predictions.
+        time, memory: predictions by term.
+        fits: its memory is within the device's.
         verdict: why it was not taken.
     """
 
     layout: str
-    step_seconds: float
-    memory_bytes: int
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
     verdict: str
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted step time."""
+        return self.time.step_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Predicted peak of the fullest device."""
+        return self.memory.total_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +302,50 @@ class Plan:
         from whalejax.planner.explain import why
 
         return why(self, self.leaf(path))
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The best plan of another layout that fits; None where there is none."""
+        return next(iter(self.alternatives(1)), None)
+
+    def alternatives(self, n: int = 5) -> tuple[Candidate, ...]:
+        """The best plans of other layouts that fit, best first.
+
+        Args:
+            n: at most so many; a plan remembers about a dozen.
+        """
+        others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
+        return tuple(itertools.islice(others, n))
+
+    def explain(self) -> str:
+        """Why this plan: what decided, what would change the choice, what stays whole.
+
+        Returns:
+            Lines of text, with numbers.
+        """
+        from whalejax.planner.reasons import explain
+
+        return explain(self)
+
+    def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+        """The plan as Flax's table from logical dimensions to mesh axes.
+
+        Returns:
+            (dimension, axes) pairs; None for one that stays whole.
+
+        Raises:
+            PlanError: one table cannot say what the plan does; every dimension with
+                two meanings is listed.
+        """
+        from whalejax.planner.export import flax_rules
+
+        return flax_rules(self)
+
+    def maxtext_flags(self) -> dict[str, int]:
+        """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
+        from whalejax.planner.export import maxtext_flags
+
+        return maxtext_flags(self)
 
     def __str__(self) -> str:
         from whalejax.planner.explain import table

@@ -7,7 +7,9 @@ those of a table of published runs, and the planner's own tests.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from whalejax.planner.graph import (
@@ -28,6 +30,7 @@ class Program:
         here: index of the TaskGraph that operations join.
         trip: how often the operations run, as the layers of a scanned stack do.
         remat: id of the checkpointed region that operations join, or None.
+        kernels: how many fused kernels there are.
     """
 
     def __init__(self, dtype: str = "float32", itemsize_bytes: int = 4) -> None:
@@ -40,6 +43,9 @@ class Program:
         self.trip = 1
         self.remat: int | None = None
         self.batch_dims: list[tuple[int, int]] = []
+        self.kernels = 0
+        self._kernel: int | None = None
+        self._share = 1.0
 
     def _tensor(
         self, shape: tuple[int, ...], kind: TensorKind = "value", path: str = ""
@@ -78,6 +84,60 @@ class Program:
         self.here = len(self.task_graphs)
         self.task_graphs.append(TaskGraph(index=self.here, marks=(mark,), name=name))
 
+    def region(self, name: str) -> None:
+        """Add a TaskGraph without a mark; operations join it where ``here`` says so."""
+        self.task_graphs.append(TaskGraph(index=len(self.task_graphs), name=name))
+
+    @contextlib.contextmanager
+    def kernel(self, *, fused: bool = True, share: float = 1.0) -> Iterator[None]:
+        """Operations inside are one kernel, as those of flash attention are.
+
+        Args:
+            fused: otherwise they stay apart.
+            share: part of their work that is done.
+        """
+        before = self._kernel, self._share
+        if fused:
+            self._kernel, self.kernels = self.kernels, self.kernels + 1
+            self._share = share
+        try:
+            yield
+        finally:
+            self._kernel, self._share = before
+
+    def part(self, operand: int, dim: int, size: int | None = None) -> int:
+        """A slice along one dimension; without it where no size is given."""
+        shape = self.shape(operand)
+        kept = [d for d in range(len(shape)) if d != dim]
+        out = list(shape)
+        out[dim : dim + 1] = [] if size is None else [size]
+        place = {d: d - (size is None and d > dim) for d in kept}
+        factors = tuple(
+            Factor(members=((0, d), (1, place[d]))) for d in kept if shape[d] > 1
+        )
+        return self._op("slice", (operand,), tuple(out), factors, elementwise=True)
+
+    def carry(self, operand: int) -> int:
+        """A value that goes into a loop or comes out of one."""
+        factors = tuple(
+            Factor(members=((0, dim), (1, dim)))
+            for dim, size in enumerate(self.shape(operand))
+            if size > 1
+        )
+        trip, self.trip = self.trip, 1
+        result = self._op("scan", (operand,), self.shape(operand), factors)
+        self.trip = trip
+        return result
+
+    def dispatch(self, operand: int, *shape: int) -> int:
+        """Tokens to other places, as a router sends them: samples and width remain."""
+        last = len(self.shape(operand)) - 1
+        factors = (
+            Factor(members=((0, 0), (1, 0))),
+            Factor(members=((0, last), (1, len(shape) - 1))),
+        )
+        return self._op("dispatch", (operand,), shape, factors)
+
     def _op(
         self,
         kind: str,
@@ -90,7 +150,14 @@ class Program:
         matmul: tuple[int, int, int, int] | None = None,
         saves: tuple[int, ...] = (),
     ) -> int:
+        like = self.tensors[operands[0]]
         result = self._tensor(shape)
+        if like.kind != "batch":
+            self.tensors[result] = replace(
+                self.tensors[result],
+                dtype=like.dtype,
+                itemsize_bytes=like.itemsize_bytes,
+            )
         flops = 0 if matmul is None else 2 * math.prod(matmul)
         self.ops.append(
             Op(
@@ -107,6 +174,8 @@ class Program:
                 trip=self.trip,
                 task_graph=self.here,
                 remat=self.remat,
+                kernel=self._kernel,
+                share=self._share if matmul else 1.0,
             )
         )
         return result
@@ -161,10 +230,22 @@ class Program:
                 factors.append(Factor(members=tuple(places)))
         return self._op(kind, operands, shape, tuple(factors), elementwise=True)
 
+    def keeps(self, *slots: int) -> None:
+        """The backward pass reads these slots of the latest operation."""
+        self.ops[-1] = replace(self.ops[-1], saves=slots)
+
     def unary(self, kind: str, operand: int) -> int:
         """An elementwise operation of one operand whose result is kept."""
         result = self.add(operand, kind=kind)
         self.ops[-1] = replace(self.ops[-1], saves=(1,))
+        return result
+
+    def cast(self, operand: int, dtype: str, itemsize_bytes: int) -> int:
+        """The same values in another type, in which what follows computes."""
+        result = self.add(operand, kind="convert_element_type")
+        self.tensors[result] = replace(
+            self.tensors[result], dtype=dtype, itemsize_bytes=itemsize_bytes
+        )
         return result
 
     def reshape(self, operand: int, *shape: int) -> int:

@@ -57,6 +57,7 @@ class Product:
         dtype: numpy name of the operands' type.
         left_gradient, right_gradient: that operand needs a gradient, which is one
             more product of the same FLOPs in the backward pass.
+        share: part of it that is done, below 1 where a mask hides some.
     """
 
     m: int
@@ -70,6 +71,7 @@ class Product:
     dtype: str
     left_gradient: bool
     right_gradient: bool
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Row:
         reads, writes: slots that cross main memory when elementwise neighbours fuse.
         transcendental: every element of its result costs an exp, tanh or the like.
         remat: it runs again in the backward pass.
+        fused: it is part of a kernel that computes it again for the backward pass.
         scope: one place in the model, for reports.
     """
 
@@ -98,6 +101,7 @@ class Row:
     writes: tuple[int, ...]
     transcendental: bool
     remat: bool
+    fused: bool
     scope: str
 
     @property
@@ -105,32 +109,61 @@ class Row:
         """Operands, then results."""
         return self.operands + self.results
 
-    @property
-    def reduced(self) -> frozenset[int]:
-        """Roles of the operands that no result holds: summed over in the forward."""
-        results = frozenset[int]().union(*(s.roles for s in self.results))
-        return frozenset[int]().union(*(s.roles for s in self.operands)) - results
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One kind of reader of a value.
+
+    Attributes:
+        view: the value as the reader sees it.
+        task_graph: where the reader stands.
+        present: every role of the reading operation.
+        readers: how many such operations there are.
+    """
+
+    view: Slot
+    task_graph: int
+    present: frozenset[int]
+    readers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A value that is needed in another layout than the one it was made in.
+class Flow:
+    """Equal values on their way from what makes them to all who read them.
 
     Attributes:
-        source, target: the two views of it.
-        source_graph, target_graph: TaskGraphs whose tables apply.
+        source: the value as it is made, or as its first reader sees a leaf.
+        task_graph: where it is made.
+        present: every role of the operation that makes it; empty for a leaf.
+        reduced: roles that this operation sums over.
+        parameter: the operation computes with parameters alone.
+        uses: its readers, in program order.
         count: how often in one forward pass.
-        remat: the move is repeated in the backward pass.
-        scope: where the value is used.
+        remat: the operation runs again in the backward pass.
+        read_remat: a reader does, so that bringing the value there is repeated.
+        scope: one place where it is read or made.
     """
 
     source: Slot
-    target: Slot
-    source_graph: int
-    target_graph: int
+    task_graph: int
+    present: frozenset[int]
+    reduced: frozenset[int]
+    parameter: bool
+    uses: tuple[Use, ...]
     count: int
     remat: bool
+    read_remat: bool
     scope: str
+
+    @property
+    def still(self) -> bool:
+        """No layout can make it move or need a sum."""
+        return not self.reduced and all(
+            use.task_graph == self.task_graph
+            and use.view.layout == self.source.layout
+            and (self.source.weight or use.present <= self.source.roles)
+            for use in self.uses
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,37 +172,41 @@ class Rows:
 
     Attributes:
         ops: operations.
-        moves: layout changes at cuts and at borders of TaskGraphs.
+        flows: values that some layout moves or sums, between operations.
         weight: for every tensor, whether it depends on parameters alone.
     """
 
     ops: tuple[Row, ...]
-    moves: tuple[Move, ...]
+    flows: tuple[Flow, ...]
     weight: tuple[bool, ...]
 
 
-def build_rows(graph: Graph, dims: Dimensions) -> Rows:
+def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Rows:
     """Fold a graph's operations into rows.
 
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
+        fuses: a compiler fuses elementwise neighbours; otherwise every operation that
+            is in no kernel writes its result.
     """
-    builder = _Builder(graph, dims)
+    builder = _Builder(graph, dims, fuses)
     ops: Counter[Row] = Counter()
-    moves: Counter[Move] = Counter()
+    flows: Counter[Flow] = Counter()
     scopes: dict[object, str] = {}
     for index, op in enumerate(graph.ops):
         row = builder.row(index, op)
         if row is not None:
             ops[row] += op.trip
             scopes.setdefault(row, op.scope)
-        for move in builder.moves(index, op):
-            moves[move] += op.trip
-            scopes.setdefault(move, op.scope)
+    for tensor in range(len(graph.tensors)):
+        flow, trip, scope = builder.flow(tensor)
+        if not flow.still:
+            flows[flow] += trip
+            scopes.setdefault(flow, scope)
     return Rows(
         ops=tuple(replace(r, count=c, scope=scopes[r]) for r, c in ops.items()),
-        moves=tuple(replace(m, count=c, scope=scopes[m]) for m, c in moves.items()),
+        flows=tuple(replace(f, count=c, scope=scopes[f]) for f, c in flows.items()),
         weight=builder.weight,
     )
 
@@ -177,28 +214,32 @@ def build_rows(graph: Graph, dims: Dimensions) -> Rows:
 class _Builder:
     """Views operations in roles; remembers who makes and who reads each tensor."""
 
-    def __init__(self, graph: Graph, dims: Dimensions) -> None:
+    def __init__(self, graph: Graph, dims: Dimensions, fuses: bool) -> None:
         self.graph = graph
         self.dims = dims
+        self.fuses = fuses
         count = len(graph.tensors)
         self.weight = graph.weight_tensors()
-        self.maker: list[Op | None] = [None] * count
-        self.readers: list[list[Op]] = [[] for _ in range(count)]
+        self.maker: list[int | None] = [None] * count
+        self.readers: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self.home: list[int | None] = [None] * count
-        for op in graph.ops:
-            for t in op.operands:
-                self.readers[t].append(op)
+        self.whole = frozenset(graph.whole)
+        for index, op in enumerate(graph.ops):
+            for slot, t in enumerate(op.operands):
+                self.readers[t].append((index, slot))
                 if self.home[t] is None:
                     self.home[t] = op.task_graph
             for t in op.results:
-                self.maker[t] = op
+                self.maker[t] = index
                 self.home[t] = None if self.weight[t] else op.task_graph
 
-    def slot(self, index: int, slot: int, tensor: int, *, own: bool = False) -> Slot:
+    def slot(self, index: int, slot: int, tensor: int) -> Slot:
+        """A tensor as an operation sees it."""
+        layout = self.dims.seen.get((index, slot), self.dims.layouts[tensor])
+        return self._slot(tensor, layout)
+
+    def _slot(self, tensor: int, layout: Layout) -> Slot:
         t = self.graph.tensors[tensor]
-        layout = self.dims.layouts[tensor]
-        if not own:
-            layout = self.dims.seen.get((index, slot), layout)
         return Slot(
             layout=layout,
             sizes=self.dims.sizes[tensor],
@@ -209,7 +250,8 @@ class _Builder:
         )
 
     def row(self, index: int, op: Op) -> Row | None:
-        if op.reshape or op.kind in LOOPS:
+        """An operation, or None for one that computes nothing."""
+        if op.reshape or op.kind in LOOPS or op.kind == "slice":
             return None
         count = len(op.operands)
         operands = tuple(self.slot(index, s, t) for s, t in enumerate(op.operands))
@@ -227,6 +269,7 @@ class _Builder:
             writes=self._writes(op),
             transcendental=op.kind in _TRANSCENDENTAL,
             remat=op.remat is not None,
+            fused=op.kernel is not None,
             scope="",
         )
 
@@ -250,54 +293,110 @@ class _Builder:
             dtype=self.graph.tensors[op.operands[0]].dtype,
             left_gradient=operands[0].differentiable,
             right_gradient=operands[1].differentiable,
+            share=op.share,
         )
 
     def _reads(self, op: Op) -> tuple[int, ...]:
         """Operands that come from memory: not those fused in from a neighbour."""
-        found = []
-        for slot, tensor in enumerate(op.operands):
-            maker = self.maker[tensor]
-            fused = op.elementwise or op.kind.startswith(("reduce", "arg"))
-            if maker is None or not (fused and maker.elementwise):
-                found.append(slot)
-        return tuple(found)
+        return tuple(
+            slot
+            for slot, tensor in enumerate(op.operands)
+            if self._in_memory(tensor) and self._reads_first(op, tensor)
+        )
+
+    def _reads_first(self, op: Op, tensor: int) -> bool:
+        """Whether no earlier operation of its kernel has read the value."""
+        if op.kernel is None:
+            return True
+        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
+        first = next(r for r in ops if r.kernel == op.kernel)
+        return first.position == op.position
 
     def _writes(self, op: Op) -> tuple[int, ...]:
         """Results that go to memory: not those that only elementwise readers fuse."""
         count = len(op.operands)
-        found = []
-        for slot, tensor in enumerate(op.results):
-            readers = self.readers[tensor]
-            fuses = op.elementwise and readers
-            if not (fuses and all(self._fuses(r) for r in readers)):
-                found.append(count + slot)
-        return tuple(found)
+        return tuple(
+            count + slot
+            for slot, tensor in enumerate(op.results)
+            if self._in_memory(tensor)
+        )
+
+    def _in_memory(self, tensor: int) -> bool:
+        """Whether a value is ever written: it stays on chip between fused neighbours.
+
+        A fusion has one result, so a value with several readers is written for them.
+        """
+        maker = self.maker[tensor]
+        readers = {index for index, _ in self.readers[tensor]}
+        if maker is None or not readers:
+            return True
+        op, ops = self.graph.ops[maker], [self.graph.ops[i] for i in readers]
+        if op.kernel is not None and all(r.kernel == op.kernel for r in ops):
+            return False
+        fused = self.fuses and op.elementwise and all(self._fuses(r) for r in ops)
+        return not fused or len(readers) > 1
 
     @staticmethod
     def _fuses(op: Op) -> bool:
         return op.elementwise or op.kind.startswith(("reduce", "arg"))
 
-    def moves(self, index: int, op: Op) -> list[Move]:
-        found = []
-        for slot, tensor in enumerate(op.operands):
-            home = self.home[tensor]
-            source_graph = op.task_graph if home is None else home
-            cut = (index, slot) in self.dims.seen
-            if not cut and source_graph == op.task_graph:
-                continue
-            source = self.slot(index, slot, tensor, own=True)
-            target = self.slot(index, slot, tensor)
-            if not source.roles and not target.roles:
-                continue
-            found.append(
-                Move(
-                    source=source,
-                    target=target,
-                    source_graph=source_graph,
-                    target_graph=op.task_graph,
-                    count=0,
-                    remat=op.remat is not None,
-                    scope="",
+    def _present(self, index: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Roles of an operation's factors, and those of them that it sums over."""
+        op = self.graph.ops[index]
+        if op.reshape or op.kind in LOOPS:
+            return frozenset(), frozenset()
+        count = len(op.operands)
+        slots = op.operands + op.results
+        present: set[int] = set()
+        kept: set[int] = set()
+        for factor in op.factors:
+            for slot, dim in factor.members:
+                layout = self.dims.seen.get(
+                    (index, slot), self.dims.layouts[slots[slot]]
                 )
+                present.update(layout[dim])
+                if slot >= count:
+                    kept.update(layout[dim])
+        return frozenset(present), frozenset(present - kept)
+
+    def flow(self, tensor: int) -> tuple[Flow, int, str]:
+        """A value with its maker and readers, how often it moves, and where."""
+        ops = self.graph.ops
+        maker = self.maker[tensor]
+        home = self.home[tensor]
+        present, reduced = frozenset[int](), frozenset[int]()
+        if maker is not None:
+            present, reduced = self._present(maker)
+        readers = self.readers[tensor]
+        uses = Counter(
+            Use(
+                view=self.slot(index, slot, tensor),
+                task_graph=ops[index].task_graph,
+                present=self._present(index)[0],
             )
-        return found
+            for index, slot in readers
+        )
+        if tensor in self.whole:
+            empty = tuple(() for _ in self.dims.layouts[tensor])
+            where = home if home is not None else 0
+            view = self._slot(tensor, empty)
+            uses[Use(view=view, task_graph=where, present=frozenset())] += 1
+        around = [ops[index] for index, _ in readers]
+        if maker is not None:
+            around.insert(0, ops[maker])
+        flow = Flow(
+            source=self._slot(tensor, self.dims.layouts[tensor]),
+            task_graph=home if home is not None else 0,
+            present=present,
+            reduced=reduced,
+            parameter=maker is not None and self.weight[tensor],
+            uses=tuple(replace(use, readers=n) for use, n in uses.items()),
+            count=0,
+            remat=maker is not None and ops[maker].remat is not None,
+            read_remat=any(ops[index].remat is not None for index, _ in readers),
+            scope="",
+        )
+        if not around:
+            return flow, 0, ""
+        # A value from outside a loop moves as often as the loop's readers take it.
+        return flow, max(op.trip for op in around), around[0].scope

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.planner.choices import (
     NOTHING_TO_SPLIT,
     Options,
@@ -30,8 +31,7 @@ from whalejax.planner.cost import (
     Collective,
     RowCost,
     Setting,
-    move_cost,
-    move_specs,
+    flow_cost,
     row_cost,
     row_hits,
     seconds_of,
@@ -74,11 +74,6 @@ TIE = 0.005
 
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
-
-OVERLAP = {"cpu": 0.0, "gpu": 0.5, "tpu": 0.5}
-"""Part of gradient and parameter traffic that hides behind compute, by platform. On
-the CPU all devices share the cores and nothing hides; the others are an assumption
-that stands until fitted to measured runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,13 +395,14 @@ class Search:
             seconds[c.what] += seconds_of(c, s) * count
         for c in storage.in_update:
             seconds[c.what] += seconds_of(c, s)
-        exposed = 1.0 - OVERLAP[self.cluster.platform]
+        # On the CPU all devices share the cores, and nothing hides.
+        hidden = constants().platforms.get(self.cluster.platform, WHOLE)
         launches = sum(cost.launches for cost in costs) * count
         terms = TimeTerms(
             compute_seconds=sum(cost.compute_seconds for cost in costs) * count,
-            launch_seconds=launches * self.cluster.slowest.op_overhead_seconds,
-            gradient_seconds=seconds["gradient"] * exposed,
-            parameter_seconds=seconds["parameter"] * exposed,
+            launch_seconds=launches * self.cluster.slowest.launch_seconds,
+            gradient_seconds=seconds["gradient"] * (1 - hidden.overlap_gradients),
+            parameter_seconds=seconds["parameter"] * (1 - hidden.overlap_parameters),
             activation_seconds=seconds["activation"],
             border_seconds=seconds["border"],
             update_seconds=update_seconds(self.facts, layouts, self.cluster, s),
@@ -416,10 +412,8 @@ class Search:
     def _costs(self, tables: Mapping[int, Table], s: Setting) -> Iterator[RowCost]:
         for row in self.rows.ops:
             yield row_cost(row, row_hits(row, tables[row.task_graph], s), s)
-        for move in self.rows.moves:
-            source, target = move_specs(move, tables, s)
-            if source != target:
-                yield move_cost(move, source, target, s)
+        for flow in self.rows.flows:
+            yield RowCost(compute_seconds=0.0, collectives=flow_cost(flow, tables, s))
 
 
 def ranked(scored: list[Scored], most: int = 32) -> list[Scored]:

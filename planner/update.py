@@ -18,10 +18,6 @@ from whalejax.planner.layout import Spec, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 
 
-GATHERS = 2
-"""Times a sharded parameter is gathered in a micro-batch: forward and backward."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageCollectives:
     """Collectives that sharded storage causes.
@@ -52,7 +48,7 @@ def storage_collectives(
         axes = _added(layout.compute, layout.param)
         if axes:
             payload = int(group.nbytes * cast_bytes / shards(layout.compute, s.mesh))
-            during[axes, payload] += GATHERS * count
+            during[axes, payload] += group.gathers * count
         axes = _added(layout.param, layout.optimizer)
         if axes:
             update[axes, int(group.nbytes / shards(layout.param, s.mesh))] += count

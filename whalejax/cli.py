@@ -1,4 +1,5 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``calibrate``.
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``estimate``,
+``calibrate``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,11 @@ import tyro
 from tyro import conf
 
 from whalejax import __version__
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
+    EstimateCommand,
     PlanCommand,
     ShowCommand,
     TrainCommand,
@@ -105,6 +107,8 @@ def _run(command: Command, started: float) -> None:
             from whalejax.planner.plan import Plan
 
             print(Plan.load(command.plan).why(command.path))
+        case EstimateCommand():
+            _estimate(command)
         case CalibrateCommand():
             _calibrate(command)
 
@@ -124,7 +128,7 @@ def _plan(command: PlanCommand) -> None:
     ):
         if value is not None and value < 1:
             raise WhaleError(f"{name} is {value}; expected 1 or more")
-    job = find_job(command.model)
+    job = find_job(command.model, model_options(command.set))
     plan = jobs.make_plan(
         job,
         jobs.abstract_model(job),
@@ -156,6 +160,13 @@ def _show(command: ShowCommand) -> None:
         show.print_plan(plan, make_console(), all_rows=command.all)
 
 
+def _estimate(command: EstimateCommand) -> None:
+    from whalejax.planner.tables import estimate_file
+
+    count, of = estimate_file(command.table, command.output)
+    print(f"{count} of {of} runs predicted, written to {command.output}")
+
+
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.calibrate import write_calibration
 
@@ -172,11 +183,52 @@ def _calibrate(command: CalibrateCommand) -> None:
 # Finding the job.
 
 
-def find_job(name: str) -> Job:
+SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
+"""Words of tables of runs for what the reference models call otherwise."""
+
+
+def model_options(words: Sequence[str]) -> dict[str, Any]:
+    """Options of a model from ``NAME=VALUE`` words.
+
+    Values are numbers, ``true`` and ``false``, or text.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> model_options(["layers=2", "annotated=false", "dtype=bfloat16"])
+    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
+    """
+    problems = Problems("--set")
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier() and text):
+            problems.add(f"{word!r} is no NAME=VALUE, such as layers=24")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = _value(text)
+    problems.raise_if_any()
+    return found
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text
+
+
+def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     """The job that the command line names.
 
     Args:
         name: a reference model, or ``file.py:function``.
+        options: of the model, or arguments of the function.
 
     Raises:
         WhaleError: there is no such model, file or function, or it makes no job.
@@ -186,11 +238,12 @@ def find_job(name: str) -> Job:
     """
     path, colon, function = name.rpartition(":")
     if colon or name.endswith(".py"):
-        return _job_from_file(Path(path or name), function if colon else "")
+        return _job_from_file(Path(path or name), function if colon else "", options)
     from whalejax import models
 
     if name in models.available():
-        return models.job(name)
+        words = {SYNONYMS.get(key, key): v for key, v in (options or {}).items()}
+        return models.job(name, **words)
     near = difflib.get_close_matches(name, models.available(), n=3, cutoff=0.5)
     raise WhaleError(
         f"no reference model is named {name!r}"
@@ -200,7 +253,9 @@ def find_job(name: str) -> Job:
     )
 
 
-def _job_from_file(path: Path, function: str) -> Job:
+def _job_from_file(
+    path: Path, function: str, options: Mapping[str, Any] | None = None
+) -> Job:
     from whalejax.losses import Job
 
     if not path.is_file():
@@ -211,13 +266,25 @@ def _job_from_file(path: Path, function: str) -> Job:
     module = _load(path)
     make = _function(module, path, function)
     parameters = inspect.signature(make).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
+    given = dict(options or {})
+    known = [p.name for p in parameters]
+    stray = [name for name in given if name not in known]
+    if stray:
+        raise WhaleError(
+            f"--set {', '.join(stray)}: {path}:{function} takes "
+            f"{', '.join(known) or 'no argument'}"
+        )
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind < 2 and p.name not in given
+    ]
     if needed:
         raise WhaleError(
             f"{path}:{function} takes {', '.join(needed)}; expected a function of no "
             "argument that returns a wh.Job. Give its parameters default values"
         )
-    job = _of_the_user(path, make)
+    job = _of_the_user(path, functools.partial(make, **given))
     if not isinstance(job, Job):
         raise WhaleError(
             f"{path}:{function} returned {type(job).__name__}; expected "

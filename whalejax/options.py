@@ -64,6 +64,8 @@ class PlanCommand:
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    set: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")] = ()
+    """options of the model, or of your function: layers=96 hidden=12288"""
     cluster: OptionalText = None
     """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
     batch: OptionalNumber = None
@@ -110,10 +112,25 @@ class CalibrateCommand:
     """stop measuring after about this long"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateCommand:
+    """Predict the runs of a table whose layouts are given.
+
+    The table is CSV with a header: layers, hidden, seq, global_batch, num_devices and
+    device are needed; what else a row leaves out is inferred and said in its note.
+    """
+
+    table: Annotated[conf.Positional[Path], conf.arg(metavar="TABLE.csv")]
+    """the runs, one a line"""
+    output: Annotated[Path, conf.arg(aliases=["-o"], metavar="OUT.csv")]
+    """where to write the same table with step time, memory and notes appended"""
+
+
 Command = (
     Annotated[TrainCommand, conf.subcommand("train")]
     | Annotated[PlanCommand, conf.subcommand("plan")]
     | Annotated[ShowCommand, conf.subcommand("show")]
     | Annotated[WhyCommand, conf.subcommand("why")]
+    | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
 )

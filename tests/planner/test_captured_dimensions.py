@@ -113,7 +113,7 @@ def test_the_number_of_rows_does_not_grow_with_depth(name: str) -> None:
         build_rows(*captured(name, layers=layers, **_plain(name))) for layers in (3, 6)
     )
     assert len(few.ops) == len(many.ops)
-    assert len(few.moves) == len(many.moves)
+    assert len(few.flows) == len(many.flows)
 
 
 def _plain(name: str) -> dict[str, Any]:

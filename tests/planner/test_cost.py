@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
 from tests.planner.graphs import Program, Sizes, gpt
-from whalejax.meshes import cluster
+from whalejax.meshes import Cluster, cluster
+from whalejax.meshes.cluster import COMPILERS
+from whalejax.meshes.kinds import Platform
 from whalejax.planner.cost import (
     Collective,
     Setting,
-    move_cost,
-    move_specs,
+    flow_cost,
     row_cost,
     row_hits,
     seconds_of,
@@ -21,6 +23,7 @@ from whalejax.planner.cost import (
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import Graph, Mark
 from whalejax.planner.layout import Table, extend_spec, local_bytes, shards, spec_of
+from whalejax.planner.leaves import LeafFacts, OptimizerBytes
 from whalejax.planner.rows import build_rows
 
 
@@ -46,6 +49,10 @@ def roles_of(dims: Dimensions, *sizes: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+CPU = dataclasses.replace(cluster("h100:8"), compiler=COMPILERS["cpu"])
+"""A compiler that reduces every partial sum where it is made."""
+
+
 def communicated(
     graph: Graph,
     table: Mapping[str, tuple[int, ...]],
@@ -53,6 +60,7 @@ def communicated(
     *,
     dims: Dimensions | None = None,
     num_micro_batches: int = 1,
+    machine: Cluster | None = None,
 ) -> list[Collective]:
     """Every collective of one pass under one table for the whole model."""
     dims = analyse(graph) if dims is None else dims
@@ -60,7 +68,7 @@ def communicated(
     s = Setting(
         sizes,
         num_micro_batches,
-        cluster("h100:8"),
+        machine or cluster("h100:8"),
         dims,
         frozenset(r.index for r in dims.batch),
     )
@@ -68,10 +76,8 @@ def communicated(
     found = []
     for row in rows.ops:
         found += row_cost(row, row_hits(row, table, s), s).collectives
-    for move in rows.moves:
-        source, target = move_specs(move, tables, s)
-        if source != target:
-            found += move_cost(move, source, target, s).collectives
+    for flow in rows.flows:
+        found += flow_cost(flow, tables, s)
     return found
 
 
@@ -88,14 +94,10 @@ def test_depth_costs_no_rows_and_doubles_their_counts() -> None:
         build_rows(graph, analyse(graph)) for graph in (gpt(LAYERS), gpt(2 * LAYERS))
     )
     assert len(few.ops) == len(many.ops)
-    assert len(few.moves) == len(many.moves) == 2
+    assert len(few.flows) == len(many.flows)
     for one, two in zip(few.ops, many.ops, strict=True):
         assert one.kind == two.kind
-        if one.kind == "add" and one.count > 1:
-            # Two additions to the stream in each layer; the first reads the embedding.
-            assert (one.count, two.count) == (2 * LAYERS - 1, 4 * LAYERS - 1)
-        else:
-            assert two.count == (2 * one.count if one.count > 1 else 1)
+        assert two.count == (2 * one.count if one.count > 1 else 1)
     assert sum(r.count > 1 for r in few.ops) == 10
 
 
@@ -161,16 +163,22 @@ def test_a_tied_embedding_is_reduced_once_for_each_use() -> None:
     assert totals[0] == totals[1]
 
 
-def test_megatron_communicates_what_its_paper_says() -> None:
+@pytest.mark.parametrize(("compiler", "inputs"), [("gpu", 2), ("cpu", 4)])
+def test_megatron_communicates_what_its_paper_says(
+    compiler: Platform, inputs: int
+) -> None:
     graph = gpt(LAYERS)
     dims = analyse(graph)
     table = {"tensor": roles_of(dims, Z.heads, Z.mlp, Z.vocab)}
-    found = communicated(graph, table, mesh(tensor=8))
+    machine = dataclasses.replace(cluster("h100:8"), compiler=COMPILERS[compiler])
+    found = communicated(graph, table, mesh(tensor=8), machine=machine)
     # Forward: behind the output and the down projection of each layer, behind the
     # embedding; and the sum of exponentials over the vocabulary.
     forward = 2 * LAYERS * STREAM + STREAM + BATCH * SEQ
-    # Backward: at the input of query, key, value and up of each layer, and of the head.
-    backward = 4 * LAYERS * STREAM + STREAM
+    # Backward: at the inputs of attention and of the feed-forward of each layer, and
+    # of the head; where partial sums are not added up first, at those of query, key
+    # and value apart.
+    backward = inputs * LAYERS * STREAM + STREAM
     phases = Counter[str]()
     for c in found:
         phases[c.phase] += c.payload_bytes * c.count
@@ -184,7 +192,7 @@ def test_tensor_times_data_divides_the_activations() -> None:
         "data": roles_of(dims, BATCH),
         "tensor": roles_of(dims, Z.heads, Z.mlp, Z.vocab),
     }
-    found = communicated(graph, table, mesh(data=2, tensor=4))
+    found = communicated(graph, table, mesh(data=2, tensor=4), machine=CPU)
     by_what = Counter[str]()
     for c in found:
         by_what[c.what] += c.payload_bytes * c.count
@@ -267,26 +275,64 @@ def test_a_border_moves_what_changes_layout_and_fuses_where_specs_agree() -> Non
     rows = build_rows(graph, dims)
     batch = frozenset(r.index for r in dims.batch)
     s = Setting(mesh(tensor=8), 1, cluster("h100:8"), dims, batch)
-    (move,) = [
-        m for m in rows.moves if 48 in {dims.roles[r].size for r in m.source.roles}
+    (flow,) = [
+        f
+        for f in rows.flows
+        if 48 in {dims.roles[r].size for r in f.source.roles} and len(f.uses) == 1
+        if f.uses[0].task_graph == 2 and not f.source.weight
     ]
     replicated: Table = {"tensor": tuple(batch)}
-    by_classes: Table = {"tensor": roles_of(dims, 40)}
-    source, target = move_specs(move, {0: {}, 1: replicated, 2: by_classes}, s)
-    assert (source, target) == ((("tensor",), ()), ((), ()))
-    forward, *rest = move_cost(move, source, target, s).collectives
-    assert (forward.kind, forward.payload_bytes) == ("all-gather", FLOAT * 16 * 48)
-    assert not rest
-    by_embed: Table = {"tensor": roles_of(dims, 48)}
-    source, target = move_specs(move, {0: {}, 1: replicated, 2: by_embed}, s)
-    kinds = [(c.kind, c.phase) for c in move_cost(move, source, target, s).collectives]
-    assert kinds == [("all-to-all", "forward"), ("all-to-all", "backward")]
-    source, target = move_specs(move, {0: {}, 1: replicated, 2: replicated}, s)
-    assert source == target
+
+    def between(head: Table) -> list[tuple[str, str, int]]:
+        found = flow_cost(flow, {0: {}, 1: replicated, 2: head}, s)
+        return [(c.kind, c.phase, c.payload_bytes) for c in found]
+
+    whole = FLOAT * 16 * 48
+    # The head's classes are sharded: it reads all samples, and the cotangents that its
+    # devices hold in part are added up where the samples belong.
+    assert between({"tensor": roles_of(dims, 40)}) == [
+        ("all-gather", "forward", whole),
+        ("reduce-scatter", "backward", whole),
+    ]
+    assert between({"tensor": roles_of(dims, 48)}) == [
+        ("all-to-all", "forward", whole // 8),
+        ("all-to-all", "backward", whole // 8),
+    ]
+    assert between(replicated) == []
+
+
+def test_partial_sums_are_scattered_where_every_reader_wants_them_sharded() -> None:
+    p = Program()
+    x = p.batch("x", 16, 24, 32)
+    p.mark(Mark(kind="split"), "split")
+    h = p.einsum("bse,em->bsm", x, p.param("up", 32, 48))
+    y = p.einsum("bsm,me->bse", h, p.param("down", 48, 32))
+    p.mark(Mark(kind="replicate"), "replicate")
+    z = p.unary("tanh", y)
+    graph = p.graph(p.einsum("bse->", z))
+    dims = analyse(graph)
+    batch = frozenset(r.index for r in dims.batch)
+    tables: dict[int, Table] = {
+        0: {},
+        1: {"tensor": roles_of(dims, 48)},
+        2: {"tensor": tuple(r.index for r in dims.roles if r.size == 24)},
+    }
+    kinds = {}
+    for name, machine in (("gpu", cluster("h100:8")), ("cpu", CPU)):
+        s = Setting(mesh(tensor=8), 1, machine, dims, batch)
+        flows = build_rows(graph, dims).flows
+        kinds[name] = [
+            (c.kind, c.phase)
+            for f in flows
+            if f.task_graph == 1 and 48 in {dims.roles[r].size for r in f.reduced}
+            for c in flow_cost(f, tables, s)
+        ]
+    assert kinds["gpu"] == [("reduce-scatter", "forward"), ("all-gather", "backward")]
+    assert kinds["cpu"] == [("all-reduce", "forward"), ("all-gather", "backward")]
 
 
 def test_compute_divides_by_the_devices_that_share_it() -> None:
-    graph = gpt(4, Sizes(batch=64, seq=64, embed=512, key=64, value=64, mlp=2048))
+    graph = gpt(4, Sizes(batch=512, seq=64, embed=512, key=64, value=64, mlp=2048))
     dims = analyse(graph)
     batch = frozenset(r.index for r in dims.batch)
 
@@ -359,3 +405,60 @@ def test_storage_goes_behind_the_computation_where_it_divides() -> None:
     assert extend_spec((("fsdp",),), (8,), "fsdp", sizes, (0,)) == (("fsdp",),)
     assert shards(((), ("tensor", "fsdp")), sizes) == 8
     assert local_bytes(800, ((), ("tensor", "fsdp")), sizes) == 100
+
+
+# Parameters stored in shards, and what stays whole.
+
+
+def gathers_of(program: Program, loss: int) -> dict[str, int]:
+    """How often storage gathers each parameter in a micro-batch."""
+    graph = program.graph(loss)
+    dims = analyse(graph)
+    facts = LeafFacts.of(
+        graph, dims, graph.weight_tensors(), OptimizerBytes(by_path={})
+    )
+    return {
+        t.path: facts.groups[index][0].gathers
+        for t, index in zip(facts.tensors, facts.group_of, strict=True)
+    }
+
+
+def test_the_backward_pass_gathers_only_what_it_reads() -> None:
+    p = Program()
+    x = p.batch("x", 16, 24)
+    first, bias = p.param("first", 24, 32), p.param("bias", 32)
+    second = p.param("second", 32, 40)
+    h = p.add(p.einsum("bi,ij->bj", x, first), p.reshape(bias, 1, 32))
+    y = p.einsum("bj,jk->bk", p.unary("tanh", h), second)
+    found = gathers_of(p, p.einsum("bk->", y))
+    # No cotangent of the data is made, and a sum needs none of its terms.
+    assert found == {"first": 1, "bias": 1, "second": 2}
+
+
+def test_a_tied_table_is_gathered_in_both_of_its_forms() -> None:
+    p = Program()
+    tokens = p.batch("tokens", 16, 24)
+    table = p.param("table", 512, 32)
+    x = p.gather(table, tokens)
+    logits = p.einsum("bse,ev->bsv", x, p.einsum("ve->ev", table))
+    found = gathers_of(p, p.einsum("bsv->", logits))
+    # Looked up, multiplied with, and multiplied with again in the backward pass.
+    assert found == {"table": 3}
+
+
+def test_statistics_are_gathered_for_the_state_that_keeps_them_whole() -> None:
+    p = Program()
+    x = p.batch("x", 16, 24)
+    h = p.einsum("bi,ij->bj", x, p.param("w", 24, 32))
+    mean = p.einsum("bj->j", h)
+    graph = p.graph(p.einsum("bj->", h))
+    dims = analyse(graph)
+    table = {"tensor": roles_of(dims, 32)}
+
+    def gathered(whole: tuple[int, ...]) -> int:
+        kept = dataclasses.replace(graph, whole=whole)
+        found = communicated(kept, table, mesh(tensor=8))
+        return payload([c for c in found if c.kind == "all-gather"])
+
+    assert gathered(()) == 0
+    assert gathered((mean,)) == FLOAT * 32

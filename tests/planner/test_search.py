@@ -152,8 +152,10 @@ def _size(shape: tuple[int, ...]) -> int:
 
 def test_a_small_model_and_a_large_batch_are_data_parallel() -> None:
     plan = plan_of(gpt(4, dataclasses.replace(WIDE, batch=512)))
-    assert plan.axes == (("data", 8),)
-    assert stored(plan) == 1.0
+    # Sharding what is stored costs nothing that can be told apart, and saves memory.
+    assert {axis for axis, _ in plan.axes} <= {"data", "fsdp"}
+    plain = next(c for c in plan.candidates if c.layout == "data 8")
+    assert abs(plain.step_seconds / plan.time.step_seconds - 1) < TIE
 
 
 def test_parameters_that_do_not_fit_are_sharded() -> None:

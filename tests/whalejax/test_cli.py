@@ -16,6 +16,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
 from whalejax import cli
+from whalejax.meshes.problems import WhaleError
 
 
 # Adam promotes its count.
@@ -397,3 +398,33 @@ def test_a_batch_of_nothing(capsys: Captured) -> None:
     assert "--batch is 0; expected 1 or more" in refused(
         ["plan", "mlp-test", "--batch", "0"], capsys
     )
+
+
+def test_options_of_a_model_are_set_from_words() -> None:
+    words = ["layers=2", "hidden=64", "heads=4", "ffn=128", "dropout_rate=0.1"]
+    job = cli.find_job("gpt", cli.model_options([*words, "annotated=false"]))
+    assert job.name.startswith("gpt")
+    with pytest.raises(WhaleError, match="has no option 'layerz'; nearest: layers"):
+        cli.find_job("gpt", {"layerz": 2})
+
+
+def test_malformed_options_are_listed_together() -> None:
+    with pytest.raises(WhaleError) as error:
+        cli.model_options(["layers", "4=", "x=1", "x=2"])
+    text = str(error.value)
+    assert "--set: 3 problems" in text
+    assert "'layers' is no NAME=VALUE, such as layers=24" in text
+    assert "x is given twice" in text
+
+
+def test_options_are_arguments_of_the_users_function(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from whalejax import models\n"
+        "def make(width=8):\n"
+        "    return models.job('mlp', batch_size=width)\n"
+    )
+    job = cli.find_job(f"{path}:make", {"width": 16})
+    assert job.batch_size == 16
+    with pytest.raises(WhaleError, match=r"--set depth: .*make takes width"):
+        cli.find_job(f"{path}:make", {"depth": 2})

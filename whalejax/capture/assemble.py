@@ -73,6 +73,7 @@ def graph_of(
     num_micro_batches: int,
     weighted: bool,
     entered: Sequence[Mark],
+    others: Sequence[Value] = (),
 ) -> Graph:
     """The graph of a walked program whose inputs have been named.
 
@@ -83,6 +84,7 @@ def graph_of(
         num_micro_batches: into how many parts the batch was cut.
         weighted: the user gave the loss's weight.
         entered: marks that were entered while tracing.
+        others: what else the program gives.
 
     Raises:
         WhaleError: no parameter reaches the loss, or marks nest in a forbidden way.
@@ -111,6 +113,7 @@ def graph_of(
         model_hash=_hash(walk, leaves, marks),
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
+        whole=tuple(dict.fromkeys(v for v in others if v is not None)),
     )
 
 

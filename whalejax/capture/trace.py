@@ -93,7 +93,15 @@ def capture(
     results = walk.run(jaxpr)
     loss = loss_id(results)
     name_inputs(walk, adapter, leaves)
-    graph = graph_of(walk, loss, leaves, num_micro_batches, flat.weighted, record.marks)
+    graph = graph_of(
+        walk,
+        loss,
+        leaves,
+        num_micro_batches,
+        flat.weighted,
+        record.marks,
+        results[1:],
+    )
     return Captured(
         graph=graph,
         jaxpr=jaxpr,

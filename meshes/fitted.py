@@ -1,0 +1,265 @@
+"""What devices deliver of their datasheets' peaks, fitted to published training steps.
+
+One set of constants for each platform and one efficiency for each kind and type, read
+from ``fitted.toml``, where every number names the runs it was fitted to. The functions
+take floats and numpy arrays alike, so that the fit, the estimate of a table and the
+price of one operation are the same code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import os
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
+"""Parts of a product that one core of a GPU computes, largest first (CUTLASS)."""
+
+
+LIKE = {
+    "p100": "v100",
+    "t4": "v100",
+    "titanrtx": "v100",
+    "rtx2080": "v100",
+    "rtx3090": "a100",
+    "h200": "h100",
+    "gh200": "h100",
+    "v7x": "v6e",
+}
+"""Families without a published run of a type, and whose efficiency stands in."""
+
+ASSUMED = 0.75
+"""Efficiency of a family that is like none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Achieved:
+    """Constants of one platform. Shares are of a datasheet's figure.
+
+    Attributes:
+        half_depth: contracted size at which a product reaches half of its speed.
+        half_size: the same for ``effective_size``.
+        tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
+            shares of that of the first two.
+        attention: of a product's speed, in a fused attention kernel.
+        attention_before: the same where the kernel is older than the device.
+        attention_half: sequence at which such a kernel reaches half of that.
+        memory: of the bandwidth of memory.
+        kernel_seconds: cost of every kernel of a compiled program.
+        launch_seconds: the same where a host launches operations one by one.
+        dispatch_seconds: of the host for one operation, where it launches them.
+        jitter_seconds: how much later the slowest of two hosts comes to a collective.
+        node: of the bandwidth inside a node, or of a torus.
+        network: of the bandwidth between nodes or slices.
+        point: of either, for what one pipeline stage sends another.
+        ring_seconds: of one hop of a reduce-scatter or all-gather over data ranks.
+        bucket_bytes: that such a collective takes at once.
+        overlap_gradients: part of their reduction that hides behind computation, in
+            frameworks that try.
+        overlap_parameters: the same for gathering them.
+        update_bytes: that the optimizer moves for a parameter.
+        step_seconds: of every step.
+        reserve_bytes: of device memory that the runtime keeps for itself.
+    """
+
+    half_depth: float
+    half_size: float
+    tile_medium: float
+    tile_small: float
+    tile_smallest: float
+    attention: float
+    attention_before: float
+    attention_half: float
+    memory: float
+    kernel_seconds: float
+    launch_seconds: float
+    dispatch_seconds: float
+    jitter_seconds: float
+    node: float
+    network: float
+    point: float
+    ring_seconds: float
+    bucket_bytes: float
+    overlap_gradients: float
+    overlap_parameters: float
+    update_bytes: float
+    step_seconds: float
+    reserve_bytes: float
+
+
+WHOLE = Achieved(
+    half_depth=0.0,
+    half_size=0.0,
+    tile_medium=1.0,
+    tile_small=1.0,
+    tile_smallest=1.0,
+    attention=1.0,
+    attention_before=1.0,
+    attention_half=0.0,
+    memory=1.0,
+    kernel_seconds=0.0,
+    launch_seconds=0.0,
+    dispatch_seconds=0.0,
+    jitter_seconds=0.0,
+    node=1.0,
+    network=1.0,
+    point=1.0,
+    ring_seconds=0.0,
+    bucket_bytes=1e9,
+    overlap_gradients=0.0,
+    overlap_parameters=0.0,
+    update_bytes=24.0,
+    step_seconds=0.0,
+    reserve_bytes=0.0,
+)
+"""A platform that is measured, not fitted: the numbers are taken as they stand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Everything that is fitted.
+
+    Attributes:
+        platforms: by name.
+        efficiency: (family of kinds, type) to the largest share of the peak.
+    """
+
+    platforms: Mapping[str, Achieved]
+    efficiency: Mapping[tuple[str, str], float]
+
+    def of(self, family: str, dtype: str) -> float:
+        """Efficiency of a family in a type: the nearest that was fitted.
+
+        Args:
+            family: of kinds, such as ``"a100"``.
+            dtype: one of ``DTYPES``.
+        """
+        wanted = width_of(dtype)
+        for name in (family, LIKE.get(family, family)):
+            for kind in (wanted, "bf16"):
+                if (name, kind) in self.efficiency:
+                    return self.efficiency[name, kind]
+        return ASSUMED
+
+
+def width_of(dtype: str) -> str:
+    """The type that stands for all of its width: f8, bf16 or f32."""
+    return {"f8": "f8", "f32": "f32", "tf32": "f32", "f64": "f32"}.get(dtype, "bf16")
+
+
+@functools.cache
+def constants() -> Constants:
+    """The constants of this version."""
+    return read(tomllib.loads(_text()))
+
+
+def _text() -> str:
+    package = importlib.resources.files("whalejax.meshes")
+    return (package / "fitted.toml").read_text(encoding="utf-8")
+
+
+def read(data: Mapping[str, Any]) -> Constants:
+    """Constants from the tables of a TOML file."""
+    names = [field.name for field in dataclasses.fields(Achieved)]
+    return Constants(
+        platforms={
+            platform: Achieved(**{name: float(table[name]) for name in names})
+            for platform, table in data["platforms"].items()
+        },
+        efficiency={
+            (family, dtype): float(share)
+            for family, table in data["efficiency"].items()
+            for dtype, share in table.items()
+        },
+    )
+
+
+def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> Any:
+    """Part of the largest speed that a product of this shape reaches.
+
+    Args:
+        m, k, n: an (m, k) matrix times a (k, n) matrix.
+        batch: how many of them one operation does.
+        cores: that take its tiles one by one; 0 where tiles do not matter.
+        curve: the platform's ``Achieved``, or something with arrays for its fields.
+    """
+    busy = tile_share(
+        m,
+        n,
+        batch,
+        np.maximum(1.0, cores),
+        curve.tile_medium,
+        curve.tile_small,
+        curve.tile_smallest,
+    )
+    size = 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
+    share = size / (size + curve.half_size) * k / (k + curve.half_depth)
+    return np.maximum(np.where(cores > 0, busy, 1.0) * share, 1e-4)
+
+
+def tile_share(
+    m: Any, n: Any, batch: Any, cores: Any, small: Any, smaller: Any, smallest: Any
+) -> Any:
+    """Part of a GPU's cores that a product of this shape keeps busy.
+
+    A product is cut into tiles, one for a core at a time, so that the last round of
+    tiles leaves cores idle; smaller tiles leave fewer idle but run slower.
+
+    Args:
+        m, n, batch: rows, columns and count of the products.
+        cores: streaming multiprocessors of the device.
+        small, smaller, smallest: speed of the last three of ``TILES``.
+    """
+    best: Any = 0.0
+    for (rows, columns), speed in zip(
+        TILES, (1.0, 1.0, small, smaller, smallest), strict=True
+    ):
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        rounds = np.ceil(tiles / cores)
+        done = m * n * batch / (rounds * cores * rows * columns)
+        best = np.maximum(best, done * speed)
+    return best
+
+
+def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
+    """Write constants as the TOML that ``read`` reads.
+
+    Args:
+        found: what was fitted.
+        path: where.
+        sources: names of the runs that it was fitted to.
+    """
+    lines = [
+        "# What devices deliver of their datasheets' peaks. Written by",
+        "#     python scripts/bench_accuracy.py --tables DIR --fit meshes/fitted.toml",
+        "# and fitted to measured training steps of these sources:",
+        *textwrap.wrap(
+            sources, 86, initial_indent="#     ", subsequent_indent="#     "
+        ),
+        "# whalejax.meshes.fitted says what each number is; shares are of datasheets.",
+        "",
+    ]
+    for platform, achieved in found.platforms.items():
+        lines.append(f"[platforms.{platform}]")
+        lines += [
+            f"{field.name} = {getattr(achieved, field.name):.4g}"
+            for field in dataclasses.fields(achieved)
+        ]
+        lines.append("")
+    lines.append("# Largest share of the peak that products of a type reach.")
+    lines.append("[efficiency]")
+    families: dict[str, list[str]] = {}
+    for (family, dtype), share in found.efficiency.items():
+        families.setdefault(family, []).append(f"{dtype} = {share:.4g}")
+    lines += [f"{name} = {{ {', '.join(v)} }}" for name, v in families.items()]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

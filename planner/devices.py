@@ -1,0 +1,158 @@
+"""Devices as tables of runs name them, mapped to the catalogue.
+
+Names are matched without regard to case by family, then by memory: ``a100_40gb``,
+``A100-80GB-SXM`` and ``DGX-A100`` are all A100s. What was mapped is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from whalejax.meshes.catalogue import Entry, entries
+from whalejax.meshes.problems import WhaleError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device as a table names it.
+
+    Attributes:
+        entry: of the catalogue, with the memory, power and link of the name where these
+            are not the catalogue's.
+        count: how many, where the name says.
+        notes: what was mapped.
+    """
+
+    entry: Entry
+    count: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+_FAMILIES = (
+    ("gh200", ("gh200", "gh-96", "gh96", "grace hopper", "gh-")),
+    ("b200", ("b200", "gb200")),
+    ("h200", ("h200",)),
+    ("h100", ("h100", "h800", "a3", "p5.")),
+    ("a100", ("a100", "a800", "a2-")),
+    ("v100", ("v100", "dgx-2", "dgx-1")),
+    ("p100", ("p100",)),
+    ("titanrtx", ("titan",)),
+    ("rtx3090", ("3090",)),
+    ("rtx2080", ("2080",)),
+    ("t4", ("t4",)),
+    ("v7x", ("v7x", "tpu7x", "ironwood")),
+    ("v6e", ("v6e", "trillium")),
+    ("v5p", ("v5p",)),
+    ("v5e", ("v5e", "v5litepod", "v5 lite")),
+    ("v4", ("tpu v4", "v4")),
+)
+"""Families of the catalogue and words of a name that mean one, the longer first."""
+
+
+_WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000, "v100": 300, "p100": 300}
+"""Board power of the form factor that the catalogue has (SXM)."""
+
+_CARDS = {"a100": 300, "h100": 350, "v100": 250, "p100": 250}
+"""Board power of the same chips as PCIe cards, which no NVLink switch joins."""
+
+_PCIE = {"h100": 63e9, "a100": 31.5e9}
+_SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
+"""Chips that are sold with half of the links: 400 GB/s in both directions."""
+
+
+def read_device(text: str) -> Device:
+    """The device that a table names; of a mix, the slowest part.
+
+    Args:
+        text: such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``,
+            ``"TPU v5e"`` or ``"4xV100-16+4xT4"``.
+
+    Raises:
+        WhaleError: no family of the catalogue is in it.
+
+    >>> read_device("a100_40gb").entry.kind.name
+    'a100-40'
+    """
+    parts = [_one_device(part) for part in text.split("+")]
+    return min(parts, key=lambda d: d.entry.kind.peak_flops("bf16"))
+
+
+def _one_device(text: str) -> Device:
+    lowered = text.strip().lower().replace("_", "-")
+    counted = re.match(r"(\d+)\s*x\s*(.+)", lowered)
+    count = int(counted[1]) if counted else None
+    name = counted[2] if counted else lowered
+    family = next((f for f, words in _FAMILIES if any(w in name for w in words)), None)
+    if family is None:
+        raise WhaleError(
+            f"device {text.strip()!r} names no family of the catalogue; it has "
+            f"{', '.join(f for f, _ in _FAMILIES)}"
+        )
+    kinds = [one for one in entries().values() if one.kind.family == family]
+    notes: list[str] = []
+    memory = _memory_of(name)
+    found = max(kinds, key=lambda one: one.kind.memory_bytes)
+    if memory is not None:
+        found = _with_memory(kinds, found, memory, notes)
+    found = _with_power(found, family, name, notes)
+    for word, (of, bandwidth) in _SLOW_NVLINK.items():
+        if word in name:
+            found = _with_link(found, bandwidth)
+            notes.append(f"{word.upper()} is {of.upper()} with 400 GB/s of NVLink")
+    return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _memory_of(name: str) -> int | None:
+    """Gigabytes that a name gives."""
+    found = re.search(r"(?<![\d.])(\d{2,3})\s*(?:gb|gib|g\b)", name)
+    found = found or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
+    size = int(found[1]) if found else 0
+    return size if 8 <= size <= 288 else None
+
+
+def _with_memory(
+    kinds: list[Entry], largest: Entry, memory: int, notes: list[str]
+) -> Entry:
+    """The entry of that memory, or the family's with the memory of the name."""
+
+    def gap(one: Entry) -> float:
+        return abs(one.kind.memory_bytes / 2**30 - memory)
+
+    nearest = min(kinds, key=gap)
+    # Datasheets count in powers of ten, drivers in powers of two.
+    if gap(nearest) <= 0.08 * memory:
+        return nearest
+    notes.append(f"{largest.kind.display_name()} with {memory} GB of memory")
+    kind = dataclasses.replace(largest.kind, memory_bytes=memory * 2**30, sources=())
+    return dataclasses.replace(largest, kind=kind)
+
+
+def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry:
+    """A card of less power is slower, as H100's datasheet has it: 350 of 700 W give 756
+    of 989 TFLOP/s. A PCIe card has PCIe for links.
+    """
+    card = "pcie" in name or "pci-e" in name
+    stated = re.search(r"(\d{2,4})\s*w\b", name)
+    usual = _WATTS.get(family)
+    if usual is None or not (card or stated):
+        return found
+    watts = int(stated[1]) if stated else _CARDS.get(family, usual)
+    if card:
+        found = _with_link(found, _PCIE.get(family, 15.75e9))
+        notes.append(f"{found.kind.display_name()} as a PCIe card")
+    if watts >= usual:
+        return found
+    share = (watts / usual) ** 0.4
+    peaks = tuple((t, peak * share) for t, peak in found.kind.flops_per_second)
+    notes.append(f"{watts} of {usual} W: peaks times {share:.2f}")
+    kind = dataclasses.replace(found.kind, flops_per_second=peaks, sources=())
+    return dataclasses.replace(found, kind=kind)
+
+
+def _with_link(found: Entry, bandwidth: float) -> Entry:
+    if found.node is None:
+        return found
+    link = dataclasses.replace(found.node, bandwidth_bytes_per_second=bandwidth)
+    return dataclasses.replace(found, node=link)

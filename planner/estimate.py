@@ -1,0 +1,441 @@
+"""Step time and memory of runs whose layout is given, many at once.
+
+Everything is an array over the runs, so that a table takes one pass and a fit of the
+constants evaluates the very formulas that users get. What the runs do comes from
+``work``; what devices deliver comes from ``meshes.fitted``; how stages wait for each
+other comes from the schedule's rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.fitted import Achieved, Constants, shape_share
+from whalejax.planner.balance import even_shares
+from whalejax.planner.runs import Run
+from whalejax.planner.schedules import schedule, simulate
+from whalejax.planner.work import (
+    EMBED,
+    HEAD,
+    LAYER,
+    Work,
+    arrays,
+    levels_of,
+    wires,
+    work_of,
+)
+
+
+Array = np.ndarray
+OUTER = 3
+"""Micro-batches for each stage after which a pipeline's pace is steady."""
+
+BLEND = 4.0
+"""Exponent by which the device's and the host's time become one: a maximum whose
+corner is rounded, because neither is alike from operation to operation."""
+
+STATE_BYTES = 12
+"""Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
+
+WEIGHT_BYTES = 2
+"""Of a parameter as computed with, and as gathered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predictions, one entry for each run.
+
+    Attributes:
+        step_seconds: the whole step.
+        compute_seconds: products, memory traffic and tensor-parallel collectives of all
+            micro-batches on the slowest stage.
+        bubble_seconds: what stages wait for each other.
+        exposed_seconds: data-parallel collectives that nothing hides.
+        update_seconds: the optimizer.
+        layer_seconds: of one layer and micro-batch, forward and backward.
+        peak_bytes: memory of the fullest device.
+    """
+
+    step_seconds: Array
+    compute_seconds: Array
+    bubble_seconds: Array
+    exposed_seconds: Array
+    update_seconds: Array
+    layer_seconds: Array
+    peak_bytes: Array
+
+
+class Runs:
+    """The work of many runs, ready to be priced.
+
+    Attributes:
+        runs: what is priced.
+        stretch: for each run, its pipeline's time over that of the slowest stage alone.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self.work: tuple[Work, ...] = tuple(work_of(run) for run in runs)
+        self.entries: tuple[Entry, ...] = tuple(run.device for run in runs)
+        self.kernels = arrays(
+            [(i, k) for i, work in enumerate(self.work) for k in work.kernels]
+        )
+        self.stretch = np.ones(len(self.runs))
+        self._devices()
+        self._traffic()
+        self._parameters()
+
+    def _column(self, values: Any) -> Array:
+        return np.array([float(v) for v in values])
+
+    def _devices(self) -> None:
+        kinds = [e.kind for e in self.entries]
+        pairs = list(zip(self.runs, kinds, strict=True))
+        self.peak = self._column(k.peak_flops(r.dtype) for r, k in pairs)
+        self.half_peak = self._column(k.peak_flops("bf16") for k in kinds)
+        self.memory = self._column(k.memory_bytes_per_second for k in kinds)
+        self.cores = self._column(k.cores for k in kinds)
+        self.gpu = np.array([k.platform == "gpu" for k in kinds])
+        self.platform = [k.platform for k in kinds]
+        self.compiled = np.array([r.framework.compiled for r in self.runs])
+        self.overlaps = np.array([r.framework.overlaps_gradients for r in self.runs])
+        node, network = [], []
+        for one in self.entries:
+            if one.torus is not None:
+                # Both directions of every axis carry a collective at once.
+                link = one.torus.link
+                node.append(link.bandwidth_bytes_per_second * 2 * one.torus.dims)
+            else:
+                assert one.node is not None
+                node.append(one.node.bandwidth_bytes_per_second)
+            outer = one.network or one.node
+            network.append(outer.bandwidth_bytes_per_second if outer else node[-1])
+        self.node, self.network = self._column(node), self._column(network)
+
+    def _traffic(self) -> None:
+        """Bytes and latency of activations: (place, forward, level, run)."""
+        count = len(self.runs)
+        self.wire = np.zeros((3, 2, 2, count))
+        self.latency = np.zeros((3, 2, count))
+        self.meetings = np.zeros(count)
+        for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
+            hops = _hops(self.entries[i])
+            for t in work.traffic:
+                sizes = levels_of(run, t.axes)
+                for level, (nbytes, steps) in enumerate(
+                    wires(t.kind, t.payload_bytes, sizes)
+                ):
+                    self.wire[t.place, int(t.forward), level, i] += nbytes * t.count
+                    if steps:
+                        wait = hops[level][0] + steps * hops[level][1]
+                        self.latency[t.place, int(t.forward), i] += wait * t.count
+                if t.place == LAYER:
+                    self.meetings[i] += t.count * (math.prod(sizes) - 1)
+
+    def _parameters(self) -> None:
+        dense, expert, ends = [], [], []
+        for run in self.runs:
+            s = run.sizes
+            networks = s.experts * s.network_params
+            here = run.layers_per_stage / run.tensor
+            dense.append(here * (s.layer_params - networks))
+            expert.append(here * networks / run.expert)
+            head = s.head_params or (s.hidden * s.vocab if run.stages > 1 else 0)
+            both = (s.embedding_params, head)
+            ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
+        self.dense = self._column(dense) + self._column(ends)
+        self.expert = self._column(expert)
+        self.data = [levels_of(r, ("fsdp", "data")) for r in self.runs]
+        self.fsdp = [levels_of(r, ("fsdp",)) for r in self.runs]
+        self.ranks = self._column(r.ranks for r in self.runs)
+        self.shards = self._column(r.fsdp for r in self.runs)
+        self.parts = self._column(r.num_micro_batches for r in self.runs)
+        self.zero = self._column(r.zero for r in self.runs)
+        self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
+
+    # Pricing.
+
+    def shares(self, constants: Constants, name: str) -> Array:
+        """One constant of every run's platform."""
+        return self._column(
+            getattr(constants.platforms[platform], name) for platform in self.platform
+        )
+
+    def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward of each kernel, all its repetitions."""
+        k, run = self.kernels, self.kernels["run"]
+        pairs = list(zip(self.runs, self.entries, strict=True))
+        families = [e.kind.family for _, e in pairs]
+        whole = self._column(
+            constants.of(f, r.dtype) for f, (r, _) in zip(families, pairs, strict=True)
+        )
+        half = self._column(constants.of(f, "bf16") for f in families)
+        # Attention's products stay in 16 bits where the rest multiplies in 8.
+        eight = np.array([r.dtype == "f8" for r in self.runs])[run]
+        inside = k["product"] & (k["batch"] > 1) & eight
+        rate = np.where(inside, (self.half_peak * half)[run], (self.peak * whole)[run])
+        get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
+        curve, cores = SimpleNamespace(**get), self.cores[run]
+        forward_share = shape_share(k["m"], k["k"], k["n"], k["batch"], cores, curve)
+        left = shape_share(k["m"], k["n"], k["k"], k["batch"], cores, curve)
+        right = shape_share(k["k"], k["m"], k["n"], k["batch"], cores, curve)
+        backward_share = 0.5 * (left + right)
+        longest = np.maximum(k["m"], k["n"])
+        kernel = np.where(self._older()[run], get["attention_before"], get["attention"])
+        kernel = kernel * longest / (longest + get["attention_half"])
+        ahead = np.where(k["attention"], kernel, forward_share)
+        behind = np.where(k["attention"], kernel / 1.25, backward_share)
+        flops = 2.0 * k["m"] * k["k"] * k["n"] * k["batch"] * k["share"]
+        bandwidth = self.memory[run] * get["memory"]
+        launched = np.where(
+            self.compiled[run], get["kernel_seconds"], get["launch_seconds"]
+        )
+        passes = np.maximum(k["gradients"], 1)
+        forward = k["forward_bytes"] / bandwidth
+        backward = k["backward_bytes"] / bandwidth
+        forward = np.where(
+            k["product"], np.maximum(flops / rate / ahead, forward), forward
+        )
+        backward = np.where(
+            k["product"],
+            k["gradients"] * np.maximum(flops / rate / behind, backward / passes),
+            backward,
+        )
+        forward = forward + launched
+        backward = backward + launched * k["gradients"]
+        return forward * k["count"], backward * k["count"]
+
+    def _older(self) -> Array:
+        """Attention kernels written for the generation before the device."""
+        return np.array(
+            [
+                r.framework.attention_generation < e.kind.attention_generation
+                for r, e in zip(self.runs, self.entries, strict=True)
+            ]
+        )
+
+    def places(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward seconds of one micro-batch: (place, run)."""
+        k, run = self.kernels, self.kernels["run"]
+        forward, backward = self._kernel_seconds(constants)
+        remat = np.array([_REMATS.index(r.remat) for r in self.runs])[run]
+        unfused = k["scores"] & ~k["attention"]
+        again = (remat == 3) | ((remat == 2) & ~k["product"]) | ((remat == 1) & unfused)
+        again = again & (k["place"] == LAYER)
+        backward = backward + forward * again
+        count = len(self.runs)
+        links = (
+            self.node * self.shares(constants, "node"),
+            self.network * self.shares(constants, "network"),
+        )
+        whole = np.array([r.remat == "full" for r in self.runs])
+        ahead, behind = np.zeros((3, count)), np.zeros((3, count))
+        for place in (EMBED, LAYER, HEAD):
+            here = k["place"] == place
+            ahead[place] = np.bincount(run, weights=forward * here, minlength=count)
+            behind[place] = np.bincount(run, weights=backward * here, minlength=count)
+            for phase, found in ((1, ahead), (0, behind)):
+                wire = self.wire[place, phase]
+                found[place] += wire[0] / links[0] + wire[1] / links[1]
+                found[place] += self.latency[place, phase]
+            if place == LAYER:
+                wire = self.wire[place, 1]
+                seconds = wire[0] / links[0] + wire[1] / links[1]
+                behind[place] += whole * (seconds + self.latency[place, 1])
+        self._dispatch(ahead, behind, again, constants)
+        return ahead, behind
+
+    def _dispatch(
+        self, ahead: Array, behind: Array, again: Array, constants: Constants
+    ) -> None:
+        """Where a host launches one by one, a layer takes at least its launches."""
+        k, run = self.kernels, self.kernels["run"]
+        count = len(self.runs)
+        here = k["place"] == LAYER
+        launches = (1.0 + k["gradients"] + again) * k["count"] * here
+        number = np.bincount(run, weights=launches, minlength=count)
+        host = number * self.shares(constants, "dispatch_seconds")
+        host = np.where(self.compiled | ~self.gpu, 0.0, host)
+        device = ahead[LAYER] + behind[LAYER]
+        both = (device**BLEND + host**BLEND) ** (1.0 / BLEND)
+        waits = np.maximum(0.0, 1.0 - device / np.where(host > 0, host, np.inf))
+        jitter = self.shares(constants, "jitter_seconds") * self.meetings
+        both = both + np.where(host > 0, jitter * waits, 0.0)
+        ahead[LAYER] *= both / device
+        behind[LAYER] *= both / device
+
+    def price(self, constants: Constants, *, settle: bool = True) -> Estimate:
+        """Predict every run.
+
+        Args:
+            constants: what devices deliver.
+            settle: work the pipelines' waiting out anew; otherwise that of the last
+                time stands, which a fit uses between its rounds.
+        """
+        ahead, behind = self.places(constants)
+        layers = self._column(r.sizes.layers / r.stages for r in self.runs)
+        layer = ahead[LAYER] + behind[LAYER]
+        ends = np.stack([ahead[p] + behind[p] for p in (EMBED, HEAD)])
+        alone = self._column(r.stages == 1 for r in self.runs)
+        slowest = layers * layer + np.where(alone, ends.sum(axis=0), ends.max(axis=0))
+        if settle:
+            self._settle(ahead, behind, slowest, constants)
+        busy = self.parts * slowest
+        compute = busy * self.stretch
+        exposed = self._exposed(compute, constants)
+        params = self.dense + self.expert
+        owned = params / np.where(self.zero >= 1, self.ranks, 1.0)
+        update = owned * self.shares(constants, "update_bytes") / self.memory
+        fixed = np.where(self.compiled, 0.0, self.shares(constants, "step_seconds"))
+        return Estimate(
+            step_seconds=compute + exposed + update + fixed,
+            compute_seconds=busy,
+            bubble_seconds=compute - busy,
+            exposed_seconds=exposed,
+            update_seconds=update,
+            layer_seconds=layer,
+            peak_bytes=self.peak_bytes(constants),
+        )
+
+    def _settle(
+        self, ahead: Array, behind: Array, slowest: Array, constants: Constants
+    ) -> None:
+        share = self.shares(constants, "point")
+        for i, run in enumerate(self.runs):
+            if run.stages == 1:
+                continue
+            tokens = run.micro_batch * run.sizes.seq / run.context
+            tokens /= run.tensor if run.sequence_parallel else 1
+            sent = run.itemsize_bytes * tokens * run.sizes.hidden
+            near = run.devices_per_node >= run.num_devices
+            link = (self.node if near else self.network)[i] * share[i]
+            counts = even_shares(run.sizes.layers, run.stages * run.chunks)
+            step = pipeline_seconds(
+                run,
+                _along(counts, ahead[:, i]),
+                _along(counts, behind[:, i]),
+                sent / link,
+            )
+            self.stretch[i] = step / (run.num_micro_batches * slowest[i])
+
+    def _exposed(self, compute: Array, constants: Constants) -> Array:
+        """Data-parallel collectives that computation does not hide."""
+        node = self.node * self.shares(constants, "node")
+        network = self.network * self.shares(constants, "network")
+        hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
+
+        def once(nbytes: Array, levels: list[tuple[int, int]], rounds: Array) -> Array:
+            inside = self._column(a for a, _ in levels)
+            nodes = self._column(b for _, b in levels)
+            near = nbytes * (inside - 1) / inside / node
+            far = nbytes / inside * (nodes - 1) / nodes / network
+            found: Array = rounds * (near + far)
+            return found
+
+        params = self.dense + self.expert
+        sent = params * self.gradient
+        one = np.ones(len(self.runs))
+        sharded = self.zero >= 1
+        reduced = once(sent, self.data, np.where(sharded, one, 2 * one))
+        gathered = once(params * WEIGHT_BYTES, self.data, one)
+        buckets = 1.0 + sent / self.shares(constants, "bucket_bytes")
+        rings = hop * (self.ranks - 1) * buckets
+        gradients = reduced + np.where(sharded, gathered + rings, 0.0)
+        hidden = np.where(
+            self.overlaps, self.shares(constants, "overlap_gradients"), 0.0
+        )
+        # Reduced behind the last micro-batch's backward, gathered behind the first's
+        # forward: together one micro-batch's computation.
+        room = compute / self.parts * hidden
+        exposed = np.maximum(gradients * (1 - hidden), gradients - room)
+        exposed = np.where(self.ranks > 1, exposed, 0.0)
+        # Parameters in shards are gathered twice and reduced once in a micro-batch.
+        each = 3.0 * once(params * WEIGHT_BYTES, self.fsdp, one)
+        layers = self._column(r.layers_per_stage + 1 for r in self.runs)
+        each = each + 3.0 * hop * (self.shards - 1) * layers
+        replicas = self._column(r.data for r in self.runs)
+        across = 2.0 * sent / self.shards * (replicas - 1) / replicas / network
+        total = each * self.parts + across
+        share = self.shares(constants, "overlap_parameters")
+        fsdp = np.maximum(total * (1 - share), total - share * compute)
+        found: Array = np.where((self.zero >= 3) & (self.shards > 1), fsdp, exposed)
+        return found
+
+    def peak_bytes(self, constants: Constants) -> Array:
+        """Memory of the fullest device."""
+        found = []
+        for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
+            params = self.dense[i] + self.expert[i]
+            zero, ranks = run.zero, run.ranks
+            gradient = max(WEIGHT_BYTES, run.framework.gradient_bytes)
+            sharded = run.fsdp if zero >= 3 and run.fsdp > 1 else ranks
+            static = params * (
+                WEIGHT_BYTES / (sharded if zero >= 3 else 1)
+                + gradient / (sharded if zero >= 2 else 1)
+                + STATE_BYTES / (sharded if zero >= 1 else 1)
+            )
+            held = float(min(run.num_micro_batches, run.stages))
+            if run.chunks > 1:
+                held += (run.stages - 1) / run.chunks
+            saved = work.saved_bytes[run.remat] * run.layers_per_stage * held
+            working = work.saved_bytes["none"] if run.remat != "none" else 0.0
+            if zero >= 3:
+                working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
+            head = work.head_bytes if run.stages == 1 else 0.0
+            found.append(static + saved + max(working, head))
+        total: Array = np.array(found) + self.shares(constants, "reserve_bytes")
+        return total
+
+
+_REMATS = ("none", "selective", "dots", "full")
+
+
+def _hops(found: Entry) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(base, hop) seconds inside a node or torus, and between them."""
+    inner = found.torus.link if found.torus is not None else found.node
+    outer = found.network or inner
+    assert inner is not None and outer is not None
+    return (
+        (inner.base_seconds, inner.hop_seconds),
+        (outer.base_seconds, outer.hop_seconds),
+    )
+
+
+def _along(counts: Sequence[int], places: Array) -> list[float]:
+    """Seconds of each part of a pipeline."""
+    found = [count * float(places[LAYER]) for count in counts]
+    found[0] += float(places[EMBED])
+    found[-1] += float(places[HEAD])
+    return found
+
+
+def pipeline_seconds(
+    run: Run, forward: Sequence[float], backward: Sequence[float], transfer: float
+) -> float:
+    """A step's time in a pipeline, by its schedule's rows.
+
+    Once as many micro-batches are on their way as there are stages, each further one
+    takes the slowest stage's time; so that no more rows are simulated than it takes to
+    come there.
+
+    Args:
+        run: schedule, stages and micro-batches.
+        forward, backward: seconds of one micro-batch in each part of the model.
+        transfer: seconds from one part to the next.
+    """
+    name = "interleaved" if run.chunks > 1 else "1f1b"
+    parts = run.num_micro_batches
+    few = min(parts, OUTER * run.stages)
+    if run.chunks > 1:
+        few = -(-few // run.stages) * run.stages
+    table = schedule(name, run.stages, few, run.chunks)
+    found = simulate(table, forward, backward, transfer)
+    pace = max(found.busy_seconds) / few
+    return found.step_seconds + (parts - few) * pace

@@ -1,0 +1,102 @@
+"""A plan in the words of other systems: Flax's rules, MaxText's flags.
+
+Both are poorer than a plan. What they cannot say is refused, not left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import Problems
+from whalejax.planner.collectives import axis_parts
+from whalejax.planner.layout import MESH_AXES
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.plan import Plan
+
+MAXTEXT = {
+    "stage": "pipeline",
+    "data": "data",
+    "fsdp": "fsdp",
+    "expert": "expert",
+    "context": "context",
+    "tensor": "tensor",
+}
+"""Our mesh axes and the word that MaxText's flags have for them."""
+
+
+def flax_rules(plan: Plan) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+    """Logical dimensions and the mesh axes that shard them.
+
+    A table of rules has one entry for each dimension, for activations and parameters
+    alike. Parameters that ``fsdp`` stores in shards are named by the dimension that it
+    shards, which no activation may be sharded over at the same time.
+
+    Raises:
+        PlanError: two regions, or computation and storage, want different axes.
+    """
+    from whalejax.planner.plan import PlanError
+
+    wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for region in plan.compute:
+        axes: dict[str, tuple[str, ...]] = {}
+        for axis, roles in region.axes:
+            for role in roles:
+                axes[role] = (*axes.get(role, ()), axis)
+        for role, found in axes.items():
+            wanted[role][found].append(region.task_graph)
+    for leaf in plan.leaves:
+        for names, compute, stored in zip(
+            leaf.roles, leaf.compute_spec, leaf.param_spec, strict=True
+        ):
+            if names and stored != compute:
+                places = wanted[names[0]][stored]
+                if "storage" not in places:
+                    places.append("storage")
+    problems = Problems("a table of rules cannot say this plan", PlanError)
+    for role, meanings in wanted.items():
+        if len(meanings) > 1:
+            listed = "; ".join(
+                f"{'+'.join(axes)} in {', '.join(places)}"
+                for axes, places in meanings.items()
+            )
+            problems.add(f"{role} is sharded over {listed}. Use plan.partition_specs()")
+    problems.raise_if_any()
+    return tuple(
+        (
+            role.name,
+            next(iter(wanted[role.name]), None) if role.name in wanted else None,
+        )
+        for role in plan.roles
+    )
+
+
+def maxtext_flags(plan: Plan) -> dict[str, int]:
+    """Degrees inside a slice or node (``ici``) and between them (``dcn``).
+
+    Axes of size 1 are left out; MaxText takes them as 1.
+    """
+    sizes = {axis: 1 for axis in MESH_AXES} | plan.axis_sizes
+    flags: dict[str, int] = {}
+    for axis, word in MAXTEXT.items():
+        parts = axis_parts((axis,), sizes, plan.cluster)
+        between = math.prod(p.size for p in parts if p.level == _network(plan.cluster))
+        inside = math.prod(p.size for p in parts) // between
+        for prefix, degree in (("ici", inside), ("dcn", between)):
+            if degree > 1:
+                flags[f"{prefix}_{word}_parallelism"] = degree
+    return flags
+
+
+def _network(cluster: Cluster) -> object:
+    """The level between slices or nodes, or None where all is one."""
+    outermost = cluster.levels[-1]
+    if len(cluster.nodes) == 1 or outermost.torus:
+        return None
+    return outermost

@@ -1,0 +1,161 @@
+"""What the frameworks of published runs do, where a table does not say.
+
+A row of a table may name what it ran. The habits here are those frameworks' documented
+defaults; they are properties of a framework and never of one table, model or row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+Convention = Literal["model", "hardware", "causal"]
+"""How FLOP/s are counted: ``model`` counts forward and backward with whole attention
+scores; ``hardware`` adds what rematerialization computes again; ``causal`` is ``model``
+with half of the scores."""
+
+Remat = Literal["none", "selective", "dots", "full"]
+"""What the backward pass computes again: nothing, the scores of attention, all but
+matrix products, or everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Habits of one framework.
+
+    Attributes:
+        name: for reports.
+        prefixes: of the ``source`` column that mean it.
+        compiled: one program on the device; otherwise a host launches every operation.
+        flash: attention is one kernel that keeps its scores on chip.
+        overlaps_gradients: their reduction runs beside the backward pass.
+        interleaves: its recipes cut the layers of a stage into chunks of one or two,
+            where the row does not say.
+        sequence_parallel: beside tensor parallelism, where the row does not say.
+        zero: what it shards over data-parallel devices, where the row does not say.
+        remat: what it computes again, where the row does not say; None: what fits.
+        flops: how it counts.
+        dtype: that its products multiply in, where the row does not say.
+        gradient_bytes: of one parameter's gradient, as it is reduced.
+        fused_loss: the loss is one kernel that reads logits in their own type.
+        dropout: its models drop attention weights and what joins the residual stream.
+        attention_generation: of devices that its attention kernel was written for:
+            8 is Ampere's, 9 Hopper's and later.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    compiled: bool = False
+    flash: bool = True
+    overlaps_gradients: bool = True
+    interleaves: bool = False
+    sequence_parallel: bool = False
+    zero: int = 0
+    remat: Remat | None = None
+    flops: Convention = "model"
+    dtype: str = "bf16"
+    gradient_bytes: int = 2
+    fused_loss: bool = True
+    dropout: bool = False
+    attention_generation: int = 9
+
+
+FRAMEWORKS = (
+    Framework(
+        name="Megatron-DeepSpeed",
+        prefixes=("vtrain", "megatron-deepspeed"),
+        flash=False,
+        overlaps_gradients=False,
+        remat="full",
+        fused_loss=False,
+        dropout=True,
+    ),
+    Framework(
+        name="Sailor",
+        prefixes=("sailor", "metis"),
+        flash=False,
+        overlaps_gradients=False,
+        remat="none",
+        fused_loss=False,
+        dtype="tf32",
+    ),
+    Framework(
+        name="Megatron-LM of 2020 to 2022",
+        prefixes=(
+            "megatron-lm-2020",
+            "megatron-lm-a100-2021",
+            "megatron-lm-2021",
+            "korthikanti",
+        ),
+        flash=False,
+        overlaps_gradients=False,
+        remat="full",
+        flops="hardware",
+        gradient_bytes=4,
+        fused_loss=False,
+        dropout=True,
+    ),
+    Framework(
+        name="Megatron-LM and NeMo",
+        prefixes=("megatron", "nemo"),
+        sequence_parallel=True,
+        interleaves=True,
+        zero=1,
+    ),
+    Framework(
+        name="LLM Foundry",
+        prefixes=("llm-foundry", "composer", "mosaic"),
+        zero=3,
+        attention_generation=8,
+    ),
+    Framework(
+        name="InternEvo",
+        prefixes=("internevo", "internlm"),
+        overlaps_gradients=False,
+        zero=1,
+    ),
+    Framework(
+        name="PaxML and T5X",
+        prefixes=("jax-toolbox", "pax", "t5x"),
+        compiled=True,
+        flash=False,
+        remat="full",
+    ),
+    Framework(
+        name="AXLearn",
+        prefixes=("axlearn",),
+        compiled=True,
+        flash=False,
+        zero=3,
+        remat="full",
+        flops="causal",
+    ),
+    Framework(
+        name="MaxText",
+        prefixes=("maxtext",),
+        compiled=True,
+        zero=3,
+        remat="full",
+        flops="causal",
+    ),
+)
+"""The first whose prefix fits counts."""
+
+UNKNOWN = Framework(
+    name="an unnamed framework", prefixes=(), sequence_parallel=True, zero=1
+)
+"""Where the source names none: what today's frameworks have in common."""
+
+
+def framework(source: str) -> Framework:
+    """The framework that a ``source`` cell means.
+
+    >>> framework("nemo-24.07").name
+    'Megatron-LM and NeMo'
+    """
+    text = source.strip().lower()
+    for one in FRAMEWORKS:
+        if text.startswith(one.prefixes):
+            return one
+    return UNKNOWN

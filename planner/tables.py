@@ -1,0 +1,120 @@
+"""``whalejax estimate``: a table of runs in, the same table with predictions out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from whalejax.meshes.fitted import constants
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.estimate import Runs
+from whalejax.planner.published import Reading, Table, read_table, readings
+from whalejax.planner.unlike import price_unlike
+
+
+ADDED: tuple[str, ...] = (
+    "predicted_step_time_s",
+    "predicted_tflops_per_device",
+    "predicted_tokens_per_s_per_device",
+    "predicted_peak_mem_gib",
+    "fits",
+    "note",
+)
+"""Columns that are appended."""
+
+GIB = 2**30
+
+
+def estimate_table(table: Table) -> list[dict[str, str]]:
+    """The added cells of every row.
+
+    Rows that nothing can be predicted for have a ``note`` alone.
+
+    Args:
+        table: from ``read_table``.
+    """
+    read = readings(table.rows)
+    alike = [
+        (i, r.run) for i, r in enumerate(read) if r.run is not None and not r.run.unlike
+    ]
+    found: dict[int, tuple[float, float, bool]] = {}
+    known = constants()
+    if alike:
+        runs = Runs([run for _, run in alike])
+        prices = runs.price(known)
+        for place, (index, run) in enumerate(alike):
+            peak = float(prices.peak_bytes[place])
+            found[index] = (
+                float(prices.step_seconds[place]),
+                peak,
+                peak <= run.device.kind.memory_bytes,
+            )
+    for index, one in enumerate(read):
+        if one.run is not None and one.run.unlike:
+            price = price_unlike(one.run, known)
+            found[index] = (price.step_seconds, price.peak_bytes, price.fits)
+    return [_cells(one, found.get(index)) for index, one in enumerate(read)]
+
+
+def _cells(one: Reading, found: tuple[float, float, bool] | None) -> dict[str, str]:
+    cells: dict[str, str] = dict.fromkeys(ADDED, "")
+    cells["note"] = "; ".join(one.notes)
+    if one.run is None or found is None:
+        return cells
+    step, peak, fits = found
+    rate = 1.0 / (step * one.run.num_devices)
+    cells["predicted_step_time_s"] = f"{step:.6g}"
+    cells["predicted_tflops_per_device"] = f"{one.run.model_flops() * rate / 1e12:.4g}"
+    cells["predicted_tokens_per_s_per_device"] = f"{one.run.tokens * rate:.5g}"
+    cells["predicted_peak_mem_gib"] = f"{peak / GIB:.4g}"
+    cells["fits"] = "yes" if fits else "no"
+    return cells
+
+
+def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
+    """Read a table, write it with predictions; the file appears whole or not at all.
+
+    Args:
+        source: a CSV file with the header of ``published.COLUMNS``.
+        target: where to write.
+
+    Returns:
+        How many rows have a prediction, and how many there are.
+
+    Raises:
+        WhaleError: the table is malformed, or the target cannot be written.
+    """
+    table = read_table(source)
+    taken = [name for name in ADDED if name in table.header]
+    if taken:
+        raise WhaleError(
+            f"{source} has the columns {', '.join(taken)} already. Remove them, or "
+            "give the table that it was made from"
+        )
+    added = estimate_table(table)
+    text = _csv(table, added)
+    path = Path(target)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise WhaleError(
+            f"{target}: the table cannot be written there ({error.strerror})"
+        ) from error
+    return sum(bool(cells["predicted_step_time_s"]) for cells in added), len(added)
+
+
+def _csv(table: Table, added: Sequence[Mapping[str, str]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(
+        buffer, fieldnames=[*table.header, *ADDED], lineterminator="\n"
+    )
+    writer.writeheader()
+    for row, cells in zip(table.rows, added, strict=True):
+        writer.writerow({**row, **cells})
+    return buffer.getvalue()

@@ -1,0 +1,65 @@
+"""The fitted constants: within what is possible, and the shapes they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whalejax.meshes.catalogue import entries
+from whalejax.meshes.fitted import ASSUMED, Achieved, constants, read, tile_share, write
+
+
+SHARES = (
+    "tile_medium tile_small tile_smallest attention attention_before memory node "
+    "network point overlap_gradients overlap_parameters"
+).split()
+
+
+def test_shares_are_shares_and_times_are_times() -> None:
+    for achieved in constants().platforms.values():
+        for field in dataclasses.fields(Achieved):
+            value = getattr(achieved, field.name)
+            assert value >= 0, field.name
+            if field.name in SHARES:
+                assert value <= 1, field.name
+    assert all(0 < share < 1 for share in constants().efficiency.values())
+
+
+def test_every_kind_of_the_catalogue_has_an_efficiency() -> None:
+    known = constants()
+    for one in entries().values():
+        for dtype in ("bf16", "f32", "f8"):
+            assert 0 < known.of(one.kind.family, dtype) <= 1
+    assert known.of("p100", "bf16") == known.of("v100", "f16")
+    assert known.of("unheard-of", "bf16") == ASSUMED
+
+
+def test_constants_survive_their_file(tmp_path: Path) -> None:
+    import tomllib
+
+    path = tmp_path / "fitted.toml"
+    write(constants(), path, "one, two")
+    text = path.read_text()
+    assert "#     one, two" in text
+    again = read(tomllib.loads(text))
+    for key, share in constants().efficiency.items():
+        assert again.efficiency[key] == pytest.approx(share, rel=1e-3)
+
+
+def test_a_product_that_fills_its_tiles_keeps_every_core_busy() -> None:
+    shares = {"small": 0.9, "smaller": 0.7, "smallest": 0.4}
+    whole = tile_share(256 * 108, 128.0, 1.0, 108.0, **shares)
+    assert whole == pytest.approx(1.0)
+    # One tile too many takes a second round, which smaller tiles shorten.
+    more = tile_share(256 * 109, 128.0, 1.0, 108.0, **shares)
+    assert 0.5 < more < 0.95
+
+
+def test_a_narrow_product_leaves_cores_idle() -> None:
+    shares = {"small": 0.9, "smaller": 0.7, "smallest": 0.4}
+    widths = np.array([16.0, 64.0, 256.0, 4096.0])
+    found = tile_share(256.0, widths, np.ones(4), np.full(4, 108.0), **shares)
+    assert (np.diff(found) > 0).all()

@@ -1,0 +1,152 @@
+"""Estimates of given layouts: what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.planner.runs import run
+from whalejax.meshes.catalogue import entry
+from whalejax.meshes.fitted import constants
+from whalejax.planner import estimate
+from whalejax.planner.estimate import Runs
+from whalejax.planner.runs import Replica, Run, StageOf
+from whalejax.planner.unlike import price_unlike
+
+
+def seconds(*runs: Run) -> list[float]:
+    """Predicted step times."""
+    return [float(x) for x in Runs(runs).price(constants()).step_seconds]
+
+
+def peaks(*runs: Run) -> list[float]:
+    """Predicted memory."""
+    return [float(x) for x in Runs(runs).price(constants()).peak_bytes]
+
+
+def test_runs_are_priced_alike_alone_and_together() -> None:
+    several = [
+        run(),
+        run("a100-80", source="vtrain", remat="full", sizes={"flash": False}),
+        run("v5p", source="maxtext", num_devices=64, fsdp=64, zero=3, global_batch=128),
+        run(num_devices=8, stages=4, tensor=2, global_batch=32),
+    ]
+    together = seconds(*several)
+    alone = [seconds(one)[0] for one in several]
+    assert together == pytest.approx(alone, rel=1e-12)
+
+
+def test_no_step_is_faster_than_its_flops_at_the_peak() -> None:
+    for one in (run(), run("a100-80"), run("v5e", source="maxtext")):
+        peak = one.device.kind.peak_flops(one.dtype)
+        # Half of attention's scores are masked away.
+        floor = 0.9 * one.model_flops() / peak / one.num_devices
+        assert seconds(one)[0] > floor
+
+
+def test_rematerialization_costs_time_and_saves_memory() -> None:
+    policies = ("none", "selective", "full")
+    several = [
+        run(source="korthikanti", remat=remat, sizes={"flash": False})
+        for remat in policies
+    ]
+    time, memory = seconds(*several), peaks(*several)
+    assert time == sorted(time)
+    assert memory == sorted(memory, reverse=True)
+    assert time[2] < 1.5 * time[0]
+
+
+def test_sharded_states_take_less_memory() -> None:
+    ranks: dict[str, Any] = {"num_devices": 8, "data": 8, "global_batch": 16}
+    several = [run(zero=zero, **ranks) for zero in (0, 1, 2)]
+    several.append(run(zero=3, num_devices=8, fsdp=8, global_batch=16))
+    found = peaks(*several)
+    assert found == sorted(found, reverse=True)
+    params = several[0].sizes.params
+    # The optimizer's state is 12 bytes of a parameter, of which an eighth stays.
+    assert found[0] - found[1] == pytest.approx(12 * params * 7 / 8)
+
+
+def test_a_slower_device_takes_longer() -> None:
+    found = seconds(run("h100"), run("a100-80"), run("v100-32"))
+    assert found == sorted(found)
+
+
+def test_more_micro_batches_shrink_the_bubble_and_interleaving_more() -> None:
+    pipeline: dict[str, Any] = {"num_devices": 4, "stages": 4, "micro_batch": 1}
+    several = [run(global_batch=parts, **pipeline) for parts in (4, 16, 64)]
+    several.append(run(global_batch=16, chunks=2, **pipeline))
+    found = Runs(several).price(constants())
+    shares = found.bubble_seconds / found.step_seconds
+    assert shares[0] > shares[1] > shares[2] > 0
+    assert shares[3] < shares[1]
+
+
+def test_a_long_pipeline_is_the_simulation_of_all_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = [
+        run(num_devices=4, stages=4, micro_batch=1, global_batch=64, chunks=chunks)
+        for chunks in (1, 2)
+    ]
+    short = seconds(*several)
+    monkeypatch.setattr(estimate, "OUTER", 1000)
+    assert seconds(*several) == pytest.approx(short, rel=1e-3)
+
+
+def test_a_host_that_launches_bounds_small_layers() -> None:
+    tiny = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "flash": False}
+    eager, compiled = (
+        run("a100-80", source=source, sizes=tiny, zero=0)
+        for source in ("vtrain", "pax")
+    )
+    found = Runs([eager, compiled])
+    ahead, behind = found.places(constants())
+    layer = (ahead + behind)[estimate.LAYER]
+    launches = sum(
+        (1 + k.gradients) * k.count
+        for k in found.work[0].kernels
+        if k.place == estimate.LAYER
+    )
+    host = launches * constants().platforms["gpu"].dispatch_seconds
+    assert layer[0] >= host
+    assert layer[1] < layer[0] / 2
+
+
+def test_overlap_hides_what_the_framework_hides() -> None:
+    ranks: dict[str, Any] = {"num_devices": 64, "data": 64, "global_batch": 128}
+    hidden = run(**ranks)
+    shown = dataclasses.replace(
+        hidden,
+        framework=dataclasses.replace(hidden.framework, overlaps_gradients=False),
+    )
+    found = Runs([hidden, shown]).price(constants()).exposed_seconds
+    assert 0 < found[0] < found[1]
+
+
+def test_unlike_stages_wait_for_the_slowest() -> None:
+    base = run("t4", num_devices=4, stages=2, global_batch=32, micro_batch=2)
+
+    def mixed(kinds: tuple[str, str], layers: tuple[int, int]) -> float:
+        stages = tuple(
+            StageOf(replicas=(Replica(device=entry(kind), tensor=1),) * 2, layers=n)
+            for kind, n in zip(kinds, layers, strict=True)
+        )
+        one = dataclasses.replace(base, data=2, unlike=stages)
+        return price_unlike(one, constants()).step_seconds
+
+    even = mixed(("v100-16", "t4"), (4, 4))
+    balanced = mixed(("v100-16", "t4"), (6, 2))
+    alike = mixed(("t4", "t4"), (4, 4))
+    assert balanced < even <= alike * 1.001
+
+
+def test_predictions_are_finite_for_every_kind() -> None:
+    kinds = ("p100-16", "t4", "h200", "b200", "gh200-96", "rtx3090", "v4", "v6e", "v7x")
+    several = [run(kind, dtype="bf16") for kind in kinds]
+    found = Runs(several).price(constants())
+    assert np.isfinite(found.step_seconds).all()
+    assert (found.peak_bytes > 0).all()

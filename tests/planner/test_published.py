@@ -1,0 +1,250 @@
+"""Tables of runs: what a row means, what is inferred, and what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.devices import read_device
+from whalejax.planner.published import (
+    Reading,
+    measured_seconds,
+    read_row,
+    read_table,
+    readings,
+)
+from whalejax.planner.runs import Run
+
+
+ROW = {
+    "source": "nemo-test",
+    "model": "gpt",
+    "layers": "8",
+    "hidden": "1024",
+    "heads": "16",
+    "seq": "2048",
+    "vocab": "50000",
+    "global_batch": "64",
+    "device": "A100",
+    "num_devices": "16",
+    "devices_per_node": "8",
+    "tp": "2",
+    "pp": "2",
+    "micro_batch": "2",
+    "precision": "bf16",
+    "remat": "full",
+}
+
+
+def read(**changes: str) -> Run:
+    """The run of the row with changes."""
+    found = read_row({**ROW, **changes}).run
+    assert found is not None
+    return found
+
+
+def note(**changes: str) -> str:
+    """What was inferred of the row with changes."""
+    return "; ".join(read_row({**ROW, **changes}).notes)
+
+
+def test_data_ranks_are_what_the_other_axes_leave() -> None:
+    assert (read().data, read().num_micro_batches) == (4, 8)
+    assert "dp 4 (num_devices over the other axes)" in note()
+
+
+@pytest.mark.parametrize("column", ["layers", "hidden", "seq", "global_batch"])
+def test_what_is_needed_leaves_the_prediction_empty(column: str) -> None:
+    found = read_row({**ROW, column: ""})
+    assert found == Reading(run=None, notes=(f"no {column}: nothing predicted",))
+
+
+def test_axes_that_do_not_divide_the_devices_are_said() -> None:
+    found = read_row({**ROW, "tp": "3"})
+    assert found.run is None
+    assert "num_devices is 16; fsdp 1 × tp 3 × pp 2 × cp 1 = 6" in found.notes[0]
+
+
+def test_llamas_have_gates_and_gpts_have_none() -> None:
+    gpt, llama = read().sizes, read(model="Llama-2", ffn="2816").sizes
+    assert (gpt.gated, gpt.tied, gpt.ffn) == (False, True, 4096)
+    assert (llama.gated, llama.tied, llama.ffn) == (True, False, 2816)
+    assert "ffn 4096 (4 × hidden, no gate)" in note()
+
+
+def test_the_vocabulary_is_padded_for_the_ranks_that_share_it() -> None:
+    assert read().sizes.vocab == 50176
+    assert read(tp="1").sizes.vocab == 50048
+
+
+def test_words_for_rematerialization_are_mapped_to_the_nearest() -> None:
+    assert read(remat="selective_attn").remat == "selective"
+    assert read(remat="save_qkv_proj").remat == "dots"
+    assert "remat dots (the nearest to 'save_qkv_proj')" in note(remat="save_qkv_proj")
+    assert read(remat="", source="vtrain").remat == "full"
+    assert "remat full (Megatron-DeepSpeed's default)" in note(
+        remat="", source="vtrain"
+    )
+
+
+def test_where_nobody_says_what_is_computed_again_the_least_that_fits_is() -> None:
+    small = {**ROW, "remat": ""}
+    large = {**small, "layers": "96", "hidden": "12288", "heads": "96", "tp": "8"}
+    large |= {"num_devices": "128", "pp": "8", "seq": "8192"}
+    found = readings([small, large])
+    assert found[0].run is not None
+    assert found[0].run.remat == "none"
+    assert found[0].notes[-1] == "remat none (the least that fits)"
+    assert found[1].run is not None
+    assert found[1].run.remat in ("selective", "full")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("TE BF16", "bf16"),
+        ("amp_bf16", "bf16"),
+        ("fp8 rowwise", "f8"),
+        ("fp16", "f16"),
+        ("tf32", "tf32"),
+        ("float32", "f32"),
+    ],
+)
+def test_words_for_precision_are_mapped(text: str, dtype: str) -> None:
+    assert read(precision=text).dtype == dtype
+    noted = text not in ("fp16", "tf32")
+    assert (f"precision {dtype} (for {text!r})" in note(precision=text)) == noted
+
+
+def test_micro_batches_are_inferred_small_in_pipelines() -> None:
+    assert read(micro_batch="").micro_batch == 1
+    assert read(micro_batch="", pp="1").micro_batch == 8
+    assert "micro_batch 8 (at most 16,384 tokens)" in note(micro_batch="", pp="1")
+    assert "micro_batch 4 (the row says 5; a rank has 16)" in note(micro_batch="5")
+
+
+def test_fully_sharded_means_an_axis_of_its_own() -> None:
+    found = read(source="llm-foundry", tp="1", pp="1")
+    assert (found.zero, found.fsdp, found.data) == (3, 16, 1)
+    hybrid = read(source="axlearn", tp="1", pp="1", fsdp="8", zero_stage="3")
+    assert (hybrid.fsdp, hybrid.data) == (8, 2)
+
+
+def test_modern_megatron_interleaves_and_shards_the_sequence() -> None:
+    found = read()
+    assert (found.chunks, found.sequence_parallel, found.zero) == (4, True, 1)
+    old = read(source="megatron-lm-2020", vpp="1", sp="none")
+    assert (old.chunks, old.sequence_parallel, old.zero) == (1, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "gib"),
+    [
+        ("A100-80GB-SXM", "a100-80", 80),
+        ("a100_40gb", "a100-40", 40),
+        ("A100", "a100-80", 80),
+        ("DGX-H100", "h100", 80),
+        ("TPU v5e", "v5e", 16),
+        ("V100-32GB (DGX-2)", "v100-32", 32),
+        ("GH-96", "gh200-96", 96),
+        ("4xV100-16+4xT4", "t4", 16),
+        ("H100 NVL 94GB", "h100", 94),
+    ],
+)
+def test_devices_are_matched_by_family_and_memory(
+    text: str, kind: str, gib: int
+) -> None:
+    found = read_device(text).entry.kind
+    assert (found.name, found.memory_bytes) == (kind, gib * 2**30)
+
+
+def test_cards_and_export_models_are_slower() -> None:
+    whole, card = read_device("A100").entry, read_device("A100-PCIe-40GB")
+    assert card.entry.kind.peak_flops("bf16") < whole.kind.peak_flops("bf16")
+    assert card.notes[0] == "A100-40 as a PCIe card"
+    export = read_device("A800-80GB")
+    assert export.notes == ("A800 is A100 with 400 GB/s of NVLink",)
+    assert export.entry.node is not None
+    assert export.entry.node.bandwidth_bytes_per_second == 200e9
+
+
+def test_an_unknown_device_is_said_and_the_known_ones_are_listed() -> None:
+    found = read_row({**ROW, "device": "Cerebras WSE-3"})
+    assert found.run is None
+    assert "names no family of the catalogue; it has gh200, b200" in found.notes[0]
+
+
+def test_a_mixed_pipeline_stands_in_the_notes() -> None:
+    text = (
+        "stages [V100-16xTP2,V100-16xTP2] -> [T4xTP1,T4xTP1]; "
+        "profile-layers per stage 7|3 (incl. embed and head layers)"
+    )
+    found = read(notes=text, tp="", pp="")
+    assert [stage.layers for stage in found.unlike] == [6, 2]
+    assert [r.device.kind.name for r in found.unlike[0].replicas] == ["v100-16"] * 2
+    assert found.unlike[1].replicas[0].tensor == 1
+    assert (found.stages, found.data) == (2, 2)
+    wrong = read_row({**ROW, "notes": text.replace("7|3", "7|2")})
+    assert "expected one number a stage and 8 + 2 in all" in wrong.notes[0]
+
+
+def test_times_are_read_from_tokens_and_flops_too() -> None:
+    run = read()
+    tokens = 64 * 2048
+    assert measured_seconds({"step_time_s": "2.5"}, run) == 2.5
+    found = measured_seconds({"tokens_per_s_per_device": "4096"}, run)
+    assert found == tokens / (4096 * 16)
+    counted = run.model_flops() / (100e12 * 16)
+    assert measured_seconds({"tflops_per_device": "100"}, run) == counted
+    assert measured_seconds({}, run) is None
+
+
+def test_flops_follow_the_convention_of_the_framework() -> None:
+    plain = read().model_flops()
+    recomputed = read(source="megatron-lm-2020").model_flops()
+    masked = read(source="maxtext", tp="1", pp="1").model_flops()
+    assert masked < plain < recomputed < 4 / 3 * plain * 1.001
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("a,b\n1,2\n", "line 1: no column layers, hidden, seq, global_batch"),
+        (
+            "layers,hidden,seq,global_batch,num_devices,device\n1,2,3\n",
+            "line 2: 3 cells, the header has 6",
+        ),
+        (
+            "layers,hidden,seq,global_batch,num_devices,device\n8,x,1,1,1,T4\n",
+            "line 2, column hidden: 'x' is no number",
+        ),
+        (
+            "layers,hidden,seq,global_batch,num_devices,device\n8,64,-1,1,1,T4\n",
+            "line 2, column seq: -1 is below 0",
+        ),
+        (
+            "layers,hidden,seq,global_batch,num_devices,device\n8,64,1.5,1,1,T4\n",
+            "line 2, column seq: 1.5; expected a whole number",
+        ),
+        (
+            "layers,layers,hidden,seq,global_batch,num_devices,device\n",
+            "the column 'layers' stands twice",
+        ),
+    ],
+)
+def test_a_malformed_table_names_line_and_column(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(WhaleError, match=r"table\.csv") as error:
+        read_table(path)
+    assert message in str(error.value)
+
+
+def test_no_table_is_said(tmp_path: Path) -> None:
+    with pytest.raises(WhaleError, match="cannot be read"):
+        read_table(tmp_path / "none.csv")

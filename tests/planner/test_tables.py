@@ -1,0 +1,84 @@
+"""``whalejax estimate``: a table in, the same table with predictions out."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from whalejax.cli import main
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.tables import ADDED, estimate_file
+
+
+HEADER = (
+    "source,model,layers,hidden,heads,seq,global_batch,device,num_devices,tp,pp,"
+    "remark,notes"
+)
+STAGES = (
+    "stages [V100-16xTP2,V100-16xTP2] -> [T4xTP2,T4xTP2]; profile-layers per stage 7|3"
+)
+TABLE = f"""{HEADER}
+nemo,gpt,8,1024,16,2048,64,H100,8,2,1,mine,
+nemo,gpt,,1024,16,2048,64,H100,8,2,1,"no, layers",
+maxtext,llama,8,1024,16,2048,64,TPU v5e,16,1,1,,
+sailor,gpt,8,1024,16,2048,32,4xV100-16+4xT4,8,,,,"{STAGES}"
+"""
+
+
+def estimated(tmp_path: Path) -> list[dict[str, str]]:
+    """Rows of the table that comes out."""
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(TABLE)
+    assert estimate_file(source, target) == (3, 4)
+    with target.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_columns_are_appended_and_the_rest_passes_through(tmp_path: Path) -> None:
+    rows = estimated(tmp_path)
+    assert list(rows[0])[-len(ADDED) :] == list(ADDED)
+    assert [row["remark"] for row in rows] == ["mine", "no, layers", "", ""]
+
+
+def test_predictions_agree_with_each_other(tmp_path: Path) -> None:
+    row = estimated(tmp_path)[0]
+    step = float(row["predicted_step_time_s"])
+    tokens = float(row["predicted_tokens_per_s_per_device"])
+    assert tokens == pytest.approx(64 * 2048 / (8 * step), rel=1e-3)
+    assert row["fits"] == "yes"
+    assert 0 < float(row["predicted_peak_mem_gib"]) < 80
+    assert "dp 4" in row["note"]
+
+
+def test_a_row_without_layers_says_why_it_is_empty(tmp_path: Path) -> None:
+    row = estimated(tmp_path)[1]
+    assert row["predicted_step_time_s"] == row["fits"] == ""
+    assert row["note"] == "no layers: nothing predicted"
+
+
+def test_a_mix_is_predicted_by_its_stages(tmp_path: Path) -> None:
+    row = estimated(tmp_path)[3]
+    assert float(row["predicted_step_time_s"]) > 0
+    assert row["fits"] in ("yes", "no")
+
+
+def test_the_command_says_how_many_rows_it_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text(TABLE)
+    assert main(["estimate", str(source), "-o", str(target)]) == 0
+    assert capsys.readouterr().out.startswith("3 of 4 runs predicted, written to ")
+    assert main(["estimate", str(target), "-o", str(source)]) == 2
+    assert "has the columns predicted_step_time_s" in capsys.readouterr().err
+    assert source.read_text() == TABLE
+
+
+def test_a_target_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text(TABLE)
+    with pytest.raises(WhaleError, match="cannot be written there"):
+        estimate_file(source, tmp_path / "none" / "out.csv")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.csv"]
