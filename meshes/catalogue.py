@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.fitted import constants
 from whalejax.meshes.kinds import DeviceKind, Source
 from whalejax.meshes.problems import WhaleError
 
@@ -218,7 +219,8 @@ def _kind(name: str, table: dict[str, Any], sources: tuple[Source, ...]) -> Devi
         host_memory_bytes=table.get("host_memory_bytes"),
         host_link_bytes_per_second=table.get("host_link_bytes_per_second"),
         op_overhead_seconds=table["op_overhead_seconds"],
-        efficiency=table.get("efficiency", 1.0),
+        efficiency=table.get("efficiency")
+        or constants().of(name.partition("-")[0], "bf16"),
         curve="" if "efficiency" in table else table["platform"],
         transcendentals_per_second=table.get("transcendentals_per_second"),
         cores=table.get("cores", 0),

@@ -142,6 +142,10 @@ def _compiler(table: Table) -> CompilerProfile:
     return profile
 
 
+_OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})
+"""What a file says of a kind in place of the fitted curve."""
+
+
 def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None:
     """One kind; its base, if any, is noted under its name."""
     before = len(table.problems)
@@ -160,6 +164,8 @@ def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None
     try:
         if base is None:
             return DeviceKind(name=name, **values)
+        if "curve" not in values and _OWN.intersection(values):
+            values["curve"] = ""  # the file knows better than the fit
         kept = [s for s in base.sources if s.field.partition(".")[0] not in values]
         values["sources"] = (*kept, *values.get("sources", ()))
         return dataclasses.replace(base, name=name, **values)

@@ -137,19 +137,20 @@ class Constants:
     platforms: Mapping[str, Achieved]
     efficiency: Mapping[tuple[str, str], float]
 
-    def of(self, family: str, dtype: str) -> float:
+    def of(self, family: str, dtype: str, default: float | None = None) -> float:
         """Efficiency of a family in a type: the nearest that was fitted.
 
         Args:
             family: of kinds, such as ``"a100"``.
             dtype: one of ``DTYPES``.
+            default: of a family that is like none; ``ASSUMED`` if left out.
         """
         wanted = width_of(dtype)
         for name in (family, LIKE.get(family, family)):
             for kind in (wanted, "bf16"):
                 if (name, kind) in self.efficiency:
                     return self.efficiency[name, kind]
-        return ASSUMED
+        return ASSUMED if default is None else default
 
 
 def width_of(dtype: str) -> str:

@@ -127,7 +127,8 @@ class DeviceKind:
         efficiency: fraction of the peak that large matrix products reach where nothing
             was measured.
         curve: the platform of ``fitted`` whose constants say what it delivers, for
-            kinds of the catalogue; they replace ``efficiency``.
+            kinds of the catalogue and those based on them; a file that gives
+            ``efficiency`` takes its place.
         matmul_half_size: effective size at which half of that is reached; 0, the
             default, is no penalty for small shapes, for want of a fit.
         matmul_points: measured products; they replace peak and efficiency.
@@ -243,7 +244,8 @@ class DeviceKind:
         if self.curve:
             known = constants()
             share = shape_share(m, k, n, batch, self.cores, known.platforms[self.curve])
-            return peak * known.of(self.family, dtype_name(dtype)) * float(share)
+            most = known.of(self.family, dtype_name(dtype), self.efficiency)
+            return peak * most * float(share)
         return peak * self.efficiency * size / (size + self.matmul_half_size)
 
     def matmul_seconds(

@@ -20,21 +20,13 @@ from whalejax.planner.collectives import (
     collective_seconds,
 )
 from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.graph import LINEAR
 from whalejax.planner.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.rows import Flow, Product, Row, Slot, Use
 
 
 _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
 """Operations that read of their operand only what they give."""
-
-
-_LINEAR = frozenset(
-    (
-        "add add_any sub neg convert_element_type copy transpose reduce_sum cumsum "
-        "broadcast_in_dim concatenate pad rev dropout dispatch"
-    ).split()
-)
-"""Operations whose backward pass needs nothing of the forward's but a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +155,7 @@ def memory_traffic(
     back = written + math.fsum(
         local_bytes(slots[i], hits, s) for i in row.reads if slots[i].differentiable
     )
-    return read + written, back if row.kind in _LINEAR else back + read
+    return read + written, back if row.kind in LINEAR else back + read
 
 
 def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> float:

@@ -19,6 +19,15 @@ from typing import Literal
 LOOPS = ("scan", "while", "cond")
 """Kinds of operations that tie values across a loop or branches and compute nothing."""
 
+LINEAR = frozenset(
+    (
+        "add add_any sub neg convert_element_type copy transpose reduce_sum cumsum "
+        "broadcast_in_dim concatenate pad rev slice gather dropout dispatch"
+    ).split()
+)
+"""Operations whose backward pass needs no value of the forward's but, perhaps, a mask
+or indices."""
+
 TensorKind = Literal["param", "state", "batch", "rng", "const", "value"]
 MarkKind = Literal["replicate", "split", "stage", "pipeline"]
 FactorKind = Literal["linked", "unshardable"]

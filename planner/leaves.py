@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.dimensions import Dimensions, Layout
-from whalejax.planner.graph import Graph, Tensor
+from whalejax.planner.graph import LINEAR, Graph, Tensor
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
@@ -157,10 +157,6 @@ class LeafFacts:
         )
 
 
-_LINEAR = frozenset({"add", "add_any", "sub", "neg", "broadcast_in_dim", "gather"})
-"""Operations whose cotangents do not need the values that they read."""
-
-
 def _forms(graph: Graph) -> dict[int, int]:
     """In how many forms operations read each parameter: as it is, and transposed.
 
@@ -193,7 +189,7 @@ def _read_again(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
         others = any(
             graph.tensors[t].differentiable for t in op.operands if not weight[t]
         )
-        if others and op.kind not in _LINEAR:
+        if others and op.kind not in LINEAR:
             found.update(t for t in op.operands if weight[t])
     return frozenset(found)
 

@@ -22,6 +22,7 @@ from whalejax.meshes import (
     cluster,
     device_kind,
 )
+from whalejax.meshes.catalogue import entry
 from whalejax.meshes.files import from_data
 from whalejax.meshes.tables import toml_text
 
@@ -322,3 +323,20 @@ def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
         Cluster.load(path)
     with pytest.raises(WhaleError, match="cannot be read as TOML: "):
         Cluster.load(tmp_path)
+
+
+def test_a_file_that_gives_an_efficiency_is_obeyed(tmp_path: Path) -> None:
+    def rate(line: str) -> float:
+        path = tmp_path / "cluster.toml"
+        path.write_text(
+            f'[kinds.mine]\nbase = "h100"\n{line}\n'
+            '[[nodes]]\nkind = "mine"\ncount = 8\n'
+        )
+        kind = Cluster.load(path).slowest
+        return kind.matmul_flops_per_second("bf16", 8192, 8192, 8192)
+
+    peak = entry("h100").kind.peak_flops("bf16")
+    assert rate("efficiency = 0.25") == 0.25 * peak
+    # Another name for a kind of the catalogue changes nothing.
+    known = entry("h100").kind.matmul_flops_per_second("bf16", 8192, 8192, 8192)
+    assert rate("") == pytest.approx(known)
