@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.fitted import constants, shape_share
@@ -68,7 +70,7 @@ class BandwidthPoint:
     bytes_per_second: float
 
 
-def effective_size(m: float, k: float, n: float) -> float:
+def effective_size(m: Any, k: Any, n: Any) -> Any:
     """The side of the cube that does as many FLOPs per element moved as m, k, n.
 
     This harmonic mean is small as soon as one side is, as the achieved FLOP/s are.
@@ -98,7 +100,9 @@ class _Curve:
         self.x = sorted(groups)
         self.y = [sum(groups[x]) / len(groups[x]) for x in self.x]
 
-    def at(self, x: float) -> float:
+    def at(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return np.exp(np.interp(np.log(x), self.x, self.y))
         log_x = math.log(x)
         right = bisect_right(self.x, log_x)
         if right == 0:
@@ -222,22 +226,25 @@ class DeviceKind:
         )
 
     def matmul_flops_per_second(
-        self, dtype: str, m: float, k: float, n: float, *, batch: float = 1
-    ) -> float:
+        self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
+    ) -> Any:
         """FLOP/s that a product of this shape reaches on one device.
 
         Args:
             dtype: one of ``DTYPES`` or a numpy name.
-            m, k, n: an (m, k) matrix times a (k, n) matrix.
+            m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
             batch: how many of them one operation does.
         """
         size = effective_size(m, k, n)
         peaks = dict(self.flops_per_second)
         for candidate in FALLBACKS[dtype_name(dtype)]:
-            curve = self._matmul.get((candidate, batch > 1))
-            curve = curve or self._matmul.get((candidate, batch <= 1))
-            if curve is not None:
-                return curve.at(size)
+            alone = self._matmul.get((candidate, False))
+            several = self._matmul.get((candidate, True)) or alone
+            alone = alone or several
+            if alone is not None and several is not None:
+                if isinstance(batch, np.ndarray):
+                    return np.where(batch > 1, several.at(size), alone.at(size))
+                return (several if batch > 1 else alone).at(size)
             if candidate in peaks:
                 break
         peak = self.peak_flops(dtype)
@@ -245,12 +252,10 @@ class DeviceKind:
             known = constants()
             share = shape_share(m, k, n, batch, self.cores, known.platforms[self.curve])
             most = known.of(self.family, dtype_name(dtype), self.efficiency)
-            return peak * most * float(share)
+            return peak * most * (share if np.ndim(share) else float(share))
         return peak * self.efficiency * size / (size + self.matmul_half_size)
 
-    def matmul_seconds(
-        self, dtype: str, m: float, k: float, n: float, count: float = 1
-    ) -> float:
+    def matmul_seconds(self, dtype: str, m: Any, k: Any, n: Any, count: Any = 1) -> Any:
         """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
         The bound by memory is not in it: take the larger of this and
@@ -290,13 +295,11 @@ class DeviceKind:
             return 0.0
         return nbytes / self.fresh_bytes_per_second
 
-    def elementwise_seconds(
-        self, moved_bytes: float, transcendentals: float = 0
-    ) -> float:
+    def elementwise_seconds(self, moved_bytes: Any, transcendentals: Any = 0) -> Any:
         """Seconds to read and write so many bytes in one pass, at memory speed.
 
         Args:
-            moved_bytes: read plus written, on one device.
+            moved_bytes: read plus written, on one device; arrays give an array.
             transcendentals: how many exp, tanh, log and the like it evaluates.
 
         Example:
@@ -304,10 +307,13 @@ class DeviceKind:
             >>> 1.0 < device_kind("a100-80").elementwise_seconds(2.039e12) < 2.0
             True
         """
-        if moved_bytes <= 0:
-            seconds = 0.0
-        elif self._memory is None:
+        seconds: Any
+        if self._memory is None:
             seconds = moved_bytes / self.achieved_bytes_per_second
+        elif isinstance(moved_bytes, np.ndarray):
+            seconds = moved_bytes / self._memory.at(np.maximum(1.0, moved_bytes))
+        elif moved_bytes <= 0:
+            seconds = 0.0
         else:
             seconds = moved_bytes / self._memory.at(moved_bytes)
         if self.transcendentals_per_second is not None:

@@ -7,6 +7,7 @@ same lines and a test of one speaks for the other.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -146,3 +147,22 @@ class CausalSelfAttention(nnx.Module):
         else:
             query, key, value = self.query(x), self.key(x), self.value(x)
         return self.output(causal_attention(query, key, value))
+
+
+def stacked_blocks(
+    layers: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
+) -> Any:
+    """Equal blocks as one, whose parameters have a leading dimension of layers.
+
+    Args:
+        layers: how many.
+        make: one block, from its random numbers.
+        rngs: of all of them.
+    """
+
+    @nnx.split_rngs(splits=layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked(split: nnx.Rngs) -> nnx.Module:
+        return make(split)
+
+    return stacked(rngs)

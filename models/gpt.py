@@ -30,6 +30,7 @@ from whalejax.models._layers import (
     CausalSelfAttention,
     cross_entropy,
     embedding,
+    stacked_blocks,
     when,
 )
 from whalejax.models._names import change, pick
@@ -227,12 +228,7 @@ def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Any:
     if not config.scan_layers:
         return nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
 
-    @nnx.split_rngs(splits=config.layers)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stacked(split: nnx.Rngs) -> Block:
-        return Block(config, rngs=split)
-
-    return stacked(rngs)
+    return stacked_blocks(config.layers, lambda split: Block(config, rngs=split), rngs)
 
 
 def loss_fn(model: GPT, batch: Mapping[str, Any]) -> Array | wh.WeightedLoss:

@@ -35,6 +35,7 @@ from whalejax.models._layers import (
     CausalSelfAttention,
     cross_entropy,
     embedding,
+    stacked_blocks,
     when,
     widened,
 )
@@ -65,6 +66,8 @@ class MoEConfig:
         balance_weight: what the balance loss counts for.
         logical_names: name the experts' dimensions by Flax metadata.
         annotated: put the mark in; needs ``logical_names`` for its ``axis``.
+        scan_layers: stack the blocks' parameters and scan over them; their dimensions
+            then bear no names.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
     """
@@ -81,6 +84,7 @@ class MoEConfig:
     balance_weight: float = 0.01
     logical_names: bool = True
     annotated: bool = True
+    scan_layers: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -96,14 +100,15 @@ class Experts(nnx.Module):
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
         self.annotated = config.annotated
-        self.axis = "experts" if config.logical_names else None
+        self.named = config.logical_names and not config.scan_layers
+        self.axis = "experts" if self.named else None
         shape = (config.experts, config.embed, config.mlp)
         self.up = self._kernel(config, shape, ("experts", "embed", "mlp"), rngs)
         shape = (config.experts, config.mlp, config.embed)
         self.down = self._kernel(config, shape, ("experts", "mlp", "embed"), rngs)
 
-    @staticmethod
     def _kernel(
+        self,
         config: MoEConfig,
         shape: tuple[int, int, int],
         names: tuple[str, str, str],
@@ -113,7 +118,7 @@ class Experts(nnx.Module):
             1.0, "fan_in", "truncated_normal", batch_axis=0
         )
         value = init(rngs.params(), shape, jnp.dtype(config.param_dtype))
-        if not config.logical_names:
+        if not self.named:
             return nnx.Param(value)
         # Not eagerly: these are names of dimensions, and no mesh is there yet.
         return nnx.Param(value, out_sharding=names, eager_sharding=False)
@@ -175,8 +180,17 @@ class Block(nnx.Module):
         return x + y, routing
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How a layer's experts were used: ``Routing``'s ``balance`` and ``dropped``."""
+
+    balance: Array
+    dropped: Array
+
+
 class MoE(nnx.Module):
-    """The whole model: tokens in, logits out, and the routing of every layer.
+    """The whole model: tokens in, logits out, and the load of every layer.
 
     >>> model = MoE(SIZES["test"], rngs=nnx.Rngs(0))
     >>> model(jnp.zeros((2, 24), "int32"))[0].shape
@@ -197,7 +211,7 @@ class MoE(nnx.Module):
         self.positions = nnx.Param(
             init(rngs.params(), shape, jnp.dtype(config.param_dtype))
         )
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.blocks = self._make_blocks(rngs)
         self.norm = _norm(config, rngs)
         self.head = nnx.Linear(
             config.embed,
@@ -209,15 +223,38 @@ class MoE(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, tokens: Array) -> tuple[Array, tuple[Routing, ...]]:
-        """Logits ``[batch, sequence, vocab]``, and each layer's routing."""
+    def _make_blocks(self, rngs: nnx.Rngs) -> Any:
+        config = self.config
+        if not config.scan_layers:
+            return nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        return stacked_blocks(
+            config.layers, lambda split: Block(config, rngs=split), rngs
+        )
+
+    def __call__(self, tokens: Array) -> tuple[Array, tuple[Load, ...]]:
+        """Logits ``[batch, sequence, vocab]``, and each layer's load.
+
+        Where layers are scanned there is one load, whose numbers are all layers'.
+        """
         x = self.tokens(tokens)
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)[None]
-        routings: list[Routing] = []
-        for block in self.blocks:
-            x, routing = block(x)
-            routings.append(routing)
-        return self.head(self.norm(x)), tuple(routings)
+        loads: list[Load] = []
+        if self.config.scan_layers:
+            scanned = nnx.scan(
+                _scanned, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0)
+            )
+            x, load = scanned(x, self.blocks)
+            loads.append(Load(balance=jnp.mean(load[0]), dropped=jnp.mean(load[1])))
+        else:
+            for block in self.blocks:
+                x, routing = block(x)
+                loads.append(Load(balance=routing.balance, dropped=routing.dropped))
+        return self.head(self.norm(x)), tuple(loads)
+
+
+def _scanned(x: Array, block: Block) -> tuple[Array, tuple[Array, Array]]:
+    y, routing = block(x)
+    return y, (routing.balance, routing.dropped)
 
 
 def _dtype(config: MoEConfig) -> Any:
@@ -250,10 +287,10 @@ def loss_fn(model: MoE, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Arra
     ['aux', 'dropped']
     """
     tokens = jnp.asarray(batch["tokens"])
-    logits, routings = model(tokens[:, :-1])
+    logits, loads = model(tokens[:, :-1])
     nats = jnp.mean(cross_entropy(logits, tokens[:, 1:]))
-    aux = sum((r.balance for r in routings), jnp.zeros_like(nats)) / len(routings)
-    dropped = sum((r.dropped for r in routings), jnp.zeros_like(nats)) / len(routings)
+    aux = sum((r.balance for r in loads), jnp.zeros_like(nats)) / len(loads)
+    dropped = sum((r.dropped for r in loads), jnp.zeros_like(nats)) / len(loads)
     loss = nats + model.config.balance_weight * aux
     return loss, {"aux": aux, "dropped": dropped}
 

@@ -12,9 +12,11 @@ yields, what a reduce-scatter takes, what an all-to-all exchanges.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from whalejax.meshes.cluster import Cluster, Level
 
@@ -107,3 +109,75 @@ def collective_seconds(
             total += ring_seconds(kind, remaining, part)
         remaining /= part.size
     return total
+
+
+Spans = list[tuple[np.ndarray, Level]]
+"""Pieces of mesh axes, innermost first, for many meshes at once."""
+
+
+def spans_of(
+    axes: tuple[str, ...],
+    ordered: Sequence[tuple[np.ndarray, np.ndarray]],
+    names: Sequence[str],
+    cluster: Cluster,
+) -> Spans:
+    """``axis_parts`` for arrays of sizes; a piece that a mesh lacks has size 1.
+
+    Args:
+        axes: the axes a collective runs over.
+        ordered: which axis (an index into ``names``) has which place in each mesh's
+            order, and its size there, innermost first.
+        names: of the axes.
+        cluster: the machine.
+    """
+    wanted = np.array([name in axes for name in names])
+    spans: Spans = []
+    stride = np.ones(len(ordered[0][0]), dtype=np.int64)
+    for which, size in ordered:
+        here = wanted[which] & (size > 1)
+        if here.any():
+            spans.extend(_spans(stride, np.where(here, size, 1), cluster))
+        stride = stride * size
+    return spans or [(np.ones(len(stride)), cluster.levels[0])]
+
+
+def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:
+    spans: Spans = []
+    reach = 1
+    for level in cluster.levels:
+        reach *= level.size
+        inside = np.where(reach % stride == 0, np.gcd(size, reach // stride), 1)
+        if (inside > 1).any():
+            spans.append((inside.astype(float), level))
+            stride, size = stride * inside, size // inside
+    if (size > 1).any():
+        spans.append((size.astype(float), cluster.levels[-1]))
+    return spans
+
+
+def span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """``collective_seconds`` on many meshes: for each payload byte, and for each time.
+
+    Args:
+        kind: the collective.
+        spans: from ``spans_of``.
+    """
+    count = len(spans[0][0])
+    per_byte, per_time = np.zeros(count), np.zeros(count)
+    remaining = np.ones(count)
+    inner = np.zeros(count, dtype=bool)
+    outer = []
+    for size, _ in reversed(spans):
+        outer.append(inner)
+        inner = inner | (size > 1)
+    for (size, level), behind in zip(spans, reversed(outer), strict=True):
+        factor: Any = level.slowdown_of(kind)
+        if kind == "all-reduce":
+            halves = [level.slowdown_of(k) for k in ("reduce-scatter", "all-gather")]
+            factor = np.where(behind, sum(halves), 2.0 * factor)
+        share = (size - 1) / size / level.bandwidth_bytes_per_second
+        per_byte += remaining * share * factor
+        per_time += (size > 1) * level.latency_seconds * factor
+        if kind != "all-to-all":
+            remaining = remaining / size
+    return per_byte, per_time

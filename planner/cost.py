@@ -12,8 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.collectives import (
     CollectiveKind,
     axis_parts,
@@ -73,24 +77,40 @@ class RowCost:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a row is evaluated under: a mesh and the number of micro-batches."""
+    """What a row is evaluated under.
 
-    mesh: Mapping[str, int]
-    num_micro_batches: int
+    Attributes:
+        mesh: sizes of the axes; arrays stand for many meshes at once.
+        num_micro_batches: parts of the batch, or an array of them.
+        cluster: the machine.
+        dims: the model's logical dimensions.
+        batch_roles: those of the batch.
+        like: where ``mesh`` holds arrays, one of its meshes: what shards what is the
+            same in all of them.
+    """
+
+    mesh: Mapping[str, Any]
+    num_micro_batches: Any
     cluster: Cluster
     dims: Dimensions
     batch_roles: frozenset[int] = field(default=frozenset())
+    like: Mapping[str, int] | None = None
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The mesh that decides which axis shards what."""
+        return self.mesh if self.like is None else self.like
 
 
-def _parts(roles: frozenset[int], hits: Mapping[str, int], s: Setting) -> int:
+def _parts(roles: frozenset[int], hits: Mapping[str, int], s: Setting) -> Any:
     """Into how many parts the mesh cuts these roles."""
     return math.prod(s.mesh[axis] for axis, role in hits.items() if role in roles)
 
 
-def local_bytes(slot: Slot, hits: Mapping[str, int], s: Setting) -> float:
+def local_bytes(slot: Slot, hits: Mapping[str, int], s: Setting) -> Any:
     """Bytes of a slot on one device in one micro-batch."""
     roles = slot.roles
-    nbytes = slot.nbytes / _parts(roles, hits, s)
+    nbytes: Any = slot.nbytes / _parts(roles, hits, s)
     if roles & s.batch_roles:
         nbytes /= s.num_micro_batches
     return nbytes
@@ -100,8 +120,8 @@ def hits_of(present: frozenset[int], table: Table, s: Setting) -> dict[str, int]
     """Mesh axis to the role that it shards in an operation where these are present."""
     hits: dict[str, int] = {}
     taken: dict[int, int] = {}
-    for axis, role in axis_roles(present, table, s.mesh).items():
-        parts = taken.get(role, 1) * s.mesh[axis]
+    for axis, role in axis_roles(present, table, s.shape).items():
+        parts = taken.get(role, 1) * s.shape[axis]
         if s.dims.roles[role].size % parts == 0:
             hits[axis] = role
             taken[role] = parts
@@ -116,49 +136,74 @@ def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
 
 def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     """Cost of one row under the axes that hit it."""
-    kind = s.cluster.slowest
-    forward, backward = memory_traffic(row, hits, s)
-    if row.product is not None:
-        one = _product_seconds(row.product, hits, s)
-        twice = row.product.left_gradient + row.product.right_gradient
-        ahead = max(one, kind.elementwise_seconds(forward))
-        behind = twice * max(one, kind.elementwise_seconds(backward / max(1, twice)))
-        launches = 1.0 + twice
-    else:
-        ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
-        behind = kind.elementwise_seconds(backward)
-        launches = float(bool(row.writes)) * (2 if backward else 1)
+    ahead, behind, launches = row_seconds(row, hits, s, s.cluster.slowest)
     if row.remat:
         behind += ahead
     return RowCost(
         compute_seconds=(ahead + behind) * row.count,
-        collectives=_gradients(row, hits, s),
+        collectives=gradients_of(row, hits, s),
         launches=launches * row.count,
     )
 
 
-def memory_traffic(
-    row: Row, hits: Mapping[str, int], s: Setting
-) -> tuple[float, float]:
+def row_seconds(
+    row: Row, hits: Mapping[str, int], s: Setting, kind: DeviceKind
+) -> tuple[Any, Any, float]:
+    """One operation of a row on one device: forward, backward and its kernels.
+
+    Args:
+        row: its sizes.
+        hits: mesh axis to the role that it shards.
+        s: mesh and micro-batches; arrays give arrays.
+        kind: the device.
+
+    Returns:
+        Seconds forward and backward, without what is computed again, and how many
+        kernels both are.
+    """
+    forward, backward = memory_traffic(row, hits, s)
+    if row.product is None:
+        ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
+        launches = float(bool(row.writes)) * (2 if _gradient(row) else 1)
+        return ahead, kind.elementwise_seconds(backward), launches
+    one = _product_seconds(row.product, hits, s, kind)
+    twice = row.product.left_gradient + row.product.right_gradient
+    ahead = _larger(one, kind.elementwise_seconds(forward))
+    behind = twice * _larger(one, kind.elementwise_seconds(backward / max(1, twice)))
+    return ahead, behind, 1.0 + twice
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """The larger of two numbers, or of two arrays place by place."""
+    if isinstance(one, float) and isinstance(other, float):
+        return max(one, other)
+    return np.maximum(one, other)
+
+
+def _gradient(row: Row) -> bool:
+    return any(slot.differentiable for slot in row.results)
+
+
+def memory_traffic(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
     """Bytes through memory on one device in one micro-batch, forward and backward."""
     slots = row.slots
     if row.kind in _READ_IN_PART:
         # What is read is what is written; backward it is filled or added to.
         some = local_bytes(row.results[0], hits, s)
         return 2 * some, 2 * some if row.results[0].differentiable else 0.0
-    read = math.fsum(local_bytes(slots[i], hits, s) for i in row.reads)
-    written = math.fsum(local_bytes(slots[i], hits, s) for i in row.writes)
-    if not any(slot.differentiable for slot in row.results):
+    read = sum((local_bytes(slots[i], hits, s) for i in row.reads), 0.0)
+    written = sum((local_bytes(slots[i], hits, s) for i in row.writes), 0.0)
+    if not _gradient(row):
         return read + written, 0.0
     # The backward pass reads the cotangents of what was written and writes those of
     # what was read, which it reads again where the operation is not linear in it.
-    back = written + math.fsum(
+    back = written + sum(
         local_bytes(slots[i], hits, s) for i in row.reads if slots[i].differentiable
     )
     return read + written, back if row.kind in LINEAR else back + read
 
 
-def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> float:
+def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
     """Elements on one device whose result costs an exp, tanh or the like."""
     if not row.transcendental:
         return 0.0
@@ -168,12 +213,12 @@ def _transcendentals(row: Row, hits: Mapping[str, int], s: Setting) -> float:
 
 def local_product(
     p: Product, hits: Mapping[str, int], s: Setting
-) -> tuple[float, float, float, float]:
+) -> tuple[Any, Any, Any, Any]:
     """Rows, depth, columns and count of a product on one device."""
 
-    def local(size: int, roles: frozenset[int]) -> float:
+    def local(size: int, roles: frozenset[int]) -> Any:
         scale = s.num_micro_batches if roles & s.batch_roles else 1
-        return max(1.0, size / _parts(roles, hits, s) / scale)
+        return _larger(1.0, size / _parts(roles, hits, s) / scale)
 
     return (
         local(p.m, p.m_roles),
@@ -183,18 +228,27 @@ def local_product(
     )
 
 
-def _product_seconds(p: Product, hits: Mapping[str, int], s: Setting) -> float:
+def _product_seconds(
+    p: Product, hits: Mapping[str, int], s: Setting, kind: DeviceKind
+) -> Any:
     m, k, n, batch = local_product(p, hits, s)
-    return s.cluster.slowest.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
+    return kind.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
+
+
+def _whole(nbytes: Any) -> Any:
+    """Whole bytes of a number; arrays stay as they are."""
+    return int(nbytes) if isinstance(nbytes, float | int) else nbytes
 
 
 def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, role in hits.items() if role in roles)
 
 
-def _gradients(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Collective, ...]:
+def gradients_of(
+    row: Row, hits: Mapping[str, int], s: Setting
+) -> tuple[Collective, ...]:
     """Reductions of the gradients of the weights that a row reads."""
-    if not any(slot.differentiable for slot in row.results):
+    if not _gradient(row):
         return ()
     present = frozenset[int]().union(*(slot.roles for slot in row.slots))
     return tuple(
@@ -203,7 +257,7 @@ def _gradients(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Collectiv
             axes=axes,
             phase="backward",
             what="gradient",
-            payload_bytes=int(local_bytes(operand, hits, s)),
+            payload_bytes=_whole(local_bytes(operand, hits, s)),
             count=row.count,
             scope=row.scope,
         )
@@ -231,7 +285,7 @@ def flow_cost(
     source = _spec(flow.source, flow.task_graph, tables, s)
     targets = {use: _spec(use.view, use.task_graph, tables, s) for use in flow.uses}
     layouts = list(dict.fromkeys(targets.values()))
-    nbytes = float(flow.source.nbytes)
+    nbytes: Any = float(flow.source.nbytes)
     if flow.source.roles & s.batch_roles:
         nbytes /= s.num_micro_batches
     path = _Path(flow, nbytes, s)
@@ -246,7 +300,7 @@ def flow_cost(
 
 
 def _spec(slot: Slot, task_graph: int, tables: Mapping[int, Table], s: Setting) -> Spec:
-    return spec_of(slot.layout, slot.sizes, tables[task_graph], s.mesh)
+    return spec_of(slot.layout, slot.sizes, tables[task_graph], s.shape)
 
 
 def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
@@ -265,7 +319,7 @@ def _common(layouts: Sequence[Spec]) -> Mapping[str, int]:
 class _Path:
     """Collects the collectives of one flow."""
 
-    def __init__(self, flow: Flow, nbytes: float, s: Setting) -> None:
+    def __init__(self, flow: Flow, nbytes: Any, s: Setting) -> None:
         self.flow = flow
         self.nbytes = nbytes
         self.s = s
@@ -289,7 +343,7 @@ class _Path:
         again = 2 if self.flow.remat and phase == "forward" else 1
         what = "parameter" if self.flow.parameter else "activation"
         self._add("reduce-scatter", tuple(scattered), phase, what, local, again)
-        local /= math.prod(self.s.mesh[a] for a in scattered)
+        local = local / math.prod(self.s.mesh[a] for a in scattered)
         self._add("all-reduce", left, phase, what, local, again)
         dims = list(spec)
         for axis in scattered:
@@ -337,7 +391,7 @@ class _Path:
         axes: tuple[str, ...],
         phase: str,
         what: str,
-        payload: float,
+        payload: Any,
         again: int,
     ) -> None:
         if axes:
@@ -347,7 +401,7 @@ class _Path:
                     axes=axes,
                     phase=phase,
                     what=what,
-                    payload_bytes=int(payload),
+                    payload_bytes=_whole(payload),
                     count=self.flow.count * again,
                     scope=self.flow.scope,
                 )
@@ -363,4 +417,5 @@ def seconds_of(collective: Collective, s: Setting) -> float:
 
 def spec_shards(spec: Spec, s: Setting) -> int:
     """Into how many parts a layout cuts a tensor."""
-    return shards(spec, s.mesh)
+    parts: int = shards(spec, s.mesh)
+    return parts

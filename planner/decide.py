@@ -7,7 +7,7 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
@@ -15,7 +15,7 @@ from whalejax.planner.choices import idle_marks
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.graph import BatchReduction, Graph
-from whalejax.planner.layout import spec_of
+from whalejax.planner.layout import Table, spec_of
 from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -78,7 +78,7 @@ def decide(
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
             found is listed.
     """
-    _check_marks(graph, request.num_devices)
+    check_marks(graph, request.num_devices)
     analysed = analyse_graph(graph)
     search = Search(analysed.graph, analysed.dims, cluster, request)
     fitting = search.run()
@@ -87,7 +87,17 @@ def decide(
     return _plan(analysed, search, fitting, cluster, request, precision, batch)
 
 
-def _check_marks(graph: Graph, num_devices: int) -> None:
+def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> None:
+    """Refuse marks that nothing can obey.
+
+    Args:
+        graph: the captured loss.
+        num_devices: to use.
+        pipelines: ``pipeline`` marks are taken; ``stage`` marks are not.
+
+    Raises:
+        PlanError: every problem is listed.
+    """
     problems = Problems("the marks cannot be obeyed", PlanError)
     for text in graph.undeclared_marks:
         problems.add(
@@ -97,18 +107,20 @@ def _check_marks(graph: Graph, num_devices: int) -> None:
     marked = [g for g in graph.task_graphs if g.marks]
     if marked:
         check_devices(marked, num_devices, problems)
-    staged = [g.name for g in marked if any(_is_stage(m.kind) for m in g.marks)]
-    if staged:
+    kinds = ("stage",) if pipelines else ("stage", "pipeline")
+    staged = [g.name for g in marked if any(m.kind in kinds for m in g.marks)]
+    if staged and pipelines:
+        problems.add(
+            f"{', '.join(staged)}: stage marks say where to cut, and estimates find "
+            "the cut themselves. Remove them; pipeline(num_stages=…) is obeyed"
+        )
+    elif staged:
         problems.add(
             f"{', '.join(staged)}: stage and pipeline were read and are well formed, "
             "but this version of WhaleJAX cannot run pipelines. Remove these marks; "
             "replicate and split run"
         )
     problems.raise_if_any()
-
-
-def _is_stage(kind: str) -> bool:
-    return kind in ("stage", "pipeline")
 
 
 def _plan(
@@ -136,16 +148,11 @@ def _plan(
         zero=best.zero,
         precision=precision,
         default=request.default or "",
-        roles=tuple(
-            RoleInfo(
-                name=r.name, size=r.size, aliases=r.aliases, unshardable=r.unshardable
-            )
-            for r in dims.roles
-        ),
-        compute=_region_tables(analysed, best),
+        roles=role_infos(dims),
+        compute=region_tables(analysed, best.tables, best.mesh),
         storage=tuple((axis, names) for axis in storage_axes),
         leaves=leaves,
-        batch=_batch(analysed, best, batch),
+        batch=batch_layouts(analysed, best.tables, best.mesh, batch),
         collectives=tuple(c for c in best.collectives if c.count),
         time=best.time,
         memory=best.memory,
@@ -154,7 +161,18 @@ def _plan(
     )
 
 
-def _region_tables(analysed: Analysed, best: Scored) -> tuple[RegionTable, ...]:
+def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
+    """The logical dimensions, for a plan."""
+    return tuple(
+        RoleInfo(name=r.name, size=r.size, aliases=r.aliases, unshardable=r.unshardable)
+        for r in dims.roles
+    )
+
+
+def region_tables(
+    analysed: Analysed, tables: Mapping[int, Table], mesh: Mapping[str, int]
+) -> tuple[RegionTable, ...]:
+    """Compute tables in names, for a plan."""
     dims = analysed.dims
     return tuple(
         RegionTable(
@@ -162,17 +180,21 @@ def _region_tables(analysed: Analysed, best: Scored) -> tuple[RegionTable, ...]:
             marks=tuple(str(m) for m in analysed.graph.task_graphs[index].marks),
             axes=tuple(
                 (axis, tuple(dims.roles[r].name for r in table.get(axis, ())))
-                for axis, size in best.mesh.items()
+                for axis, size in mesh.items()
                 if size > 1
             ),
         )
-        for index, table in best.tables.items()
+        for index, table in tables.items()
     )
 
 
-def _batch(
-    analysed: Analysed, best: Scored, batch: Sequence[BatchLeaf]
+def batch_layouts(
+    analysed: Analysed,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, int],
+    batch: Sequence[BatchLeaf],
 ) -> tuple[BatchLeaf, ...]:
+    """Leaves of the batch with their layouts."""
     graph, dims = analysed.graph, analysed.dims
     homes: dict[int, int] = {}
     for op in graph.ops:
@@ -185,8 +207,8 @@ def _batch(
             spec=spec_of(
                 dims.layouts[t.id],
                 dims.sizes[t.id],
-                best.tables[homes.get(t.id, next(iter(best.tables)))],
-                best.mesh,
+                tables[homes.get(t.id, next(iter(tables)))],
+                mesh,
             ),
         )
         for leaf, t in zip(batch, tensors, strict=True)

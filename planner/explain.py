@@ -48,7 +48,8 @@ def layout_text(plan: Plan) -> str:
     if plan.zero:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
-    return f"{words} · {parts} micro-batch{'es' if parts > 1 else ''}"
+    words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
+    return " · ".join([words, *(plan.beyond.words() if plan.beyond else ())])
 
 
 def leaf_note(

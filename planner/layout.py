@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from whalejax.planner.dimensions import Layout
 
@@ -76,14 +77,15 @@ def spec_of(
     return tuple(spec)
 
 
-def shards(spec: Spec, mesh: Mapping[str, int]) -> int:
-    """Into how many parts a layout cuts a tensor."""
+def shards(spec: Spec, mesh: Mapping[str, Any]) -> Any:
+    """Into how many parts a layout cuts a tensor; arrays of sizes give an array."""
     return math.prod(mesh[axis] for axes in spec for axis in axes)
 
 
 def local_bytes(nbytes: int, spec: Spec, mesh: Mapping[str, int]) -> int:
     """Bytes of a tensor on one device."""
-    return nbytes // shards(spec, mesh)
+    parts: int = shards(spec, mesh)
+    return nbytes // parts
 
 
 def extend_spec(

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions, Layout
@@ -59,6 +60,8 @@ class Kept:
         nbytes: of one of them, unsharded.
         task_graph: whose table lays it out.
         count: how many.
+        made: what made it: ``"product"`` of a value with a weight, ``"name"`` for one
+            that the model names for checkpointing, or ``""``.
     """
 
     layout: Layout
@@ -66,6 +69,7 @@ class Kept:
     nbytes: int
     task_graph: int
     count: int
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +111,9 @@ def residents(graph: Graph, dims: Dimensions, weight: Sequence[bool]) -> Residen
             for tensor in op.operands:
                 if finder.outside(tensor, op) and finder.counts(tensor):
                     saved[tensor] = (op.trip, op.task_graph)
-    rebuilt = {_fold(graph, dims, entry) for entry in inside.values()}
+    rebuilt = {fold_kept(graph, dims, entry) for entry in inside.values()}
     return Residents(
-        saved=_fold(graph, dims, saved),
+        saved=fold_kept(graph, dims, saved, _made(graph, weight)),
         rebuilt=tuple(rebuilt),
         largest=_largest(graph, dims, weight),
     )
@@ -173,16 +177,41 @@ class _Kept:
         return found
 
 
-def _fold(
-    graph: Graph, dims: Dimensions, entries: Mapping[int, tuple[int, int]]
+def _made(graph: Graph, weight: Sequence[bool]) -> dict[int, str]:
+    """What ``Kept.made`` says of every tensor of which it says something."""
+    found: dict[int, str] = {}
+    for op in graph.ops:
+        weighs = sum(weight[t] for t in op.operands[:2]) == 1 < len(op.operands)
+        if op.kind == "name":
+            found.update(dict.fromkeys(op.results, "name"))
+        elif op.matmul is not None and weighs:
+            found.update(dict.fromkeys(op.results, "product"))
+    return found
+
+
+def fold_kept(
+    graph: Graph,
+    dims: Dimensions,
+    entries: Mapping[int, tuple[int, int]],
+    made: Mapping[int, str] | None = None,
 ) -> tuple[Kept, ...]:
-    counts: Counter[tuple[Layout, Layout, int, int]] = Counter()
+    """Fold tensors that memory must hold.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        entries: tensor id to how many there are and the TaskGraph that lays it out.
+        made: of some tensors, what ``Kept.made`` says.
+    """
+    counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
     for tensor, (trip, task_graph) in entries.items():
         nbytes = graph.tensors[tensor].nbytes
-        counts[dims.layouts[tensor], dims.sizes[tensor], nbytes, task_graph] += trip
+        kind = (made or {}).get(tensor, "")
+        layout, sizes = dims.layouts[tensor], dims.sizes[tensor]
+        counts[layout, sizes, nbytes, task_graph, kind] += trip
     return tuple(
-        Kept(layout=a, sizes=b, nbytes=n, task_graph=t, count=c)
-        for (a, b, n, t), c in counts.items()
+        Kept(layout=a, sizes=b, nbytes=n, task_graph=t, count=c, made=k)
+        for (a, b, n, t, k), c in counts.items()
     )
 
 
@@ -196,17 +225,17 @@ def _largest(
         if not weight[t] and op.kind not in _REPEATED and op.kind not in LOOPS
     }
     order = sorted(entries, key=lambda t: -graph.tensors[t].nbytes)
-    kept = _fold(graph, dims, {t: entries[t] for t in order[:keep]})
+    kept = fold_kept(graph, dims, {t: entries[t] for t in order[:keep]})
     return tuple(dataclasses.replace(entry, count=1) for entry in kept)
 
 
 def kept_bytes(
     kept: Sequence[Kept], tables: Mapping[int, Table], s: Setting
-) -> list[float]:
+) -> list[Any]:
     """Bytes on one device of each entry, in one micro-batch, counts multiplied."""
     found = []
     for entry in kept:
-        spec = spec_of(entry.layout, entry.sizes, tables[entry.task_graph], s.mesh)
+        spec = spec_of(entry.layout, entry.sizes, tables[entry.task_graph], s.shape)
         nbytes = entry.nbytes * entry.count / shards(spec, s.mesh)
         if any(role in s.batch_roles for atoms in entry.layout for role in atoms):
             nbytes /= s.num_micro_batches

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 """Version of the file format."""
 
 
@@ -47,6 +48,8 @@ class TimeTerms:
         update_seconds: the optimizer.
         allocation_seconds: first touch of the memory that a step gets anew from its
             host, on devices that keep none of their own.
+        bubble_seconds: what pipeline stages wait for each other.
+        offload_seconds: exposed part of moving to host memory and back.
     """
 
     compute_seconds: float = 0.0
@@ -57,6 +60,8 @@ class TimeTerms:
     border_seconds: float = 0.0
     update_seconds: float = 0.0
     allocation_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+    offload_seconds: float = 0.0
 
     def __add__(self, other: TimeTerms) -> TimeTerms:
         return TimeTerms(
@@ -203,6 +208,75 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """A pipeline.
+
+    Attributes:
+        schedule: one of ``schedules.NAMES``.
+        chunks: parts of the model on each stage.
+        layers: of each part, along the model.
+        kinds: device kind of each stage, where they differ.
+    """
+
+    schedule: str
+    chunks: int
+    layers: tuple[int, ...]
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """What a plan does beyond what this version runs.
+
+    Attributes:
+        stages: the pipeline, if there is one.
+        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
+            keeps results of products with weights, ``"named"`` what the model names,
+            ``"full"`` only what the TaskGraph is given.
+        offload: what lies in host memory: ``"optimizer"`` state, ``"activations"``,
+            ``"params"`` with their gradients.
+        sequence_parallel: ``tensor`` shards the sequence between its products.
+        attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
+        shares: (device kind, micro-batches) that a replica takes at most, where
+            replicas differ.
+        covered: plans that the search chose among.
+        gap: by which part of its time a plan among these could at most be better.
+    """
+
+    stages: Stages | None = None
+    remat: tuple[tuple[str, str], ...] = ()
+    offload: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    attention: str = ""
+    shares: tuple[tuple[str, int], ...] = ()
+    covered: int = 0
+    gap: float = 0.0
+
+    def words(self) -> list[str]:
+        """Each of them in a few words."""
+        found = []
+        if self.stages is not None:
+            layers = self.stages.layers
+            each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
+            name = self.stages.schedule
+            if self.stages.chunks > 1:
+                name += f" of {self.stages.chunks} parts a stage"
+            on = f" on {' → '.join(dict.fromkeys(self.stages.kinds))}"
+            found.append(f"{name}, {each} layers each{on if self.stages.kinds else ''}")
+        if self.sequence_parallel:
+            found.append("sequence parallel")
+        if self.attention:
+            found.append(f"{self.attention} attention")
+        found += [f"remat {policy} in {name}" for name, policy in self.remat]
+        if self.offload:
+            found.append(f"{' and '.join(self.offload)} in host memory")
+        if self.shares:
+            shares = ", ".join(f"{n} on {kind}" for kind, n in self.shares)
+            found.append(f"micro-batches at most {shares}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to run one model on one cluster.
 
@@ -227,6 +301,8 @@ class Plan:
         candidates: what else was weighed, best first.
         notes: what a user should know.
         runnable: ``whalejax.compile`` can run it.
+        beyond: what it does beyond what can be run, or None.
+        again: plans the same model under changes; see ``what_if``. Not in files.
     """
 
     version: int = PLAN_VERSION
@@ -249,6 +325,10 @@ class Plan:
     notes: tuple[str, ...] = ()
     batch_tree: str = ""
     runnable: bool = True
+    beyond: Beyond | None = None
+    again: Callable[..., Plan] | None = dataclasses.field(
+        default=None, compare=False, repr=False, metadata={"kept": False}
+    )
 
     @property
     def hash(self) -> str:
@@ -316,6 +396,26 @@ class Plan:
         """
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return tuple(itertools.islice(others, n))
+
+    def what_if(self, **changes: Any) -> Plan:
+        """The plan for the same model under other circumstances.
+
+        Args:
+            changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
+                ``zero``, ``num_micro_batches``, ``precision``, ``remat`` (a policy for
+                all TaskGraphs, which makes the plan an estimate) and ``runnable``; what
+                is not given stays as it was asked for.
+
+        Raises:
+            PlanError: the plan was read from a file, which holds no model; or there is
+                no such plan.
+        """
+        if self.again is None:
+            raise PlanError(
+                "this plan was read from a file, without its model: what_if has "
+                "nothing to plan. Make it with wh.plan(...)"
+            )
+        return self.again(**changes)
 
     def explain(self) -> str:
         """Why this plan: what decided, what would change the choice, what stays whole.

@@ -224,6 +224,7 @@ class _Builder:
         self.readers: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self.home: list[int | None] = [None] * count
         self.whole = frozenset(graph.whole)
+        self.fusing = [self._fuses(op) for op in graph.ops]
         for index, op in enumerate(graph.ops):
             for slot, t in enumerate(op.operands):
                 self.readers[t].append((index, slot))
@@ -330,11 +331,14 @@ class _Builder:
         readers = {index for index, _ in self.readers[tensor]}
         if maker is None or not readers:
             return True
-        op, ops = self.graph.ops[maker], [self.graph.ops[i] for i in readers]
-        if op.kernel is not None and all(r.kernel == op.kernel for r in ops):
+        op = self.graph.ops[maker]
+        if op.kernel is not None and all(
+            self.graph.ops[i].kernel == op.kernel for i in readers
+        ):
             return False
-        fused = self.fuses and op.elementwise and all(self._fuses(r) for r in ops)
-        return not fused or len(readers) > 1
+        if not (self.fuses and op.elementwise) or len(readers) > 1:
+            return True
+        return not all(self.fusing[i] for i in readers)
 
     @staticmethod
     def _fuses(op: Op) -> bool:
@@ -398,5 +402,17 @@ class _Builder:
         )
         if not around:
             return flow, 0, ""
-        # A value from outside a loop moves as often as the loop's readers take it.
-        return flow, max(op.trip for op in around), around[0].scope
+        return flow, self._moves(maker, readers), around[0].scope
+
+    def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
+        """How often a value moves: as often as its readers take it.
+
+        What closes a loop stands outside and takes the value in every turn.
+        """
+        ops = self.graph.ops
+        made = ops[maker].trip if maker is not None else 1
+        taken = [
+            max(ops[i].trip, made) if ops[i].kind in LOOPS else ops[i].trip
+            for i, _ in readers
+        ]
+        return max(taken, default=made)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import PlanError
@@ -160,17 +162,39 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     problems.raise_if_any()
 
 
+def most_in_flight(
+    name: str, num_stages: Any, stage: Any, num_micro_batches: Any, num_chunks: Any = 1
+) -> Any:
+    """How many activations of a chunk a stage holds at most; ``Schedule.in_flight``.
+
+    Args:
+        name: one of ``NAMES``.
+        num_stages, stage, num_micro_batches, num_chunks: numbers, or arrays of them.
+
+    >>> int(most_in_flight("1f1b", 4, 0, 8))
+    4
+    """
+    count = num_micro_batches * num_chunks
+    ahead = num_stages - stage
+    if name == "gpipe":
+        return count
+    if name == "interleaved":
+        return np.minimum(count, 2 * (ahead - 1) + (num_chunks - 1) * num_stages + 1)
+    return np.minimum(count, ahead + (name == "1f1b-ahead"))
+
+
 def _order(empty: Schedule, stage: int) -> list[Row]:
     """A stage's actions: some forwards first, then in turn, then what is left."""
     count = empty.num_micro_batches * empty.num_chunks
-    ahead = empty.num_stages - stage
-    if empty.name == "gpipe":
-        first = count
-    elif empty.name == "interleaved":
-        first = 2 * (ahead - 1) + (empty.num_chunks - 1) * empty.num_stages + 1
-    else:
-        first = ahead + (empty.name == "1f1b-ahead")
-    first = min(first, count)
+    first = int(
+        most_in_flight(
+            empty.name,
+            empty.num_stages,
+            stage,
+            empty.num_micro_batches,
+            empty.num_chunks,
+        )
+    )
     forwards = [_row(empty, stage, index, "forward") for index in range(count)]
     backwards = [_row(empty, stage, index, "backward") for index in range(count)]
     rows = forwards[:first]
@@ -309,6 +333,59 @@ def simulate(
         ends_seconds=tuple(ends[table.key(row)] for row in table.rows),
         busy_seconds=tuple(busy),
     )
+
+
+def simulate_many(
+    table: Schedule, forward: np.ndarray, backward: np.ndarray, transfer: np.ndarray
+) -> np.ndarray:
+    """``simulate`` for many times at once, the step time alone.
+
+    Args:
+        table: the schedule.
+        forward, backward: seconds at each place along the pipeline, (place, case).
+        transfer: seconds from one place to the next, (case,).
+
+    Returns:
+        Step time of every case.
+    """
+    cases = forward.shape[1]
+    free = np.zeros((table.num_stages, cases))
+    ends: dict[Key, np.ndarray] = {}
+    # By tick, every stage's rows are in its order and behind what they need.
+    for row in table.rows:
+        place, micro_batch, action = table.key(row)
+        needed = table.needs(row)
+        start = free[row.stage]
+        if needed is not None:
+            # What one reads alone is forgotten once it is read.
+            arrival = ends.pop(needed)
+            if needed[0] != place and table.num_stages > 1:
+                arrival = arrival + transfer
+            start = np.maximum(start, arrival)
+        seconds = (forward if action == "forward" else backward)[place]
+        free[row.stage] = ends[place, micro_batch, action] = start + seconds
+    found: np.ndarray = free.max(axis=0)
+    return found
+
+
+def any_cut_share(
+    num_micro_batches: np.ndarray, num_stages: np.ndarray, num_chunks: np.ndarray
+) -> np.ndarray:
+    """The least time of a pipeline however its work is cut into stages.
+
+    A stage begins after those before it have done a part: with ``B`` their time for a
+    micro-batch, ``B / chunks + micro_batches * own <= step``. All of them equal gives
+    the least step.
+
+    Args:
+        num_micro_batches, num_stages, num_chunks: arrays that are alike.
+
+    Returns:
+        Shares of the time that one micro-batch takes on all stages together.
+    """
+    laps = num_micro_batches * num_chunks
+    found: np.ndarray = 1.0 / (num_chunks * (1.0 - (1.0 - 1.0 / laps) ** num_stages))
+    return found
 
 
 def problems_of(

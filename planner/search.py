@@ -16,8 +16,9 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
@@ -62,6 +63,8 @@ from whalejax.planner.update import (
 )
 
 
+Weighable = TypeVar("Weighable")
+
 PLANNED_AXES = ("data", "fsdp", "expert", "tensor")
 """Mesh axes that the search gives sizes to, outermost first."""
 
@@ -91,6 +94,7 @@ class Request:
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         reductions: what is computed per micro-batch where there are several.
+        remat: the policy of every TaskGraph, or None for the wide search to choose.
     """
 
     optimizer: OptimizerBytes
@@ -102,6 +106,7 @@ class Request:
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
     reductions: tuple[BatchReduction, ...] = ()
+    remat: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,21 +421,36 @@ class Search:
             yield RowCost(compute_seconds=0.0, collectives=flow_cost(flow, tables, s))
 
 
-def ranked(scored: list[Scored], most: int = 32) -> list[Scored]:
-    """Best first: the fastest, ties broken by memory, then by communication.
+def ranked(scored: Sequence[Scored]) -> list[Scored]:
+    """Best first: the fastest, ties broken by memory, then by communication."""
+    return best_first(
+        scored,
+        seconds=lambda s: s.time.step_seconds,
+        ties=lambda s: (s.memory.total_bytes, s.wire_bytes),
+    )
+
+
+def best_first(
+    plans: Sequence[Weighable],
+    *,
+    seconds: Callable[[Weighable], float],
+    ties: Callable[[Weighable], tuple[float, float]],
+    most: int = 32,
+) -> list[Weighable]:
+    """Plans, the fastest first; among those that tie, the one with the least ``ties``.
 
     Args:
-        scored: plans in any order.
+        plans: in any order.
+        seconds: step time of one.
+        ties: memory and communication of one.
         most: how many to rank; what follows them is in order of time alone.
     """
-    left = sorted(scored, key=lambda s: s.time.step_seconds)
-    found: list[Scored] = []
+    left = sorted(plans, key=seconds)
+    found: list[Weighable] = []
     while left and len(found) < most:
-        limit = left[0].time.step_seconds * (1 + TIE)
-        tied = list(
-            itertools.takewhile(lambda s: s.time.step_seconds <= limit, left)  # noqa: B023
-        )
-        best = min(tied, key=lambda s: (s.memory.total_bytes, s.wire_bytes))
+        limit = seconds(left[0]) * (1 + TIE)
+        tied = list(itertools.takewhile(lambda s: seconds(s) <= limit, left))  # noqa: B023
+        best = min(tied, key=ties)
         found.append(best)
         left.remove(best)
     return [*found, *left]

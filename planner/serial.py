@@ -21,9 +21,7 @@ def encode(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)
-        }
+        return {name: encode(getattr(value, name)) for name in _kept(value)}
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
     return value
@@ -64,11 +62,16 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
     return data
 
 
+def _kept(kind: Any) -> list[str]:
+    """Fields that files hold: all but those whose metadata says otherwise."""
+    return [f.name for f in dataclasses.fields(kind) if f.metadata.get("kept", True)]
+
+
 def _decode_class(kind: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
         raise DataError(f"{path or 'the file'} is {data!r:.60}; expected an object")
     hints = get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]
+    names = _kept(kind)
     unknown = sorted(set(data) - set(names))
     missing = sorted(set(names) - set(data))
     if unknown or missing:

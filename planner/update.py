@@ -132,4 +132,4 @@ def update_seconds(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         once = 3 * group.nbytes + 2 * group.optimizer_bytes
         moved += count * once / shards(layout.optimizer, s.mesh)
-    return cluster.slowest.elementwise_seconds(moved)
+    return float(cluster.slowest.elementwise_seconds(moved))

@@ -1,7 +1,8 @@
 """The chosen plan beside every layout that could have been chosen, measured.
 
 Calibrates this machine's eight virtual devices, then trains gpt, bert, resnet50 and moe
-for a few steps under every mesh and ZeRO level that is feasible. Printed for each are
+for a few steps under every mesh and ZeRO level that is feasible, all of them in turn,
+round by round. Printed for each are
 the predicted and the measured step time; per model the regret (the chosen plan's time
 over the best one's, less one) and Kendall's tau of the two orders.
 
@@ -75,7 +76,6 @@ def layouts() -> Iterator[tuple[dict[str, int], int]]:
 
 def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     """Plan, run and compare all layouts of one model, in this process."""
-    import jax
     import numpy as np
     from scipy.stats import kendalltau
 
@@ -89,6 +89,7 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     common = {"optimizer": job.optimizer, "cluster": wh.Cluster.detect()}
     chosen = wh.plan(job.loss_fn, model, batch, **common)
     found: dict[str, Layout] = {}
+    compiled: dict[str, Any] = {}
     for mesh, zero in layouts():
         try:
             plan = wh.plan(job.loss_fn, model, batch, mesh=mesh, zero=zero, **common)
@@ -97,13 +98,15 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
         words = words_of(plan)
         if words in found:
             continue
-        step = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
-        seconds = timed(step, job, steps, rounds)
-        found[words] = Layout(words, plan.time.step_seconds, seconds)
-        del step
-        jax.clear_caches()
-        gc.collect()
-        print(found[words], flush=True)
+        compiled[words] = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
+        found[words] = Layout(words, plan.time.step_seconds, [])
+    # In turns, so that a slow minute of the machine meets all layouts alike.
+    for _ in range(rounds):
+        for words, step in compiled.items():
+            found[words].seconds += timed(step, job, steps)
+            gc.collect()
+    for layout in found.values():
+        print(layout, flush=True)
     best = min(found.values(), key=lambda x: x.measured)
     order = list(found.values())
     tau = kendalltau([x.predicted for x in order], [x.measured for x in order])
@@ -121,20 +124,18 @@ def words_of(plan: Any) -> str:
     return next(c.layout for c in plan.candidates if c.verdict == "chosen")
 
 
-def timed(step: Any, job: Any, steps: int, rounds: int) -> list[float]:
-    """Seconds of steps, the first of each round left out."""
+def timed(step: Any, job: Any, steps: int) -> list[float]:
+    """Seconds of steps, the first left out."""
     import jax
 
     batch, seconds = job.batch_at(0), []
-    for _ in range(rounds):
-        state = step.init(job.make_model, rng=jax.random.key(0))
-        for index in range(steps + 1):
-            started = time.perf_counter()
-            state, _ = step(state, batch)
-            jax.block_until_ready(state.params)
-            if index:
-                seconds.append(time.perf_counter() - started)
-        del state
+    state = step.init(job.make_model, rng=jax.random.key(0))
+    for index in range(steps + 1):
+        started = time.perf_counter()
+        state, _ = step(state, batch)
+        jax.block_until_ready(state.params)
+        if index:
+            seconds.append(time.perf_counter() - started)
     return seconds
 
 

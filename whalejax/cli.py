@@ -136,6 +136,7 @@ def _plan(command: PlanCommand) -> None:
         jobs.machine(command.cluster),
         precision=command.precision,
         micro_batches=command.micro_batches,
+        runnable=not command.estimate,
     )
     if command.output is not None:
         plan.save(command.output)

@@ -49,6 +49,7 @@ def make_plan(
     *,
     precision: str | None,
     micro_batches: int | None,
+    runnable: bool = True,
 ) -> Plan:
     """``wh.plan`` of a job, with the options of the command line."""
     return find_plan(
@@ -59,4 +60,5 @@ def make_plan(
         cluster=cluster,
         precision=precision or "f32",
         num_micro_batches=micro_batches,
+        runnable=runnable,
     )

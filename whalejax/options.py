@@ -76,6 +76,8 @@ class PlanCommand:
     """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    estimate: bool = False
+    """weigh what cannot run yet, too: pipelines, remat, host memory, unlike devices"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
 

@@ -6,24 +6,28 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from whalejax.adapters import adapt
+from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import Captured, capture
-from whalejax.capture.batch import aval_of
+from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.decide import decide
+from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
+from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.priced import REMATS
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
 
@@ -46,6 +50,7 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     zero: int | None = None,
     runnable: bool = True,
+    remat: str | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -77,7 +82,11 @@ def plan(
             chooses the others.
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
-        runnable: take only what ``wh.compile`` can run; all of this version's are.
+        runnable: take only what ``wh.compile`` can run. False widens the search to
+            pipelines, sequence and context parallelism, rematerialization, host memory
+            and unlike devices; a plan that uses any of them is an estimate.
+        remat: a policy for every TaskGraph: ``"none"``, ``"dots"``, ``"named"`` or
+            ``"full"``; needs ``runnable=False``. None lets the planner choose.
 
     Returns:
         The plan; ``print`` shows it.
@@ -94,47 +103,144 @@ def plan(
     >>> found.num_devices
     8
     """
-    kind = _check_options(default, precision, num_micro_batches, zero)
-    machine = _cluster(cluster)
-    _check_mesh(mesh or {}, machine.num_devices, allow_idle)
-    adapter = at_precision(
-        adapt(model, loss_fn, trainable=trainable, axis_names=axis_names), precision
-    )
-    captured = capture(
-        adapter, batch, num_micro_batches=num_micro_batches or 1, batch_axes=batch_axes
-    )
-    reductions = batch_reductions(captured)
-    if sync_batch_stats and reductions:
-        num_micro_batches = _synced(num_micro_batches, reductions)
-    request = Request(
-        optimizer=optimizer_bytes(adapter, optimizer or optax.identity()),
-        state_bytes=_tree_bytes(adapter.rest),
+    # The plan remembers the question, and must not keep anybody's arrays alive.
+    adapter = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
+    asked = _Asked(
+        adapter=adapter.without_values(),
+        batch=jax.tree.map(aval_of, batch),
+        optimizer=optimizer or optax.identity(),
+        cluster=_cluster(cluster),
+        default=default,
+        precision=precision,
         num_micro_batches=num_micro_batches,
-        default=kind,
-        cast_bytes=CAST_BYTES[precision],
-        num_devices=machine.num_devices,
+        allow_idle=allow_idle,
+        sync_batch_stats=sync_batch_stats,
+        batch_axes=batch_axes,
         mesh=mesh,
         zero=zero,
-        reductions=reductions,
+        runnable=runnable,
+        remat=remat,
     )
-    found = _decide(captured, machine, request, precision, batch, allow_idle)
-    return dataclasses.replace(
-        found, batch_tree=batch_tree(batch), notes=(*found.notes, *adapter.notes)
-    )
+    return asked.plan()
 
 
-def _decide(
-    captured: Captured,
-    machine: Cluster,
-    request: Request,
-    precision: str,
-    batch: Any,
-    allow_idle: bool,
-) -> Plan:
-    decided = functools.partial(
-        decide, captured.graph, machine, precision=precision, batch=batch_leaves(batch)
-    )
-    return _with_fewest_idle(decided, request) if allow_idle else decided(request)
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Everything that ``plan`` was asked, so that it can be asked again with changes.
+
+    Attributes:
+        traced: captures of the model by what they depend on.
+    """
+
+    adapter: Adapter
+    batch: Any
+    optimizer: optax.GradientTransformation
+    cluster: Cluster
+    default: Any
+    precision: str
+    num_micro_batches: int | None
+    allow_idle: bool
+    sync_batch_stats: bool
+    batch_axes: Any
+    mesh: Mapping[str, int] | None
+    zero: int | None
+    runnable: bool
+    remat: str | None
+    traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        """The plan."""
+        kind = _check_options(
+            self.default, self.precision, self.num_micro_batches, self.zero
+        )
+        _check_remat(self.remat, self.runnable)
+        axes = PLANNED_AXES if self.runnable else MESH_AXES
+        devices = self.cluster.num_devices
+        _check_mesh(self.mesh or {}, devices, self.allow_idle, axes)
+        adapter, captured = self._captured()
+        count, reductions = self.num_micro_batches, batch_reductions(captured)
+        if self.sync_batch_stats and reductions:
+            count = _synced(count, reductions)
+        request = Request(
+            optimizer=optimizer_bytes(adapter, self.optimizer),
+            state_bytes=_tree_bytes(adapter.rest),
+            num_micro_batches=count,
+            default=kind,
+            cast_bytes=CAST_BYTES[self.precision],
+            num_devices=devices,
+            mesh=self.mesh,
+            zero=self.zero,
+            reductions=reductions,
+            remat=self.remat,
+        )
+        decided = functools.partial(
+            decide if self.runnable else foresee,
+            captured.graph,
+            self.cluster,
+            precision=self.precision,
+            batch=batch_leaves(self.batch),
+        )
+        idle = self.allow_idle
+        found = _with_fewest_idle(decided, request) if idle else decided(request)
+        return dataclasses.replace(
+            found,
+            batch_tree=batch_tree(self.batch),
+            notes=(*found.notes, *adapter.notes),
+            again=self.again,
+        )
+
+    def _captured(self) -> tuple[Adapter, Captured]:
+        """The model as traced, at most once for equal shapes."""
+        count = self.num_micro_batches or 1
+        shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
+        key = self.precision, count, shapes
+        if key not in self.traced:
+            adapter = at_precision(self.adapter, self.precision)
+            captured = capture(
+                adapter,
+                self.batch,
+                num_micro_batches=count,
+                batch_axes=self.batch_axes,
+            )
+            self.traced[key] = adapter, captured
+        return self.traced[key]
+
+    def again(self, **changes: Any) -> Plan:
+        """``Plan.what_if``."""
+        known = (
+            "batch cluster mesh zero num_micro_batches precision remat runnable".split()
+        )
+        problems = Problems("what_if", PlanError)
+        for name in changes:
+            if name not in known:
+                problems.add(
+                    f"there is no {name!r} to change; expected some of "
+                    f"{', '.join(known)}"
+                )
+        size = changes.get("batch")
+        if "batch" in changes and (not isinstance(size, int) or size < 1):
+            problems.add(f"batch is {size!r}; expected a number of samples, 1 or more")
+        problems.raise_if_any()
+        if "batch" in changes:
+            changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
+        if "cluster" in changes:
+            changes["cluster"] = _cluster(changes["cluster"])
+        if changes.get("remat") is not None:
+            changes.setdefault("runnable", False)
+        return dataclasses.replace(self, **changes).plan()
+
+
+def _check_remat(remat: str | None, runnable: bool) -> None:
+    if remat is None:
+        return
+    if remat not in REMATS:
+        raise PlanError(f"remat is {remat!r}; expected one of {', '.join(REMATS)}")
+    if runnable:
+        raise PlanError(
+            f"remat={remat!r} needs runnable=False: this version runs what the model "
+            "itself puts into jax.checkpoint or nnx.remat, and nothing else. Wrap it "
+            "there, or plan with runnable=False to see what it would cost"
+        )
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
@@ -191,16 +297,21 @@ def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction])
     )
 
 
-def _check_mesh(mesh: Mapping[str, int], num_devices: int, allow_idle: bool) -> None:
+def _check_mesh(
+    mesh: Mapping[str, int],
+    num_devices: int,
+    allow_idle: bool,
+    axes: Sequence[str] = PLANNED_AXES,
+) -> None:
     problems = Problems("wh.plan(mesh=…)")
     for axis, size in mesh.items():
-        if axis not in PLANNED_AXES:
+        if axis not in axes:
             problems.add(
                 f"there is no mesh axis {axis!r} to fix; expected one of "
-                f"{', '.join(PLANNED_AXES)}"
+                f"{', '.join(axes)}"
             )
-        elif size < 1:
-            problems.add(f"{axis} is {size}; expected 1 or more")
+        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            problems.add(f"{axis} is {size!r}; expected a whole number, 1 or more")
     problems.raise_if_any(PlanError)
     used = math.prod(mesh.values())
     shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
@@ -209,7 +320,7 @@ def _check_mesh(mesh: Mapping[str, int], num_devices: int, allow_idle: bool) -> 
         raise PlanError(
             f"{shape} needs {used} devices; there are {num_devices}. {ways}"
         )
-    all_fixed = all(axis in mesh for axis in PLANNED_AXES)
+    all_fixed = all(axis in mesh for axis in axes)
     idle = num_devices % used or (all_fixed and used != num_devices)
     if idle and not allow_idle:
         raise PlanError(

@@ -138,14 +138,14 @@ def test_metrics_and_loss_add_up() -> None:
     def both(model: moe.MoE, tokens: jax.Array) -> Any:
         return moe.loss_fn(model, {"tokens": tokens}), model(tokens[:, :-1])
 
-    (loss, metrics), (logits, routings) = both(model, tokens)
+    (loss, metrics), (logits, loads) = both(model, tokens)
     scores = np.asarray(logits, np.float64)
     nats = np.log(np.exp(scores).sum(-1))
     picked = np.asarray(tokens[:, 1:])[..., None]
     nats -= np.take_along_axis(scores, picked, axis=-1)[..., 0]
     assert set(metrics) == {"aux", "dropped"}
-    balances = [float(routing.balance) for routing in routings]
-    dropped = [float(routing.dropped) for routing in routings]
+    balances = [float(load.balance) for load in loads]
+    dropped = [float(load.dropped) for load in loads]
     np.testing.assert_allclose(metrics["aux"], np.mean(balances), rtol=1e-6)
     np.testing.assert_allclose(metrics["dropped"], np.mean(dropped), rtol=1e-6)
     np.testing.assert_allclose(loss, nats.mean() + 0.01 * np.mean(balances), rtol=1e-6)

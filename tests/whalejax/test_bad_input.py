@@ -153,7 +153,7 @@ def test_a_mesh_of_unknown_axes_and_sizes() -> None:
         "wh.plan(mesh=…): 2 problems\n"
         "  1. there is no mesh axis 'model' to fix; expected one of data, fsdp, "
         "expert, tensor\n"
-        "  2. data is 0; expected 1 or more"
+        "  2. data is 0; expected a whole number, 1 or more"
     )
 
 
@@ -512,6 +512,6 @@ def test_a_newer_plan_file(tmp_path: Path) -> None:
     planned().save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "whalejax_plan": 99}))
     with pytest.raises(
-        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 1"
+        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 2"
     ):
         wh.Plan.load(path)

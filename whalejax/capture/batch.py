@@ -77,6 +77,25 @@ def batch_leaves(
     return leaves, tree
 
 
+def resized(batch: Any, batch_axes: Any, size: int) -> Any:
+    """The shapes of a batch with another number of samples.
+
+    Args:
+        batch: arrays or shapes.
+        batch_axes: the batch dimension of its leaves.
+        size: samples.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    found = []
+    for leaf, axis in zip(leaves, _axes_of(batch_axes, batch, tree), strict=True):
+        aval = aval_of(leaf)
+        shape = list(aval.shape)
+        if axis is not None:
+            shape[axis] = size
+        found.append(_compat.abstract(tuple(shape), aval.dtype))
+    return jax.tree.unflatten(tree, found)
+
+
 def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves

@@ -1,0 +1,263 @@
+"""Llama: a decoder-only transformer with grouped keys, rotary positions and a gate.
+
+Sizes as published (Touvron et al., "Llama 2", 2023; Grattafiori et al., "The Llama 3
+Herd of Models", 2024). It bears no mark at all: the planner decides everything. Its
+layers are stacked and scanned, so that depth costs no tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import whalejax as wh
+from whalejax.models import text
+from whalejax.models._batches import Batch, default_batch_size
+from whalejax.models._layers import (
+    Array,
+    causal_attention,
+    cross_entropy,
+    embedding,
+    stacked_blocks,
+)
+from whalejax.models._names import change, pick
+from whalejax.models._optimizers import warmed_adamw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and switches of a Llama; the defaults are the test size.
+
+    Attributes:
+        vocab: different tokens.
+        sequence: longest sequence, in tokens.
+        embed: width of the residual stream.
+        heads: attention heads; divides ``embed``.
+        kv_heads: heads of keys and values; divides ``heads``.
+        mlp: width inside the feed-forward layers.
+        layers: number of blocks.
+        rope_base: wavelength of the slowest rotation, over 2 pi.
+        scan_layers: stack the blocks' parameters and scan over them.
+        dtype: compute dtype; follows parameters and inputs where None.
+        param_dtype: dtype of the parameters.
+    """
+
+    vocab: int = 512
+    sequence: int = 24
+    embed: int = 64
+    heads: int = 8
+    kv_heads: int = 4
+    mlp: int = 192
+    layers: int = 2
+    rope_base: float = 10_000.0
+    scan_layers: bool = True
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+
+SIZES: Final[Mapping[str, LlamaConfig]] = {
+    "test": LlamaConfig(),
+    "7b": LlamaConfig(
+        vocab=32_000,
+        sequence=4096,
+        embed=4096,
+        heads=32,
+        kv_heads=32,
+        mlp=11_008,
+        layers=32,
+    ),
+    "70b": LlamaConfig(
+        vocab=32_000,
+        sequence=4096,
+        embed=8192,
+        heads=64,
+        kv_heads=8,
+        mlp=28_672,
+        layers=80,
+    ),
+    "405b": LlamaConfig(
+        vocab=128_256,
+        sequence=8192,
+        embed=16_384,
+        heads=128,
+        kv_heads=8,
+        mlp=53_248,
+        layers=126,
+        rope_base=500_000.0,
+    ),
+}
+
+
+class Block(nnx.Module):
+    """Attention and gated feed-forward, each normed before and added to its input."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        kinds: dict[str, Any] = {
+            "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+            "param_dtype": jnp.dtype(config.param_dtype),
+            "rngs": rngs,
+        }
+        plain = {**kinds, "use_bias": False}
+        plain["kernel_init"] = nnx.initializers.normal(0.02)
+        head_dim = config.embed // config.heads
+        self.attention_norm = nnx.RMSNorm(config.embed, **kinds)
+        self.query = nnx.LinearGeneral(config.embed, (config.heads, head_dim), **plain)
+        self.key = nnx.LinearGeneral(config.embed, (config.kv_heads, head_dim), **plain)
+        self.value = nnx.LinearGeneral(
+            config.embed, (config.kv_heads, head_dim), **plain
+        )
+        self.output = nnx.LinearGeneral(
+            (config.heads, head_dim), config.embed, axis=(-2, -1), **plain
+        )
+        self.mlp_norm = nnx.RMSNorm(config.embed, **kinds)
+        self.gate = nnx.Linear(config.embed, config.mlp, **plain)
+        self.up = nnx.Linear(config.embed, config.mlp, **plain)
+        self.down = nnx.Linear(config.mlp, config.embed, **plain)
+
+    def __call__(self, x: Array) -> Array:
+        """One block over ``x`` ``[batch, sequence, embed]``."""
+        config, y = self.config, self.attention_norm(x)
+        query = rotated(self.query(y), config.rope_base)
+        key = rotated(self.key(y), config.rope_base)
+        shared = config.heads // config.kv_heads
+        key, value = (jnp.repeat(h, shared, axis=2) for h in (key, self.value(y)))
+        x = x + self.output(causal_attention(query, key, value))
+        y = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+def rotated(x: Array, base: float) -> Array:
+    """Rotary positions (Su et al., "RoFormer", 2021): halves turn by their position.
+
+    Args:
+        x: ``[batch, sequence, heads, head_dim]``; ``head_dim`` even.
+        base: wavelength of the slowest rotation, over 2 pi.
+
+    Returns:
+        The same shape and dtype.
+    """
+    length, half = x.shape[1], x.shape[3] // 2
+    speed = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * speed[None]
+    cos, sin = (f(angle).astype(x.dtype)[None, :, None] for f in (jnp.cos, jnp.sin))
+    left, right = x[..., :half], x[..., half:]
+    turned = (left * cos - right * sin, right * cos + left * sin)
+    return jnp.concatenate(turned, axis=-1)
+
+
+class Llama(nnx.Module):
+    """The whole model: tokens in, logits out.
+
+    >>> model = Llama(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 24), "int32")).shape
+    (2, 24, 512)
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        kinds: dict[str, Any] = {
+            "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+            "param_dtype": jnp.dtype(config.param_dtype),
+            "rngs": rngs,
+        }
+        self.tokens = embedding(
+            config.vocab,
+            config.embed,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        if config.scan_layers:
+            self.blocks = stacked_blocks(
+                config.layers, lambda split: Block(config, rngs=split), rngs
+            )
+        else:
+            self.blocks = nnx.List(
+                [Block(config, rngs=rngs) for _ in range(config.layers)]
+            )
+        self.norm = nnx.RMSNorm(config.embed, **kinds)
+        self.head = nnx.Linear(
+            config.embed,
+            config.vocab,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(0.02),
+            **kinds,
+        )
+
+    def __call__(self, tokens: Array) -> Array:
+        """Logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch, sequence]``."""
+        x = self.tokens(tokens)
+        if self.config.scan_layers:
+            scanned = nnx.scan(
+                lambda carry, block: block(carry),
+                in_axes=(nnx.Carry, 0),
+                out_axes=nnx.Carry,
+            )
+            x = scanned(x, self.blocks)  # type: ignore[no-untyped-call]
+        else:
+            for block in self.blocks:
+                x = block(x)
+        logits: Array = self.head(self.norm(x))
+        return logits
+
+
+def loss_fn(model: Llama, batch: Mapping[str, Any]) -> Array:
+    """Mean cross-entropy of the next token, in nats.
+
+    Args:
+        model: the Llama.
+        batch: ``tokens`` ``int32[batch, sequence + 1]``.
+
+    >>> model = Llama(SIZES["test"], rngs=nnx.Rngs(0))
+    >>> loss_fn(model, {"tokens": jnp.zeros((2, 25), "int32")}).shape
+    ()
+    """
+    tokens = jnp.asarray(batch["tokens"])
+    return jnp.mean(cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]))
+
+
+def job(
+    size: str = "test",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 3e-4,
+    warmup_steps: int = 10,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of a Llama on made-up tokens.
+
+    Args:
+        size: one of ``SIZES``.
+        batch_size: sequences in a global batch; 32, at test size 16.
+        learning_rate: reached after the warm-up, then constant.
+        warmup_steps: steps over which the learning rate rises.
+        seed: which sequence of batches.
+        changes: fields of ``LlamaConfig``.
+
+    Raises:
+        WhaleError: unknown size or field.
+
+    >>> job("test").batch_at(0)["tokens"].shape
+    (16, 25)
+    """
+    options = ("batch_size", "learning_rate", "warmup_steps", "seed")
+    config = change(pick(size, SIZES, "Llama size"), changes, options=options)
+
+    def batch(step: int, count: int) -> Batch:
+        return text.tokens(config.vocab, config.sequence, step, count, seed=seed)
+
+    return wh.Job(
+        loss_fn=loss_fn,
+        make_model=lambda key: Llama(config, rngs=nnx.Rngs(key)),
+        batch=batch,
+        optimizer=warmed_adamw(learning_rate, warmup_steps, b2=0.95),
+        batch_size=default_batch_size(size, batch_size, 32),
+        name=f"llama-{size}",
+    )

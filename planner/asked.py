@@ -1,0 +1,81 @@
+"""What the user fixed, wherever it was said: arguments and ``pipeline`` marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.meshes.problems import Problems
+from whalejax.planner.frames import SCHEDULES, Frames
+from whalejax.planner.graph import Graph
+from whalejax.planner.plan import PlanError
+from whalejax.planner.search import Request
+from whalejax.planner.variants import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user fixed, by arguments and by ``pipeline`` marks.
+
+    Attributes:
+        mesh: sizes of axes.
+        num_micro_batches: of one pipeline, or None.
+        schedule: of pipelines, or None for any.
+    """
+
+    mesh: Mapping[str, int]
+    num_micro_batches: int | None
+    schedule: str | None
+
+    @classmethod
+    def of(cls, graph: Graph, request: Request) -> Asked:
+        """Join arguments and marks.
+
+        Raises:
+            PlanError: two of them contradict each other; every pair is listed.
+        """
+        problems = Problems("the hints contradict each other", PlanError)
+        fixed: dict[str, tuple[str, str]] = {}
+        for axis, size in (request.mesh or {}).items():
+            fixed[axis] = str(size), f"mesh={{{axis!r}: {size}}}"
+        if request.num_micro_batches is not None:
+            text = str(request.num_micro_batches)
+            fixed["num_micro_batches"] = text, f"num_micro_batches={text}"
+        marks = dict.fromkeys(
+            m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline"
+        )
+        names = {"num_stages": "stage"}
+        for mark in marks:
+            for name in ("num_stages", "num_micro_batches", "schedule"):
+                text = mark.get(name) or "auto"
+                key = names.get(name, name)
+                other, where = fixed.setdefault(key, (text, str(mark)))
+                if text == "auto":
+                    continue
+                if other == "auto":
+                    fixed[key] = text, str(mark)
+                elif other != text:
+                    problems.add(
+                        f"{mark} asks for {name} {text}, and {where} for {other}"
+                    )
+        problems.raise_if_any()
+        given = {k: v for k, (v, _) in fixed.items() if v != "auto"}
+        schedule, parts = (
+            given.pop("schedule", None),
+            given.pop("num_micro_batches", None),
+        )
+        return cls(
+            mesh={axis: int(size) for axis, size in given.items()},
+            num_micro_batches=None if parts is None else int(parts),
+            schedule=schedule,
+        )
+
+    def allows(self, frames: Frames) -> Array:
+        """Frames with the schedule that was asked for, and those without stages."""
+        if self.schedule is None:
+            return np.ones(len(frames), dtype=bool)
+        wanted = frames.schedule == SCHEDULES.index(self.schedule)
+        found: Array = wanted | (frames.stage == 1)
+        return found

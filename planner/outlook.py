@@ -1,0 +1,566 @@
+"""Time and memory of cases: frames with their options, as arrays.
+
+What one micro-batch costs inside a stage comes from ``priced``; here links, storage,
+schedules and host memory join it. Compute, collectives, update and memory are the terms
+of single plans (``search``, ``memory``, ``update``); a case with one stage, nothing
+computed again and nothing in host memory is priced the same there and here.
+
+Where a pipeline accumulates, gradients are reduced once in a step, but for what is
+stored in shards, which is reduced and scattered after every micro-batch. What moves to
+host memory and back does so beside the computation of the same place, and what is
+longer than that is exposed.
+
+Many cases agree in what happens inside a stage, or in how parameters are stored; each
+of the two is worked out once for all that agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.fitted import WHOLE, constants
+from whalejax.meshes.kinds import KEPT_BYTES
+from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
+from whalejax.planner.collectives import Spans, span_rates, spans_of
+from whalejax.planner.frames import OFFLOADS, ORDERS, SCHEDULES, Frames
+from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.priced import Column, Columns, Stacked
+from whalejax.planner.schedules import most_in_flight
+from whalejax.planner.stored import Held
+from whalejax.planner.variants import Array
+
+
+PLACES = (FIRST, LAYER, LAST)
+
+HOLDERS = (*PLACES, ENDS, EVERYWHERE)
+"""Places where parameters lie."""
+
+PHASES = ("forward", "backward")
+
+TERMS = ("compute", "launch", "activation", "border", "parameter", "offload")
+"""Terms of a stage's time for one micro-batch."""
+
+_INNERMOST = np.array([[MESH_AXES.index(a) for a in reversed(o)] for o in ORDERS])
+"""For each order, its axes innermost first, as indices into ``MESH_AXES``."""
+
+Seconds = dict[tuple[int, int, str, str], Array]
+"""By kind of device, place, phase and term; of one layer at ``LAYER``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What does not change over cases.
+
+    Attributes:
+        cells: priced columns, one behind the other.
+        leaves: groups of leaves along the chain.
+        layers: that stages divide.
+        policies: for each combination, TaskGraph to its policy.
+        cluster: the machine.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        state_bytes: bytes of what is not trained.
+        optimizer_other_bytes: optimizer state that follows no parameter.
+    """
+
+    cells: Columns
+    leaves: Sequence[Stacked]
+    layers: int
+    policies: Sequence[Mapping[int, str]]
+    cluster: Cluster
+    cast_bytes: float
+    state_bytes: int
+    optimizer_other_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Which kinds of devices stages or replicas lie on.
+
+    Attributes:
+        by: ``"all"`` (every share is alike; the slowest kind sets the pace),
+            ``"stages"`` or ``"replicas"``.
+        kinds: indices into the cluster's kinds, in the order of stages or replicas.
+        counts: devices of each.
+    """
+
+    by: str
+    kinds: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Group:
+    """Stages of one kind of device that are alike, for every case.
+
+    Attributes:
+        kind: index into the cluster's kinds.
+        count: how many; 0 where a case has none.
+        index: the first of them along the pipeline.
+        first, last: it holds that end of the model.
+        layers: of its fullest stage.
+        most: of each stage, before what is left over is taken from the first stages.
+        rank: stages before it that have layers.
+        together: of all its stages.
+    """
+
+    kind: int
+    count: Array
+    index: Array
+    first: Array
+    last: Array
+    layers: Array = field(default_factory=lambda: np.zeros(0))
+    most: Array = field(default_factory=lambda: np.zeros(0))
+    rank: Array = field(default_factory=lambda: np.zeros(0))
+    together: Array = field(default_factory=lambda: np.zeros(0))
+
+
+class _Rows:
+    """Frames with their meshes, and collectives on them."""
+
+    def __init__(self, model: Model, frames: Frames) -> None:
+        self.model = model
+        self.frames = frames
+        self.cluster = model.cluster
+        self.number = len(frames)
+        self.mesh = {"stage": frames.stage, "data": frames.data, "fsdp": frames.fsdp}
+        for axis in ("expert", "context", "tensor"):
+            self.mesh[axis] = self.cell(Column(axis)).astype(np.int64)
+        self.hidden = constants().platforms.get(self.cluster.platform, WHOLE)
+        self.zeros = np.zeros(self.number)
+        self._rates: dict[tuple[str, tuple[str, ...]], tuple[Array, Array]] = {}
+        self._meshes: tuple[list[tuple[Array, Array]], Array] | None = None
+        self._spans: dict[tuple[str, ...], Spans] = {}
+
+    def cell(self, column: Column) -> Array:
+        """A priced column at every row's cell."""
+        values = self.model.cells.get(column)
+        if values is None:
+            return np.zeros(self.number)
+        found: Array = values[self.frames.cell]
+        return found
+
+    def rates(
+        self, axes: tuple[str, ...], priced: Callable[[Spans], tuple[Array, Array]]
+    ) -> tuple[Array, Array]:
+        """Rates of links, once for all rows that agree in mesh and order.
+
+        Args:
+            axes: of the mesh; some.
+            priced: from their spans to seconds for each byte and for each time.
+        """
+        ordered, inverse = self._meshes_in_order()
+        if axes not in self._spans:
+            self._spans[axes] = spans_of(axes, ordered, MESH_AXES, self.cluster)
+        per_byte, per_time = priced(self._spans[axes])
+        return per_byte[inverse], per_time[inverse]
+
+    def _meshes_in_order(self) -> tuple[list[tuple[Array, Array]], Array]:
+        """Different meshes with their axes innermost first, and which each row has."""
+        if self._meshes is None:
+            columns = [self.mesh[axis] for axis in MESH_AXES]
+            first, inverse = _agreeing([*columns, self.frames.order])
+            sizes = np.stack([column[first] for column in columns])
+            axes = _INNERMOST[self.frames.order[first]].T
+            each = np.arange(len(first))
+            self._meshes = [(a, sizes[a, each]) for a in axes], inverse
+        return self._meshes
+
+    def collective(
+        self, kind: Any, axes: tuple[str, ...], payload: Array, times: Array
+    ) -> Array:
+        """Seconds of equal collectives under every row's order of axes."""
+        if not axes:
+            return self.zeros
+        if (kind, axes) not in self._rates:
+            self._rates[kind, axes] = self.rates(axes, lambda s: span_rates(kind, s))
+        per_byte, per_time = self._rates[kind, axes]
+        found: Array = payload * per_byte + times * per_time
+        return found
+
+    def policy(self, task_graph: int, *names: str) -> Array:
+        """Rows in which a TaskGraph has one of some policies."""
+        has = np.array([p.get(task_graph) in names for p in self.model.policies])
+        found: Array = has[self.frames.remat]
+        return found
+
+
+class _Inside(_Rows):
+    """What happens inside a stage: computation and collectives on activations.
+
+    Attributes:
+        seconds: of one micro-batch at each place.
+    """
+
+    def __init__(self, model: Model, frames: Frames, kinds: Sequence[int]) -> None:
+        super().__init__(model, frames)
+        self.seconds: Seconds = {}
+        self._communicate()
+        for kind in kinds:
+            self._compute(kind)
+            self._ring(kind)
+
+    def _add(self, key: tuple[int, int, str, str], values: Array) -> None:
+        each = values / self.model.layers if key[1] == LAYER else values
+        self.seconds[key] = self.seconds.get(key, 0.0) + each
+
+    def _compute(self, kind: int) -> None:
+        launch = self.cluster.kinds[kind].launch_seconds
+        for place in PLACES:
+            for home in self.model.policies[0]:
+                ahead = self.cell(Column("forward", home, place, kind))
+                behind = self.cell(Column("backward", home, place, kind))
+                again = self.cell(Column("again", home, place, kind))
+                behind = behind + ahead * self.policy(home, "full", "named")
+                behind = behind + again * self.policy(home, "dots")
+                self._add((kind, place, "forward", "compute"), ahead)
+                self._add((kind, place, "backward", "compute"), behind)
+                launches = self.cell(Column("launches", home, place)) * launch
+                self._add((kind, place, "forward", "launch"), launches / 3)
+                self._add((kind, place, "backward", "launch"), launches * (2 / 3))
+
+    def _communicate(self) -> None:
+        self.context = {phase: self.zeros for phase in PHASES}
+        self.others: Seconds = {}
+        for column in self.model.cells:
+            if column.what == "bytes" and "data" not in column.axes:
+                for phase, seconds in traffic_seconds(self, column):
+                    if column.axes == ("context",) and column.place == LAYER:
+                        self.context[phase] = self.context[phase] + seconds
+                        continue
+                    key = (0, column.place, phase, column.term)
+                    self.others[key] = self.others.get(key, 0.0) + seconds
+
+    def _ring(self, kind: int) -> None:
+        """A ring's exchange runs beside the products with what came before."""
+        for (_, place, phase, term), seconds in self.others.items():
+            self._add((kind, place, phase, term), seconds)
+        ring, parts = self.frames.ring > 0, self.mesh["context"]
+        for phase, seconds in self.context.items():
+            products = self.cell(Column("attention", kind=kind, phase=phase))
+            hidden = products * (parts - 1) / parts
+            exposed = np.where(ring, np.maximum(0.0, seconds - hidden), seconds)
+            self._add((kind, LAYER, phase, "border"), exposed)
+
+
+def traffic_seconds(rows: _Rows, column: Column) -> list[tuple[str, Array]]:
+    """Seconds of a column of collectives by phase, those that are repeated too."""
+    values = {name: getattr(column, name) for name in Column.__slots__}
+    times = rows.cell(Column(**{**values, "what": "times"}))
+    axes = usual_axes(column.axes)
+    seconds = rows.collective(column.collective, axes, rows.cell(column), times)
+    found = [(column.phase, seconds)]
+    if column.phase == "forward":
+        again = rows.policy(column.task_graph, "full", "named")
+        found.append(("backward", seconds * again))
+    return found
+
+
+class _Stored(_Rows):
+    """How parameters are stored.
+
+    Attributes:
+        places: what each place holds.
+    """
+
+    def __init__(self, model: Model, frames: Frames) -> None:
+        super().__init__(model, frames)
+        self.places = {place: Held.empty(self.number) for place in HOLDERS}
+        for index, leaf in enumerate(model.leaves):
+            self._leaf(self.places[leaf.place], leaf, *self._parts(index, leaf))
+
+    def _parts(self, index: int, leaf: Stacked) -> tuple[Array, Array, Array]:
+        """Parts into which a leaf is cut: computed with, stored, and owned by ZeRO."""
+        shape = leaf.group.shape
+        taken = [
+            np.maximum(1.0, self.cell(Column("parts", index, dim)))
+            for dim in range(len(shape))
+        ]
+        whole = np.ones(self.number)
+        for parts in taken:
+            whole = whole * parts
+        found = [whole]
+        for axis in ("fsdp", "data"):
+            size, parts = self.mesh[axis], found[-1]
+            left = size > 1
+            for dim in leaf.group.order:
+                if not left.any():
+                    break
+                fits = left & (shape[dim] % (taken[dim] * size) == 0)
+                taken[dim] = np.where(fits, taken[dim] * size, taken[dim])
+                parts = np.where(fits, parts * size, parts)
+                left = left & ~fits
+            found.append(parts)
+        return found[0], found[1], found[2]
+
+    def _leaf(
+        self, held: Held, leaf: Stacked, whole: Array, stored: Array, owned: Array
+    ) -> None:
+        cast, count = self.model.cast_bytes, float(leaf.count)
+        nbytes, extra = float(leaf.group.nbytes), float(leaf.group.optimizer_bytes)
+        held.params = held.params + count * nbytes / stored
+        sharded = stored > whole
+        for zero, parts in enumerate((stored, owned)):
+            held.gradients[zero] = held.gradients[zero] + count * nbytes / parts
+            held.state[zero] = held.state[zero] + count * extra / parts
+            moved = count * (3 * nbytes + 2 * extra) / parts
+            held.moved[zero] = held.moved[zero] + moved
+            held.fresh[zero] = np.maximum(held.fresh[zero], nbytes / parts)
+            one = nbytes / leaf.slices / whole
+            most = np.where(sharded, one * cast, 0.0)
+            most = np.maximum(most, np.where(parts > whole, one, 0.0))
+            held.gathered[zero] = np.maximum(held.gathered[zero], most)
+        times = leaf.group.gathers * count * leaf.slices * sharded
+        each = nbytes * cast / leaf.slices / whole
+        held.gathers = [held.gathers[0] + each * times, held.gathers[1] + times]
+        times = count * (owned > stored)
+        each = nbytes / stored
+        held.updates = [held.updates[0] + each * times, held.updates[1] + times]
+        if cast != 1.0:
+            copied = np.where(sharded, 0.0, count * nbytes * cast / whole)
+            held.copies = held.copies + copied
+
+
+class Cases(_Rows):
+    """Cases of one placement, or of one kind among replicas.
+
+    Attributes:
+        groups: their stages.
+        held: parameters by place.
+        seconds: of one micro-batch at each place.
+        over: layers that stages could hold beyond those that there are.
+    """
+
+    def __init__(
+        self, model: Model, frames: Frames, placement: Placement, kind: int | None
+    ) -> None:
+        super().__init__(model, frames)
+        self.alike = placement.by == "all"
+        self.groups = self._groups(placement, kind)
+        self.over = self.zeros
+        stored = _agreeing([frames.cell, frames.data, frames.fsdp])
+        held = _Stored(model, frames.take(stored[0])).places
+        self.held = {p: h.expanded(stored[1]) for p, h in held.items()}
+        kinds = list(dict.fromkeys(group.kind for group in self.groups))
+        first, inverse = _agreeing(
+            [frames.cell, frames.order, self._moved(), frames.ring, frames.remat]
+        )
+        inside = _Inside(model, frames.take(first), kinds)
+        self.seconds: Seconds = {k: v[inverse] for k, v in inside.seconds.items()}
+        for used in kinds:
+            self._batch_wide(used)
+            self._parameters(used)
+            self._offloaded(used)
+        self._sums: dict[tuple[int, int, str], Array] = {}
+
+    def _moved(self) -> Array:
+        """Size of the axis that an order moves inside those of a stage."""
+        found = np.ones(self.number, dtype=np.int64)
+        for index, order in enumerate(ORDERS):
+            if order[-1] in ("stage", "data", "fsdp"):
+                moved = self.frames.order == index
+                found = np.where(moved, self.mesh[order[-1]], found)
+        return found
+
+    def capacity(self, kind: int) -> tuple[int, int]:
+        """Bytes of a device, and of its host; the least where shares are alike."""
+        kinds = self.cluster.kinds if self.alike else (self.cluster.kinds[kind],)
+        return (
+            min(k.memory_bytes for k in kinds),
+            min(k.host_memory_bytes or 0 for k in kinds),
+        )
+
+    def host_link(self, kind: int) -> float:
+        """Bytes per second to the host; 0 where there is no link."""
+        kinds = self.cluster.kinds if self.alike else (self.cluster.kinds[kind],)
+        return min(k.host_link_bytes_per_second or 0.0 for k in kinds)
+
+    def offloads(self, name: str) -> Array:
+        """Cases that keep something in host memory."""
+        bit = 1 << OFFLOADS.index(name)
+        found: Array = (self.frames.offload & bit) > 0
+        return found
+
+    # Stages.
+
+    def _groups(self, placement: Placement, kind: int | None) -> list[Group]:
+        stages = self.frames.stage
+        zero = np.zeros(self.number, dtype=np.int64)
+        no, yes = zero > 0, zero == 0
+        alone = stages == 1
+        if placement.by == "stages":
+            devices = sum(placement.counts)
+            parts = [
+                (k, stages * n // devices)
+                for k, n in zip(placement.kinds, placement.counts, strict=True)
+            ]
+        else:
+            here = kind if kind is not None else self._slowest()
+            parts = [(here, stages)]
+        groups = [Group(parts[0][0], zero + 1, zero, yes, alone)]
+        before = zero
+        for place, (k, count) in enumerate(parts):
+            inner = count - (place == 0)
+            if place == len(parts) - 1:
+                inner = inner - ~alone
+            start = before + (place == 0)
+            groups.append(Group(k, np.maximum(inner, 0), start, no, no))
+            before = before + count
+        groups.append(Group(parts[-1][0], 1 - alone, stages - 1, no, yes))
+        return groups
+
+    def _slowest(self) -> int:
+        return self.cluster.kinds.index(self.cluster.slowest)
+
+    # One micro-batch at each place, by term.
+
+    def _add(self, kind: int, place: int, phase: str, term: str, values: Array) -> None:
+        if place == LAYER:
+            values = values / self.model.layers
+        key = (kind, place, phase, term)
+        self.seconds[key] = self.seconds.get(key, 0.0) + values
+
+    def _batch_wide(self, kind: int) -> None:
+        """Collectives over the whole batch: statistics, and the loss."""
+        for column in self.model.cells:
+            if column.what == "bytes" and "data" in column.axes:
+                for phase, seconds in traffic_seconds(self, column):
+                    self._add(kind, column.place, phase, column.term, seconds)
+
+    def _parameters(self, kind: int) -> None:
+        """Gathers of parameters in shards, half of them in each pass."""
+        share = (1 - self.hidden.overlap_parameters) / 2
+        if not (self.frames.fsdp > 1).any():
+            return
+        for place in HOLDERS:
+            payload, times = self.held[place].gathers
+            seconds = share * self.collective("all-gather", ("fsdp",), payload, times)
+            # What several places read is gathered at the first of them.
+            where = place if place in PLACES else FIRST
+            for phase in PHASES:
+                self._add(kind, where, phase, "parameter", seconds)
+
+    def _offloaded(self, kind: int) -> None:
+        """What transfers to and from the host take longer than the computation."""
+        link = self.host_link(kind)
+        if not self.frames.offload.any() or not link:
+            return
+        away = self.offloads("params")
+        for place in PLACES:
+            params = self.held[place].params * self.model.cast_bytes * away
+            gradients = self.gradients(place) * away
+            saved = self.saved(place) * self.offloads("activations")
+            for phase, nbytes in (
+                ("forward", params + saved),
+                ("backward", params + gradients + saved),
+            ):
+                compute = self.seconds[kind, place, phase, "compute"]
+                if place == LAYER:
+                    compute = compute * self.model.layers
+                exposed = np.maximum(0.0, nbytes / link - compute)
+                self._add(kind, place, phase, "offload", exposed)
+
+    def place_seconds(self, kind: int, place: int, phase: str) -> Array:
+        """One micro-batch at a place: for ``LAYER`` one layer."""
+        key = (kind, place, phase)
+        if key not in self._sums:
+            found = self.zeros
+            for term in TERMS:
+                found = found + self.seconds.get((*key, term), 0.0)
+            self._sums[key] = found
+        return self._sums[key]
+
+    def bare_seconds(self, kind: int, place: int) -> Array:
+        """Computation of one micro-batch at a place, nothing computed again."""
+        found = self.zeros
+        launch = self.cluster.kinds[kind].launch_seconds
+        for home in self.model.policies[0]:
+            for phase in PHASES:
+                found = found + self.cell(Column(phase, home, place, kind))
+            found = found + self.cell(Column("launches", home, place)) * launch
+        return found / self.model.layers if place == LAYER else found
+
+    def stage_seconds(self, group: Group, layers: Array) -> Array:
+        """One micro-batch on a stage of a group with so many layers, both passes."""
+        found = self.zeros
+        for phase in PHASES:
+            found = found + layers * self.place_seconds(group.kind, LAYER, phase)
+            found = found + group.first * self.place_seconds(group.kind, FIRST, phase)
+            found = found + group.last * self.place_seconds(group.kind, LAST, phase)
+        return found
+
+    # Bytes.
+
+    def gradients(self, place: int) -> Array:
+        """Gradients of a place; all layers."""
+        without, shards = self.held[place].gradients
+        return np.where(self.frames.zero >= 2, shards, without)
+
+    def owned(self, pair: Sequence[Array], level: int = 1) -> Array:
+        """Of a pair, with ZeRO's shards from some level on."""
+        return np.where(self.frames.zero >= level, pair[1], pair[0])
+
+    def saved(self, place: int, *, least: bool = False) -> Array:
+        """Bytes kept from forward to backward at a place; all layers.
+
+        Args:
+            place: along the chain.
+            least: under the policy of each TaskGraph that keeps least.
+        """
+        found = self.zeros
+        for home in self.model.policies[0]:
+            names = dict.fromkeys(p[home] for p in self.model.policies)
+            kept = {n: self.cell(Column("saved", home, place, phase=n)) for n in names}
+            if least:
+                found = found + np.min(list(kept.values()), axis=0)
+                continue
+            for name, values in kept.items():
+                found = found + values * self.policy(home, name)
+        return found
+
+    def in_flight(self, group: Group, parts: Array) -> Array:
+        """Of so many micro-batches, how many stages' worth a group holds at most."""
+        f = self.frames
+        held = np.zeros(self.number)
+        for index, name in enumerate(SCHEDULES):
+            rows = np.flatnonzero(f.schedule == index)
+            if len(rows):
+                held[rows] = most_in_flight(
+                    name,
+                    f.stage[rows],
+                    group.index[rows],
+                    parts[rows],
+                    f.chunks[rows],
+                )
+        found: Array = held / f.chunks
+        return found
+
+    def fresh(self, kind: int, nbytes: Array) -> Array:
+        """Seconds of touching so much new memory."""
+        speed = self.cluster.kinds[kind].fresh_bytes_per_second
+        if speed is None:
+            return self.zeros
+        return np.where(nbytes <= KEPT_BYTES, 0.0, nbytes / speed)
+
+
+def _agreeing(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """Rows that differ in some columns: the first of each, and which each is like."""
+    key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        size = int(column.max(initial=0)) + 1
+        if most * size >= 2**62:
+            key = np.unique(key, return_inverse=True)[1]
+            most = int(key.max(initial=0)) + 1
+        key, most = key * size + column, most * size
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def usual_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes of a reduction with ``fsdp`` beside ``data``, in the usual order."""
+    named = {*axes, "fsdp"} if "data" in axes else set(axes)
+    return tuple(a for a in MESH_AXES if a in named)

@@ -1,0 +1,596 @@
+"""Step time and peak memory of cases, from what ``outlook`` says of their places.
+
+The cut of equal layers into stages is exact: the smallest pace at which all layers find
+a stage, by counting. What a pipeline's schedule makes of it is bounded from below here
+and simulated row by row (``settle``) where the bound does not decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.planner.balance import pieces_at, smallest_pace
+from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
+from whalejax.planner.collectives import Spans
+from whalejax.planner.estimate import OUTER
+from whalejax.planner.frames import CHUNKS, OFFLOADS, SCHEDULES
+from whalejax.planner.outlook import (
+    HOLDERS,
+    PHASES,
+    PLACES,
+    TERMS,
+    Cases,
+    Group,
+    usual_axes,
+)
+from whalejax.planner.plan import MemoryTerms, TimeTerms
+from whalejax.planner.priced import Column
+from whalejax.planner.schedules import any_cut_share, schedule, simulate_many
+from whalejax.planner.variants import Array
+
+
+@dataclass(slots=True, kw_only=True)
+class Weighed:
+    """Numbers of cases; all arrays are alike.
+
+    Attributes:
+        pace: seconds of the slowest stage for one micro-batch.
+        pipeline: seconds from the first forward to the last backward; at least so
+            long before ``settle``, exactly afterwards.
+        after: seconds of a step beside that.
+        time: its terms, of the slowest stage; without the bubble.
+        memory: terms of the fullest device.
+        fits: memory of devices and hosts holds it.
+        wire: payload of a step's collectives on one device.
+        host: bytes in host memory for the device that needs most.
+    """
+
+    pace: Array
+    pipeline: Array
+    after: Array
+    time: dict[str, Array]
+    memory: dict[str, Array]
+    fits: Array
+    wire: Array
+    host: Array
+
+    @property
+    def step(self) -> Array:
+        """The whole step."""
+        found: Array = self.pipeline + self.after
+        return found
+
+    @property
+    def memory_bytes(self) -> Array:
+        """Peak of the fullest device."""
+        return sum(self.memory.values(), np.zeros(len(self.pace)))
+
+    def time_terms(self, index: int) -> TimeTerms:
+        """The terms of one case, bubble included."""
+        found = {f"{k}_seconds": float(v[index]) for k, v in self.time.items()}
+        rest = float(self.step[index]) - sum(found.values())
+        return TimeTerms(**found, bubble_seconds=max(0.0, rest))
+
+    def memory_terms(self, index: int) -> MemoryTerms:
+        """The terms of one case."""
+        return MemoryTerms(
+            **{f"{k}_bytes": int(v[index]) for k, v in self.memory.items()}
+        )
+
+
+def weigh(
+    cases: Cases, micro_batches: Array | None = None, *, optimistic: bool = False
+) -> Weighed:
+    """Weigh cases; the pipeline's time is a lower bound.
+
+    Args:
+        cases: what to weigh; ``pace_of`` has cut them.
+        micro_batches: of one pipeline, where replicas differ; the frames' otherwise.
+        optimistic: a lower bound on memory, whatever is computed again, however
+            stages interleave and however much the hosts hold; nothing else holds.
+    """
+    parts = cases.frames.micro_batches if micro_batches is None else micro_batches
+    pace, slowest = _pace(cases)
+    time = {term: parts * _term(cases, slowest, term) for term in TERMS}
+    after = _after(cases, parts)
+    for name, seconds in after.items():
+        time[name] = time.get(name, 0.0) + seconds
+    memory, fits, host = _memory(cases, parts, optimistic)
+    temporary = memory["gradients"] + memory["activations"] + memory["working"]
+    time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
+    return Weighed(
+        pace=pace,
+        pipeline=_bound(cases, pace, parts, cases.frames.chunks),
+        after=sum(after.values(), time["allocation"]),
+        time=time,
+        memory=memory,
+        fits=fits,
+        wire=_wire(cases, parts),
+        host=host,
+    )
+
+
+def pace_of(cases: Cases) -> Array:
+    """Cut the layers into stages; seconds of the slowest for one micro-batch."""
+    _cut(cases)
+    return _pace(cases)[0]
+
+
+def least_step(
+    cases: Cases, chunks: Array, zeros: Sequence[int], micro_batches: Array
+) -> Array:
+    """A lower bound on the step time of cases under any of some ZeRO levels.
+
+    Args:
+        cases: nothing computed again, nothing in host memory; ``pace_of`` has cut them.
+        chunks: into how many parts stages may interleave.
+        zeros: the levels.
+        micro_batches: of one pipeline.
+    """
+    pace, _ = _pace(cases)
+    found = _bound(cases, pace, micro_batches, cases.frames.chunks)
+    found = np.minimum(found, _any_cut(cases, micro_batches, chunks))
+    least: Array = found + least_after(cases, zeros, micro_batches)
+    return least
+
+
+def _any_cut(cases: Cases, parts: Array, chunks: Array) -> Array:
+    """A lower bound on a pipeline's time however its layers are cut.
+
+    Infinite where stages do not interleave: then the cut is known.
+    """
+    f = cases.frames
+    total = cases.zeros
+    for g in cases.groups[:1]:
+        for phase in PHASES:
+            layer = cases.place_seconds(g.kind, LAYER, phase)
+            total = total + layer * cases.model.layers
+            total = total + cases.place_seconds(g.kind, FIRST, phase)
+            total = total + cases.place_seconds(g.kind, LAST, phase)
+    least = total * any_cut_share(parts, f.stage, chunks)
+    found: Array = np.where(chunks > f.chunks, least, np.inf)
+    return found
+
+
+def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Array:
+    """The least that follows the last backward, under any of some ZeRO levels.
+
+    Args:
+        cases: nothing in host memory.
+        zeros: the levels.
+        micro_batches: of one pipeline.
+    """
+    given = cases.frames
+    after = np.full(cases.number, np.inf)
+    for zero in zeros:
+        level = np.full(cases.number, zero, dtype=np.int64)
+        cases.frames = dataclasses.replace(given, zero=level)
+        terms = _after(cases, micro_batches)
+        after = np.minimum(after, sum(terms.values(), cases.zeros))
+    cases.frames = given
+    return after
+
+
+# The cut into stages.
+
+
+def _ends(cases: Cases, group: Group) -> tuple[Array, Array]:
+    """Seconds of one layer on a stage of a group, and of all that is not layers."""
+    alone = cases.stage_seconds(group, cases.zeros)
+    layer = sum(
+        (cases.place_seconds(group.kind, LAYER, p) for p in PHASES), cases.zeros
+    )
+    return np.maximum(layer, 1e-30), alone
+
+
+def _cut(cases: Cases) -> None:
+    """Layers of every group: the most of a stage, and all of its stages' together.
+
+    By computation alone, so that all options of a frame agree in it and its bounds
+    hold for them.
+    """
+    f, total = cases.frames, cases.model.layers
+    counts = [g.count * 1.0 for g in cases.groups]
+    bare = {
+        (kind, place): cases.bare_seconds(kind, place)
+        for kind in {g.kind for g in cases.groups}
+        for place in PLACES
+    }
+    seconds = [np.maximum(bare[g.kind, LAYER], 1e-30) for g in cases.groups]
+    fixed = [
+        g.first * bare[g.kind, FIRST] + g.last * bare[g.kind, LAST]
+        for g in cases.groups
+    ]
+    pace = smallest_pace(counts, seconds, fixed, total)
+    most, together = pieces_at(pace, counts, seconds, fixed)
+    # What is left over is taken from the first stages that have layers, one from each.
+    cases.over = together - total
+    slots = f.stage * f.chunks
+    even, left = total // slots, total % slots
+    rank = cases.zeros
+    for g, each in zip(cases.groups, most, strict=True):
+        g.most, g.rank = each, rank
+        less = np.clip(cases.over - rank, 0.0, g.count) * (each > 0)
+        shares = f.chunks * even + -(-np.maximum(0, left - g.index) // f.stage)
+        g.layers = np.where(f.chunks > 1, shares, each - (less >= g.count))
+        g.layers = np.where(g.count > 0, g.layers, 0.0)
+        g.together = np.where(f.chunks > 1, 0.0, g.count * each - less)
+        rank = rank + g.count * (each > 0)
+
+
+def _pace(cases: Cases) -> tuple[Array, Array]:
+    """Time of the slowest stage, and the index of its group."""
+    times = []
+    for g in cases.groups:
+        whole = cases.stage_seconds(g, g.layers)
+        times.append(np.where(g.count > 0, whole, -1.0))
+    table = np.stack(times)
+    return table.max(axis=0), table.argmax(axis=0)
+
+
+def stage_layers(cases: Cases, rows: Array) -> Array:
+    """Layers of every part along the pipelines of some cases: (part, case).
+
+    Args:
+        cases: the cases, cut.
+        rows: indices of cases that agree in stages and chunks.
+    """
+    f = cases.frames
+    stages, chunks = int(f.stage[rows[0]]), int(f.chunks[rows[0]])
+    total = cases.model.layers
+    if chunks > 1:
+        even, left = divmod(total, stages * chunks)
+        parts = np.array([even + (part < left) for part in range(stages * chunks)])
+        return np.repeat(parts[:, None] * 1.0, len(rows), axis=1)
+    found = np.zeros((stages, len(rows)))
+    for stage in range(stages):
+        for g in cases.groups:
+            index, count = g.index[rows], g.count[rows]
+            inside = (index <= stage) & (stage < index + count)
+            rank = g.rank[rows] + stage - index
+            less = (rank < cases.over[rows]) & (g.most[rows] > 0)
+            found[stage] += inside * (g.most[rows] - less)
+    return found
+
+
+# The pipeline.
+
+
+def _transfer(cases: Cases) -> Array:
+    """Seconds for what one stage gives the next."""
+
+    def outermost(spans: Spans) -> tuple[Array, Array]:
+        byte, wait = np.zeros(len(spans[0][0])), np.zeros(len(spans[0][0]))
+        for size, level in spans:
+            byte = np.where(size > 1, 1.0 / level.bandwidth_bytes_per_second, byte)
+            wait = np.where(size > 1, level.latency_seconds, wait)
+        return byte, wait
+
+    per_byte, once = cases.rates(("stage",), outermost)
+    found: Array = once + cases.cell(Column("stream")) * per_byte
+    return found
+
+
+def _bound(cases: Cases, pace: Array, parts: Array, chunks: Array) -> Array:
+    """The least time of a pipeline: a stage waits for those before it, twice."""
+    hop = _transfer(cases)
+    found: Array = parts * pace
+    before = np.zeros(cases.number)
+    for g in cases.groups:
+        layer, alone = _ends(cases, g)
+        one = g.layers * layer + alone
+        inner = g.together * layer + g.count * alone - one
+        # Of interleaved stages at least the first part of each comes before.
+        slots = cases.frames.stage * cases.frames.chunks
+        part = cases.model.layers // slots * cases.frames.chunks * layer + alone
+        even = np.maximum(0, g.count - 1) * part
+        spread = np.where(cases.frames.chunks > 1, even, inner)
+        ahead = before + np.where(g.count > 0, spread, 0.0)
+        hops = 2 * hop * (g.index + g.count - 1)
+        whole = (ahead / chunks) + hops + parts * one
+        found = np.where(g.count > 0, np.maximum(found, whole), found)
+        mine = np.where(cases.frames.chunks > 1, part, one)
+        before = np.where(g.count > 0, ahead + mine, before)
+    return found
+
+
+def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> None:
+    """Put the schedule's own time in place of the bound, for some cases.
+
+    Args:
+        cases: what ``found`` weighs.
+        found: changed in place.
+        rows: indices of cases.
+        micro_batches: of one pipeline, of every case.
+    """
+    f = cases.frames
+    alone = f.stage[rows] == 1
+    some = rows[alone]
+    found.pipeline[some] = micro_batches[some] * found.pace[some]
+    rows = rows[~alone]
+    keys = np.stack([f.schedule[rows], f.stage[rows], f.chunks[rows]])
+    few = np.minimum(micro_batches[rows], OUTER * f.stage[rows]).astype(np.int64)
+    rounds = -(-few // f.stage[rows]) * f.stage[rows]
+    few = np.where(f.chunks[rows] > 1, rounds, few)
+    keys = np.concatenate([keys, few[None]])
+    hop = _transfer(cases)
+    for index, stages, chunks, count in np.unique(keys, axis=1).T.tolist():
+        same = (keys.T == (index, stages, chunks, count)).all(axis=1)
+        here = rows[same]
+        forward, backward = _part_seconds(cases, here)
+        table = _table(SCHEDULES[index], stages, count, chunks)
+        seconds = simulate_many(table, forward, backward, hop[here])
+        left = micro_batches[here] - count
+        if (left > 0).any():
+            # What one more round of the stages takes, waits for transfers included.
+            fewer = _table(SCHEDULES[index], stages, count - stages, chunks)
+            before = simulate_many(fewer, forward, backward, hop[here])
+            seconds = seconds + left * (seconds - before) / stages
+        found.pipeline[here] = seconds
+
+
+_table = functools.lru_cache(maxsize=128)(schedule)
+
+
+def _part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
+    """Forward and backward seconds of every part along some cases' pipelines."""
+    layers = stage_layers(cases, rows)
+    stages = int(cases.frames.stage[rows[0]])
+    found = []
+    for phase in PHASES:
+        seconds = np.zeros(layers.shape)
+        for g in cases.groups:
+            layer = cases.place_seconds(g.kind, LAYER, phase)[rows]
+            index, count = g.index[rows], g.count[rows]
+            for part in range(len(layers)):
+                inside = (index <= part % stages) & (part % stages < index + count)
+                seconds[part] += inside * layer * layers[part]
+        first, last = cases.groups[0], cases.groups[-1]
+        seconds[0] += cases.place_seconds(first.kind, FIRST, phase)[rows]
+        seconds[-1] += cases.place_seconds(last.kind, LAST, phase)[rows]
+        found.append(seconds)
+    return found[0], found[1]
+
+
+# Beside the pipeline.
+
+
+def _share(cases: Cases, group: Group, place: int) -> Array:
+    """Which part of a place lies on the fullest stage of a group."""
+    if place == LAYER:
+        return group.layers / cases.model.layers
+    if place == EVERYWHERE:
+        return cases.zeros + 1.0
+    held = {FIRST: group.first, LAST: group.last, ENDS: group.first | group.last}
+    found: Array = held[place] * 1.0
+    return found
+
+
+def _term(cases: Cases, slowest: Array, term: str) -> Array:
+    """A term of the slowest stage's time for one micro-batch."""
+    found = np.zeros(cases.number)
+    for index, g in enumerate(cases.groups):
+        here = np.zeros(cases.number)
+        for place in PLACES:
+            count = g.layers if place == LAYER else _share(cases, g, place)
+            for phase in PHASES:
+                seconds = cases.seconds.get((g.kind, place, phase, term), 0.0)
+                here = here + count * seconds
+        found = np.where(slowest == index, here, found)
+    return found
+
+
+def _after(cases: Cases, parts: Array) -> dict[str, Array]:
+    """Gradient reduction, update and what it gathers, of the stage where it is most."""
+    names = ("gradient", "parameter", "update", "offload")
+    gathers = {place: _update_gathers(cases, place) for place in HOLDERS}
+    tables: dict[str, list[Array]] = {name: [] for name in names}
+    for g in cases.groups:
+        shares = {place: _share(cases, g, place) for place in HOLDERS}
+        tables["gradient"].append(_gradient_seconds(cases, shares, parts))
+        tables["parameter"].append(_mixed(shares, gathers))
+        tables["update"].append(_update_seconds(cases, g, shares))
+        tables["offload"].append(_update_transfers(cases, g, shares))
+    whole = np.stack(
+        [
+            sum((tables[n][i] for n in names), cases.zeros) * (g.count > 0)
+            for i, g in enumerate(cases.groups)
+        ]
+    )
+    chosen, column = whole.argmax(axis=0), np.arange(cases.number)
+    return {name: np.stack(tables[name])[chosen, column] for name in names}
+
+
+def _update_transfers(cases: Cases, group: Group, shares: dict[int, Array]) -> Array:
+    """Seconds of moving to the device and back what the update needs from the host."""
+    link = cases.host_link(group.kind)
+    if not link or not cases.frames.offload.any():
+        return cases.zeros
+    moved = cases.zeros
+    for place in HOLDERS:
+        held = cases.held[place]
+        moved = moved + shares[place] * (
+            cases.offloads("optimizer") * 2 * cases.owned(held.state)
+            + cases.offloads("params") * (2 * held.params + cases.gradients(place))
+        )
+    return moved / link
+
+
+def _mixed(shares: dict[int, Array], values: dict[int, Array]) -> Array:
+    found: Array = np.zeros(1)
+    for place, value in values.items():
+        found = found + shares[place] * value
+    return found
+
+
+def _update_gathers(cases: Cases, place: int) -> Array:
+    """Exposed seconds of gathering what ZeRO's ranks have updated."""
+    if not (cases.frames.zero >= 1).any():
+        return cases.zeros
+    payload, times = cases.held[place].updates
+    seconds = cases.collective("all-gather", ("data",), payload, times)
+    exposed = seconds * (1 - cases.hidden.overlap_parameters)
+    return exposed * (cases.frames.zero >= 1)
+
+
+def _gradient_seconds(cases: Cases, shares: dict[int, Array], parts: Array) -> Array:
+    """Exposed seconds of reducing the gradients of one stage."""
+    found = np.zeros(cases.number)
+    payloads: dict[tuple[str, ...], Array] = {}
+    for column in cases.model.cells:
+        if column.what == "gradient":
+            values = cases.cell(column) * shares[column.place]
+            axes = usual_axes(column.axes)
+            payloads[axes] = payloads.get(axes, 0.0) + values
+    zero = cases.frames.zero
+    for place in (ENDS, EVERYWHERE):
+        # Stages that hold the same parameters add up what each found.
+        payload = shares[place] * cases.held[place].gradients[0]
+        once = (payload > 0) * 1.0
+        found = found + cases.collective("all-reduce", ("stage",), payload, once)
+    for axes, payload in payloads.items():
+        once = (payload > 0) * 1.0
+        if not cases.cluster.compiler.reduce_scatter:
+            found = found + cases.collective("all-reduce", axes, payload, once)
+            continue
+        for sharding, chosen in (
+            (("fsdp",), zero < 2),
+            (("data", "fsdp"), zero >= 2),
+        ):
+            if not chosen.any():
+                continue
+            scattered = tuple(a for a in axes if a in sharding)
+            left = tuple(a for a in axes if a not in sharding)
+            pieces = np.ones(cases.number)
+            for axis in scattered:
+                pieces = pieces * cases.mesh[axis]
+            seconds = cases.collective(
+                "reduce-scatter", scattered, payload * parts, once * parts
+            ) + cases.collective("all-reduce", left, payload / pieces, once)
+            found = found + seconds * chosen
+    return found * (1 - cases.hidden.overlap_gradients)
+
+
+def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Array:
+    moved = _mixed(shares, {p: cases.owned(cases.held[p].moved) for p in HOLDERS})
+    found: Array = cases.cluster.kinds[group.kind].elementwise_seconds(moved)
+    return found
+
+
+# Memory.
+
+
+def _memory(
+    cases: Cases, parts: Array, optimistic: bool
+) -> tuple[dict[str, Array], Array, Array]:
+    """Terms on the fullest device, whether all fit, and the most on a host."""
+    tables: dict[str, list[Array]] = {}
+    left = []
+    most = cases.zeros
+    fits = np.ones(cases.number, dtype=bool)
+    static = {
+        "params": {p: cases.held[p].params for p in HOLDERS},
+        "gradients": {p: cases.gradients(p) for p in HOLDERS},
+        "state": {p: cases.owned(cases.held[p].state) for p in HOLDERS},
+    }
+    saved = {p: cases.saved(p, least=optimistic) for p in PLACES}
+    for g in cases.groups:
+        if optimistic:
+            g.layers = np.minimum(g.layers, _fewest_layers(cases, g))
+        shares = {place: _share(cases, g, place) for place in HOLDERS}
+        held = cases.in_flight(g, parts)
+        params, gradients, state = (_mixed(shares, v) for v in static.values())
+        activations = held * _mixed(shares, saved)
+        away = {name: cases.offloads(name) for name in OFFLOADS}
+        kept = np.minimum(activations, 2 * saved[LAYER] / cases.model.layers)
+        terms = {
+            "params": params * ~away["params"],
+            "gradients": gradients * ~away["params"],
+            "optimizer": state * ~away["optimizer"] + cases.model.optimizer_other_bytes,
+            "state": np.full(cases.number, float(cases.model.state_bytes)),
+            "activations": np.where(away["activations"], kept, activations),
+            "working": _working(cases, shares, parts, optimistic),
+        }
+        host = (
+            away["params"] * (params + gradients)
+            + away["optimizer"] * state
+            + away["activations"] * activations
+        )
+        device_bytes, host_bytes = cases.capacity(g.kind)
+        room = device_bytes - sum(terms.values(), np.zeros(1))
+        there = g.count > 0
+        enough = host <= host_bytes
+        fits &= ~there | ((room >= 0) & (enough | optimistic))
+        left.append(np.where(there, room, np.inf))
+        most = np.maximum(most, np.where(there, host, 0.0))
+        for name, values in terms.items():
+            tables.setdefault(name, []).append(values)
+    chosen = np.stack(left).argmin(axis=0)
+    column = np.arange(cases.number)
+    return {n: np.stack(v)[chosen, column] for n, v in tables.items()}, fits, most
+
+
+def _working(
+    cases: Cases, shares: dict[int, Array], parts: Array, optimistic: bool
+) -> Array:
+    """Gathered leaves, casts, temporaries and what is computed again."""
+    away = cases.offloads("params")
+    gathered, copies, fresh = cases.zeros, cases.zeros, cases.zeros
+    for place in HOLDERS:
+        held, here = cases.held[place], shares[place] > 0
+        gathered = np.maximum(gathered, here * cases.owned(held.gathered, 2))
+        copies = copies + shares[place] * held.copies
+        fresh = np.maximum(fresh, here * cases.owned(held.fresh, 2))
+    layer = cases.held[LAYER].params * cases.model.cast_bytes
+    streamed = (2 * layer + cases.gradients(LAYER)) / cases.model.layers
+    found = np.where(away, streamed, copies) + 2 * gathered
+    found = found + cases.cell(Column("rebuilt")) + 2 * cases.cell(Column("largest"))
+    if not optimistic:
+        found = found + _rebuilt(cases, shares)
+    whole: Array = found + np.where((parts > 1) & ~away, fresh, 0.0)
+    return whole
+
+
+def _fewest_layers(cases: Cases, group: Group) -> Array:
+    """Layers of a group's fullest stage, were they interleaved as suits it best."""
+    f, total = cases.frames, cases.model.layers
+    found = np.full(cases.number, np.inf)
+    for chunks in CHUNKS:
+        slots = f.stage * chunks
+        shares = chunks * (total // slots) + -(
+            -np.maximum(0, total % slots - group.index) // f.stage
+        )
+        found = np.where(slots <= total, np.minimum(found, shares), found)
+    return found
+
+
+def _rebuilt(cases: Cases, shares: dict[int, Array]) -> Array:
+    """What the largest TaskGraph keeps while it is computed again, one layer of it."""
+    found = np.zeros(cases.number)
+    for home in cases.model.policies[0]:
+        for place in PLACES:
+            everything = cases.cell(Column("saved", home, place, phase="none"))
+            kept = everything
+            for name in ("dots", "named", "full"):
+                column = Column("saved", home, place, phase=name)
+                kept = np.where(cases.policy(home, name), cases.cell(column), kept)
+            each = cases.model.layers if place == LAYER else 1
+            again = np.maximum(0.0, everything - kept) / each
+            found = np.maximum(found, again * (shares[place] > 0))
+    return found
+
+
+def _wire(cases: Cases, parts: Array) -> Array:
+    """Payload of all collectives of a step, for breaking ties."""
+    found = np.zeros(cases.number)
+    for column in cases.model.cells:
+        if column.what == "bytes":
+            found = found + cases.cell(column) * parts / cases.frames.stage
+        elif column.what == "gradient":
+            found = found + cases.cell(column) / cases.frames.stage
+    return found

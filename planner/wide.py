@@ -1,0 +1,575 @@
+"""The wide search: every axis, schedule and way to save memory, and proof of the best.
+
+It covers what ``search`` covers and beyond that pipelines, sequence and context
+parallelism, rematerialization, host memory, orders of axes over links and mixed kinds,
+whether an executor for them exists or not. Nothing is sampled: frames are taken in
+order of a lower bound on their step time, and the search ends where the next bound lies
+above the best plan by more than plans may tie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whalejax.meshes.cluster import Cluster, Level
+from whalejax.planner.asked import Asked
+from whalejax.planner.choices import choices
+from whalejax.planner.dimensions import analyse
+from whalejax.planner.frames import (
+    CHUNKS,
+    OFFLOADS,
+    Bounds,
+    Frames,
+    divisors,
+    expansions,
+    frames_of,
+    ordered,
+    ringed,
+    scheduled,
+    stacked,
+)
+from whalejax.planner.graph import Graph
+from whalejax.planner.layers import find_layers
+from whalejax.planner.outlook import PLACES, Cases, Model, Placement
+from whalejax.planner.plan import PlanError
+from whalejax.planner.priced import Column, Links, Pricer
+from whalejax.planner.regions import with_expert_regions
+from whalejax.planner.replicas import Replicas
+from whalejax.planner.rows import build_rows
+from whalejax.planner.schedules import any_cut_share
+from whalejax.planner.search import TIE, Request, best_first
+from whalejax.planner.variants import Array, Points, Variant, Variants
+from whalejax.planner.weigh import (
+    Weighed,
+    least_step,
+    pace_of,
+    settle,
+    weigh,
+)
+
+
+FIRST_BLOCK, LAST_BLOCK = 64, 4096
+"""Frames that are looked at together: few while nothing is known, then more."""
+
+PARAMS = 1 << OFFLOADS.index("params")
+
+MOST_POLICIES = 81
+"""Combinations of policies; with more TaskGraphs, all of them have the same one."""
+
+KEPT = 64
+"""Cases that a search remembers."""
+
+
+class NoMeshError(PlanError):
+    """There is nothing to search; ``foresee`` says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One weighed case, with all that a plan needs of it.
+
+    Attributes:
+        placement: kinds of devices.
+        frames: one row.
+        variant: what shards what.
+        step_seconds, memory_bytes, wire_bytes: predictions.
+        micro_batches: of one pipeline, by kind where replicas differ.
+        weighed, row: all of its terms.
+    """
+
+    placement: Placement
+    frames: Frames
+    variant: Variant
+    step_seconds: float
+    memory_bytes: float
+    wire_bytes: float
+    micro_batches: tuple[int, ...]
+    weighed: Weighed
+    row: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a search did.
+
+    Attributes:
+        covered: cases that it chose among.
+        weighed: cases whose time was computed.
+        best: least step time so far.
+        bound: a lower bound on every case that was not weighed.
+    """
+
+    covered: int = 0
+    weighed: int = 0
+    best: float = math.inf
+    bound: float = math.inf
+
+    @property
+    def gap(self) -> float:
+        """By which part of its time the best could at most be beaten."""
+        return max(0.0, 1.0 - self.bound / self.best) if self.best < math.inf else 1.0
+
+
+class WideSearch:
+    """One wide search over one captured model.
+
+    Attributes:
+        cases: the best that were found, best first, after ``run``.
+        tally: what it did.
+    """
+
+    def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
+        layers = find_layers(graph)
+        self.dims = dims = analyse(layers.graph)
+        self.graph = graph = with_expert_regions(layers.graph, dims)
+        self.cluster = cluster
+        self.request = request
+        self.batch = graph.batch_size * graph.num_micro_batches
+        options = choices(graph, dims, build_rows(graph, dims), request.default)
+        self.variants = Variants(graph, dims, layers, options)
+        self.experts = any(
+            c.experts or c.pinned_to("expert") for c in options.choices.values()
+        )
+        self.asked = Asked.of(graph, request)
+        self.fixed = self.asked.mesh
+        self.model = self._model()
+        self.ideal = dataclasses.replace(self.model, cluster=_ideal(cluster))
+        self._sizes = {
+            name: self.model.cells[Column(name)].astype(np.int64)
+            for name in ("samples", "expert", "context", "tensor")
+        }
+        self.tally = Tally()
+        self.limits = self._limits()
+        self.cases: list[Case] = []
+
+    # What is searched.
+
+    def _points(self) -> Points:
+        total = self.request.num_devices
+
+        def sizes(axis: str, used: bool) -> list[int]:
+            allowed = divisors(total) if used else [1]
+            return [n for n in allowed if self.fixed.get(axis, n) == n]
+
+        samples = divisors(self.batch)
+        found = [
+            (n, expert, context, tensor)
+            for expert in sizes("expert", self.experts)
+            for context in sizes("context", bool(self.variants.sequence))
+            for tensor in sizes("tensor", True)
+            if total % (expert * context * tensor) == 0
+            for n in samples
+            if self.batch % (n * expert) == 0
+        ]
+        table = np.array(found, dtype=np.int64).reshape(-1, 4)
+        names = ("samples", "expert", "context", "tensor")
+        return Points(**{name: table[:, i] for i, name in enumerate(names)})
+
+    def _model(self) -> Model:
+        self.served = list(self.variants.of(self._points()))
+        if not self.served:
+            raise NoMeshError("no mesh serves the marks and what the user fixed")
+        first = Links(self.served[0].chain, self.dims, self.request.optimizer)
+        pricer = Pricer(self.served, first, self.cluster, self.graph.batch_size)
+        homes = sorted({spot.task_graph for spot in first.chain.spots})
+        names = ["none", "dots", *(["named"] if first.named else []), "full"]
+        if self.request.remat is not None:
+            names = [self.request.remat]
+        self.one_policy = len(names) ** len(homes) > MOST_POLICIES
+        policies = list(itertools.product(names, repeat=len(homes)))
+        if self.one_policy:
+            policies = [(name,) * len(homes) for name in names]
+        return Model(
+            cells=pricer.price(),
+            leaves=first.leaves,
+            layers=first.chain.layers,
+            policies=[dict(zip(homes, c, strict=True)) for c in policies],
+            cluster=self.cluster,
+            cast_bytes=self.request.cast_bytes,
+            state_bytes=self.request.state_bytes,
+            optimizer_other_bytes=first.facts.optimizer_other_bytes,
+        )
+
+    def _limits(self) -> list[str]:
+        """What the search leaves out because there would be too much of it."""
+        found = []
+        if self.one_policy:
+            found.append("so many TaskGraphs: all of them have one policy of remat")
+        if self.variants.limited:
+            found.append(
+                "so many TaskGraphs: each tries its heaviest dimensions and none else"
+            )
+        return found
+
+    def placements(self) -> list[Placement]:
+        """Every way to lay stages or replicas on kinds of devices."""
+        kinds = self.cluster.kinds
+        counts = [
+            sum(n.count for n in self.cluster.nodes if n.kind == kind) for kind in kinds
+        ]
+        every = tuple(range(len(kinds)))
+        whole = Placement(by="all", kinds=every, counts=tuple(counts))
+        if len(kinds) == 1 or self.request.num_devices < sum(counts):
+            return [whole]
+        found = [whole, dataclasses.replace(whole, by="replicas")]
+        for order in itertools.permutations(every):
+            found.append(
+                Placement(
+                    by="stages", kinds=order, counts=tuple(counts[k] for k in order)
+                )
+            )
+        return found
+
+    def _frames(self, placement: Placement) -> Frames:
+        sizes = self._sizes
+        bounds = Bounds(
+            num_devices=self.request.num_devices,
+            global_batch=self.batch,
+            layers=self.model.layers,
+            fixed=self.fixed,
+            micro_batches=self.asked.num_micro_batches,
+        )
+        replicas = placement.by == "replicas"
+        count = len(sizes["samples"])
+        found = frames_of(np.arange(count), sizes, bounds, shares=replicas)
+        fits = np.ones(len(found), dtype=bool)
+        inner = sizes["expert"] * sizes["context"] * sizes["tensor"]
+        for number in placement.counts:
+            if replicas:
+                fits &= number % (inner[found.cell] * found.stage * found.fsdp) == 0
+            if placement.by == "stages":
+                part = found.stage * number
+                fits &= (part % self.request.num_devices == 0) & (part > 0)
+        return found.take(fits)
+
+    # Bounds.
+
+    def _least(self, placement: Placement, frames: Frames) -> Array:
+        """A lower bound on the step time of frames, whatever their options."""
+        cells = self.model.cells
+        homes = list(self.model.policies[0])
+        speed = np.zeros(len(cells[Column("samples")]))
+        wire = self._least_wire()
+        for kind, number in self._devices(placement):
+            seconds = wire.copy()
+            for home, place in itertools.product(homes, PLACES):
+                for phase in ("forward", "backward"):
+                    column = Column(phase, home, place, kind)
+                    seconds = seconds + cells.get(column, 0.0)
+                launches = cells.get(Column("launches", home, place), 0.0)
+                launch = self.cluster.kinds[kind].launch_seconds
+                seconds = seconds + launches * launch
+            speed = speed + number / seconds
+        inner = cells[Column("tensor")] * cells[Column("context")]
+        cell = self.batch * inner / cells[Column("samples")] / speed
+        found: Array = cell[frames.cell]
+        if placement.by == "all":
+            parts, stages = frames.micro_batches, frames.stage
+            most = np.clip(self.model.layers // stages, 1, max(CHUNKS))
+            found = found * stages / parts * any_cut_share(parts, stages, most)
+        return found
+
+    def _devices(self, placement: Placement) -> Iterator[tuple[int, int]]:
+        if placement.by == "all":
+            slowest = self.cluster.kinds.index(self.cluster.slowest)
+            yield slowest, sum(placement.counts)
+        else:
+            yield from zip(placement.kinds, placement.counts, strict=True)
+
+    def _least_wire(self) -> Array:
+        """Seconds of the collectives inside a stage, were all links the fastest."""
+        cells = self.model.cells
+        (fastest,) = (v.bandwidth_bytes_per_second for v in self.ideal.cluster.levels)
+        found = np.zeros(len(cells[Column("samples")]))
+        for column, nbytes in cells.items():
+            if column.what == "bytes" and "tensor" in column.axes[:1]:
+                size = cells[Column("tensor")]
+                rounds = 2 if column.collective == "all-reduce" else 1
+                found = found + rounds * nbytes * (size - 1) / size / fastest
+        return found
+
+    # The search.
+
+    def run(self) -> list[Case]:
+        """Search everything.
+
+        Returns:
+            The best cases that fit, best first; empty if none does.
+        """
+        spaces = []
+        for placement in self.placements():
+            frames = self._frames(placement)
+            self.tally.covered += self._count(placement, frames)
+            least = self._least(placement, frames)
+            spaces.append((placement, frames, least))
+        # In turns, so that a good plan of one rules out much of the others.
+        left = [self._search(*space) for space in spaces]
+        while left:
+            left = [search for search in left if next(search, False)]
+        self.tally.bound = min(self.tally.bound, self.tally.best)
+        self.cases = ranked(self.cases)
+        return self.cases
+
+    def _search(
+        self, placement: Placement, frames: Frames, least: Array
+    ) -> Iterator[bool]:
+        """Look at frames in order of a bound, in blocks; true after each of them."""
+        order = np.argsort(least, kind="stable")
+        at, size = 0, FIRST_BLOCK
+        while at < len(order):
+            here = order[at : at + size]
+            if least[here[0]] > self._limit():
+                self.tally.bound = min(self.tally.bound, float(least[here[0]]))
+                return
+            self._block(placement, frames.take(here))
+            yield True
+            at, size = at + size, min(2 * size, LAST_BLOCK)
+
+    def _limit(self) -> float:
+        return self.tally.best * (1 + TIE)
+
+    def _offloads(self) -> list[int]:
+        kinds = self.cluster.kinds
+        if any(
+            not k.host_memory_bytes or not k.host_link_bytes_per_second for k in kinds
+        ):
+            return [0]
+        return list(range(1 << len(OFFLOADS)))
+
+    def _zeros(self) -> list[int]:
+        return [0, 1, 2] if self.request.zero is None else [self.request.zero]
+
+    def _count(self, placement: Placement, frames: Frames) -> int:
+        """Cases that frames stand for."""
+        options = len(self.model.policies) * len(self._zeros()) * len(self._offloads())
+        several = placement.by != "replicas"
+        alike = placement.by == "all"
+        some = expansions(
+            frames,
+            self._sizes,
+            self.model.layers,
+            schedules=several,
+            only=self.asked.schedule,
+            chunks=CHUNKS if alike else (),
+        )
+        return some * options
+
+    def _block(self, placement: Placement, frames: Frames) -> None:
+        least = self._least_step(placement, frames, self.ideal, any_schedule=True)
+        frames = frames.take(least <= self._limit())
+        if not len(frames):
+            return
+        # Parameters in host memory pass through two layers' worth of the device's.
+        most = self._offloads()[-1]
+        corners = sorted({most, most & ~PARAMS})
+        corner = frames.with_options([0], self._zeros(), corners)
+        fits = self._weigh(placement, corner, optimistic=True).fits
+        some: Array = fits.reshape(len(frames), -1).max(axis=1)
+        frames = frames.take(some)
+        frames = ordered(frames, self._sizes)
+        least = self._least_step(placement, frames, self.model, any_schedule=True)
+        frames = ringed(frames.take(least <= self._limit()), self._sizes["context"])
+        if placement.by != "replicas":
+            frames = scheduled(frames, self.model.layers)
+        if placement.by == "stages":
+            # Equal parts do not suit unlike devices.
+            frames = frames.take(frames.chunks == 1)
+        frames = frames.take(self.asked.allows(frames))
+        if not len(frames):
+            return
+        least = self._least_step(placement, frames, self.model)
+        order = np.argsort(least, kind="stable")
+        each = len(self.model.policies) * len(self._zeros())
+        size = max(16, LAST_BLOCK // each)
+        for at in range(0, len(order), size):
+            here = order[at : at + size]
+            if least[here[0]] > self._limit():
+                self.tally.bound = min(self.tally.bound, float(least[here[0]]))
+                return
+            self._options(placement, frames.take(here))
+
+    def _least_step(
+        self,
+        placement: Placement,
+        frames: Frames,
+        model: Model,
+        *,
+        any_schedule: bool = False,
+    ) -> Array:
+        """A lower bound on the step time of frames, whatever their options.
+
+        Args:
+            placement: kinds of devices.
+            frames: nothing computed again, nothing in host memory.
+            model: with ``self.ideal`` it holds for every order of axes.
+            any_schedule: it holds for every schedule and for both kinds of attention.
+        """
+        self.tally.weighed += len(frames)
+        chunks = frames.chunks
+        if any_schedule:
+            frames = dataclasses.replace(frames, ring=np.ones_like(frames.ring))
+            most = np.minimum(max(CHUNKS), self.model.layers // frames.stage)
+            if placement.by == "all":
+                chunks = np.maximum(1, most)
+        if placement.by == "replicas":
+            return Replicas(model, frames, placement).least_step(self._zeros())
+        cases = Cases(model, frames, placement, None)
+        pace_of(cases)
+        return least_step(cases, chunks, self._zeros(), frames.micro_batches)
+
+    def _options(self, placement: Placement, frames: Frames) -> None:
+        """Weigh frames under every option; host memory only where it must be."""
+        remats = range(len(self.model.policies))
+        cases = frames.with_options(list(remats), self._zeros(), [0])
+        found = self._weigh(placement, cases)
+        self._settle(placement, cases, found)
+        early = found.step - found.time["allocation"]
+        tight = ~found.fits & (early <= self._limit())
+        offloads = self._offloads()[1:]
+        if not tight.any() or not offloads:
+            return
+        cases = cases.take(tight)
+        moved = stacked([_offloaded(cases, bits) for bits in offloads])
+        found = self._weigh(placement, moved)
+        fits = found.fits.reshape(len(offloads), -1).copy()
+        # What fits with less in host memory is not weighed with more.
+        for place, bits in enumerate(offloads):
+            for other, less in enumerate(offloads):
+                if less != bits and less & bits == less:
+                    found.fits.reshape(len(offloads), -1)[place] &= ~fits[other]
+        self._settle(placement, moved, found)
+
+    # Weighing.
+
+    def _weigh(
+        self, placement: Placement, frames: Frames, *, optimistic: bool = False
+    ) -> Weighed:
+        self.tally.weighed += len(frames)
+        if placement.by == "replicas":
+            return Replicas(self.model, frames, placement).weigh(optimistic=optimistic)
+        cases = Cases(self.model, frames, placement, None)
+        pace_of(cases)
+        return weigh(cases, optimistic=optimistic)
+
+    def _settle(self, placement: Placement, frames: Frames, found: Weighed) -> None:
+        """Simulate the schedules of the cases that may be best, best first."""
+        fits = np.flatnonzero(found.fits & (found.step <= self._limit()))
+        order = fits[np.argsort(found.step[fits], kind="stable")]
+        for at in range(0, len(order), KEPT):
+            here = order[at : at + KEPT]
+            here = here[found.step[here] <= self._limit()]
+            if not len(here):
+                return
+            some = frames.take(here)
+            exact, counts = self._exact(placement, some)
+            for index in range(len(some)):
+                self._keep(placement, some, exact, counts, index)
+
+    def _exact(
+        self, placement: Placement, frames: Frames
+    ) -> tuple[Weighed, list[tuple[int, ...]]]:
+        everyone = np.arange(len(frames))
+        if placement.by == "replicas":
+            replicas = Replicas(self.model, frames, placement)
+            return replicas.weigh(exact=True), replicas.counts()
+        cases = Cases(self.model, frames, placement, None)
+        pace_of(cases)
+        found = weigh(cases)
+        settle(cases, found, everyone, frames.micro_batches)
+        return found, [(int(m),) for m in frames.micro_batches]
+
+    def _keep(
+        self,
+        placement: Placement,
+        frames: Frames,
+        found: Weighed,
+        counts: Sequence[tuple[int, ...]],
+        index: int,
+    ) -> None:
+        self.tally.best = min(self.tally.best, float(found.step[index]))
+        if float(found.step[index]) <= self._limit():
+            self.cases.append(self._case(placement, frames, found, counts, index))
+
+    def _case(
+        self,
+        placement: Placement,
+        frames: Frames,
+        found: Weighed,
+        counts: Sequence[tuple[int, ...]],
+        index: int,
+    ) -> Case:
+        variant = int(self.model.cells[Column("variant")][frames.cell[index]])
+        return Case(
+            placement=placement,
+            frames=frames.take(np.array([index])),
+            variant=self.served[variant],
+            step_seconds=float(found.step[index]),
+            memory_bytes=float(found.memory_bytes[index]),
+            wire_bytes=float(found.wire[index]),
+            micro_batches=counts[index],
+            weighed=found,
+            row=index,
+        )
+
+    def nearest(self) -> tuple[Case, float, float]:
+        """Where nothing fits: the case that lacks least, and what of device and host.
+
+        Returns:
+            The case, bytes that it lacks on a device (none below 0), and on its host.
+        """
+        placement = self.placements()[0]
+        frames = self._frames(placement)
+        full = len(self.model.policies) - 1
+        options = self._offloads()
+        best: tuple[float, float, Frames] | None = None
+        for start in range(0, len(frames), LAST_BLOCK):
+            some = frames.take(np.arange(start, min(start + LAST_BLOCK, len(frames))))
+            cases = some.with_options([0, full], self._zeros(), options)
+            found = self._weigh(placement, cases)
+            over = np.maximum(0.0, found.memory_bytes - self.cluster.memory_bytes)
+            room = min(k.host_memory_bytes or 0 for k in self.cluster.kinds)
+            host = np.maximum(0.0, found.host - room)
+            index = int((over + host).argmin())
+            if best is None or over[index] + host[index] < best[0] + best[1]:
+                chosen = cases.take(np.array([index]))
+                best = float(over[index]), float(host[index]), chosen
+        assert best is not None  # something was covered
+        exact, counts = self._exact(placement, best[2])
+        return self._case(placement, best[2], exact, counts, 0), best[0], best[1]
+
+
+def _ideal(cluster: Cluster) -> Cluster:
+    """The cluster, were it one level of its best links without latency."""
+    fastest = max(
+        v.bandwidth_bytes_per_second / min([1.0, *(f for _, f in v.slowdown)])
+        for v in cluster.levels
+    )
+    level = Level(
+        name="ideal",
+        size=cluster.num_devices,
+        bandwidth_bytes_per_second=fastest,
+        latency_seconds=0.0,
+    )
+    return dataclasses.replace(cluster, levels=(level,))
+
+
+def _offloaded(frames: Frames, bits: int) -> Frames:
+    return dataclasses.replace(
+        frames, offload=np.full(len(frames), bits, dtype=np.int64)
+    )
+
+
+def ranked(cases: Sequence[Case]) -> list[Case]:
+    """Best first, as ``search.ranked`` does it: ties go to less memory."""
+    return best_first(
+        cases,
+        seconds=lambda c: c.step_seconds,
+        ties=lambda c: (c.memory_bytes, c.wire_bytes),
+        most=KEPT,
+    )[:KEPT]

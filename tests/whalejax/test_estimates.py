@@ -1,0 +1,244 @@
+"""Plans that can be estimated only: what they say, and that nothing runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax import cli, models
+from whalejax.jobs import abstract_model
+
+
+def llama(**changes: Any) -> tuple[wh.Job, Any, Any]:
+    """A Llama of a few layers, and a batch of 64, in shapes alone."""
+    options = {"embed": 1024, "heads": 8, "mlp": 4096, "sequence": 256, "layers": 12}
+    job = models.job("llama-test", **{**options, **changes})
+    batch = jax.eval_shape(lambda: job.batch_at(0, 64))
+    return job, abstract_model(job), batch
+
+
+def planned(memory: float = 1.5e9, **options: Any) -> wh.Plan:
+    job, model, batch = llama()
+    machine = wh.cluster("h100:8").with_memory(int(memory))
+    return wh.plan(
+        job.loss_fn,
+        model,
+        batch,
+        optimizer=optax.adam(1e-3),
+        cluster=machine,
+        runnable=False,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def estimate() -> wh.Plan:
+    return planned(mesh={"stage": 4})
+
+
+def test_a_pipeline_is_said_in_full(estimate: wh.Plan) -> None:
+    assert not estimate.runnable
+    assert estimate.beyond is not None
+    stages = estimate.beyond.stages
+    assert stages is not None
+    assert sum(stages.layers) == 12
+    assert len(stages.layers) == 4 * stages.chunks
+    assert estimate.beyond.gap == 0
+    assert estimate.beyond.covered > 1000
+    assert estimate.time.bubble_seconds > 0
+    text = str(estimate)
+    assert "stage 4" in text and stages.schedule in text
+    assert "an estimate: no executor of this version runs it" in text
+    assert estimate.runner_up is not None
+    assert estimate.memory.total_bytes <= 1.5e9
+
+
+def test_stacked_layers_lie_in_parts_on_the_stages(estimate: wh.Plan) -> None:
+    assert estimate.leaf("blocks.up.kernel").param_spec[0] == ("stage",)
+    assert "stage" not in str(estimate.leaf("head.kernel").param_spec)
+
+
+def test_it_travels_as_a_file_and_asks_no_more(
+    estimate: wh.Plan, tmp_path: Path
+) -> None:
+    estimate.save(tmp_path / "plan.json")
+    loaded = wh.Plan.load(tmp_path / "plan.json")
+    assert loaded == estimate
+    assert loaded.hash == estimate.hash
+    with pytest.raises(wh.WhaleError, match="was read from a file, without its model"):
+        loaded.what_if(batch=32)
+
+
+def test_compile_refuses_it(estimate: wh.Plan) -> None:
+    job, model, _ = llama()
+    with pytest.raises(wh.WhaleError, match=r"is an estimate \(runnable=False\)"):
+        wh.compile(estimate, job.loss_fn, model, optimizer=optax.adam(1e-3))
+
+
+def test_what_nothing_keeps_from_running_is_runnable() -> None:
+    plan = planned(80e9, mesh={"tensor": 1, "stage": 1, "context": 1}, remat="none")
+    assert plan.runnable and plan.beyond is None
+    assert any("chosen among" in note for note in plan.notes)
+
+
+def test_what_if_keeps_what_was_asked(estimate: wh.Plan) -> None:
+    other = estimate.what_if(cluster="h100:2x8", mesh={"stage": 2})
+    assert other.num_devices == 16
+    assert other.axis_sizes["stage"] == 2
+    half = estimate.what_if(batch=32)
+    assert half.batch[0].shape[0] == 32
+    assert half.time.step_seconds < estimate.time.step_seconds
+    full = estimate.what_if(remat="full")
+    assert full.beyond is not None and full.beyond.remat == (("default", "full"),)
+    with pytest.raises(wh.WhaleError) as caught:
+        estimate.what_if(colour=3, batch=0)
+    assert "there is no 'colour' to change" in str(caught.value)
+    assert "batch is 0; expected a number of samples" in str(caught.value)
+
+
+def test_what_if_of_a_runnable_plan_is_runnable() -> None:
+    net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    plan = wh.plan(lambda net, x: (x @ net["w"]).mean(), net, x, cluster="h100:8")
+    assert plan.what_if(cluster="h100:4").num_devices == 4
+    assert plan.what_if(zero=1).runnable
+
+
+def test_unlike_devices_take_unlike_shares() -> None:
+    job, model, batch = llama()
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        batch,
+        cluster="a100-80:4+h100:4",
+        mesh={"stage": 1},
+        runnable=False,
+    )
+    assert plan.beyond is not None
+    shares = dict(plan.beyond.shares)
+    assert shares["h100"] > shares["a100-80"] > 0
+
+
+def test_a_policy_needs_an_estimate() -> None:
+    job, model, batch = llama()
+    with pytest.raises(wh.WhaleError, match="remat='full' needs runnable=False"):
+        wh.plan(job.loss_fn, model, batch, cluster="h100:8", remat="full")
+    with pytest.raises(wh.WhaleError, match="remat is 'some'; expected one of none"):
+        planned(remat="some")
+
+
+def test_the_command_line_estimates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "plan llama-test --set layers=12 embed=1024 --cluster h100:8 --batch 64 "
+        "--estimate --json"
+    ).split()
+    assert cli.main(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["whalejax_plan"] == 2
+
+
+def test_a_pipeline_mark_is_obeyed() -> None:
+    def build(stages: int) -> wh.Plan:
+        def loss(net: Any, x: jax.Array) -> jax.Array:
+            with wh.pipeline(num_stages=stages, num_micro_batches=4, schedule="gpipe"):
+                for layer in net["layers"]:
+                    x = jnp.tanh(x @ layer["w"])
+            return jnp.mean(x)
+
+        w = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+        x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+        return wh.plan(loss, {"layers": [w] * 8}, x, cluster="h100:8", runnable=False)
+
+    plan = build(2)
+    assert plan.axis_sizes["stage"] == 2
+    assert plan.num_micro_batches == 4
+    assert plan.beyond is not None and plan.beyond.stages is not None
+    assert plan.beyond.stages.schedule == "gpipe"
+    assert plan.beyond.stages.layers == (4, 4)
+
+
+def test_hints_that_contradict_are_both_named() -> None:
+    def loss(net: Any, x: jax.Array) -> jax.Array:
+        with wh.pipeline(num_stages=2):
+            return jnp.mean(x @ net["w"])
+
+    net = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.plan(loss, net, x, cluster="h100:8", mesh={"stage": 4}, runnable=False)
+    text = str(caught.value)
+    assert "pipeline(num_stages=2) asks for num_stages 2" in text
+    assert "mesh={'stage': 4} for 4" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cluster": "h100:7"}, "7"),
+        ({"mesh": {"stage": 8}}, "no plan has stage 8"),
+        ({"mesh": {"context": 8}}, "no plan has context 8"),
+        ({"mesh": {"stage": 3}}, "stage 3 uses 3 of 8 devices"),
+    ],
+)
+def test_what_no_mesh_serves_is_said(options: dict[str, Any], words: str) -> None:
+    job = models.job("gpt-test")
+    asked = {"cluster": "h100:8", **options}
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.plan(
+            job.loss_fn,
+            abstract_model(job),
+            job.batch_at(0, 4),
+            optimizer=optax.adam(1e-3),
+            runnable=False,
+            **asked,
+        )
+    assert words in str(caught.value)
+
+
+def test_sizes_of_axes_are_whole_numbers() -> None:
+    for size in ("2", 2.0, True):
+        with pytest.raises(wh.WhaleError, match="expected a whole number, 1 or more"):
+            planned(mesh={"stage": size})
+
+
+def test_a_marked_pipeline_of_one_stage_is_estimated() -> None:
+    def loss(net: Any, x: jax.Array) -> jax.Array:
+        with wh.pipeline():
+            for layer in net["layers"]:
+                x = jnp.tanh(x @ layer["w"])
+        return jnp.mean(x)
+
+    w = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    plan = wh.plan(
+        loss,
+        {"layers": [w] * 4},
+        x,
+        cluster="h100:8",
+        mesh={"stage": 1},
+        remat="none",
+        runnable=False,
+    )
+    assert not plan.runnable
+
+
+def test_a_parameter_that_nothing_reads_is_planned_too() -> None:
+    def loss(net: Any, x: jax.Array) -> jax.Array:
+        for layer in net["layers"]:
+            x = jnp.tanh(x @ layer)
+        return jnp.mean(x)
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    net = {"layers": [w] * 6, "unused": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    plan = wh.plan(loss, net, x, cluster="h100:8", remat="full", runnable=False)
+    assert len(plan.leaves) == 7
