@@ -119,6 +119,7 @@ def _cluster(
             group_size=probe.group_size,
             payload_bytes=probe.payload_bytes,
             seconds=seconds,
+            shared=platform == "cpu",
         )
         for probe, seconds in found.items()
         if isinstance(probe, Collective)
@@ -249,6 +250,7 @@ def _level(
         bandwidth_bytes_per_second=fit.bandwidth_bytes_per_second,
         latency_seconds=fit.latency_seconds,
         slowdown=fit.slowdown,
+        shared=kind.platform == "cpu",
     )
 
 

@@ -92,6 +92,7 @@ def _level_data(level: Level) -> dict[str, Any]:
     data = dataclasses.asdict(level)
     data["slowdown"] = dict(level.slowdown) or None
     data["torus"] = level.torus or None
+    data["shared"] = level.shared or None
     return {k: v for k, v in data.items() if v is not None}
 
 
@@ -284,6 +285,7 @@ def _level(table: Table) -> Level:
         latency_seconds=table.number("latency_seconds"),
         torus=table.boolean("torus", False),
         slowdown=table.table("slowdown").numbers(),
+        shared=table.boolean("shared", False),
     )
     table.done()
     return level

@@ -25,12 +25,14 @@ class CollectiveTime:
             themselves at the same time.
         payload_bytes: on one device: what is reduced, gathered into, or exchanged.
         seconds: one collective.
+        shared: among threads over one memory; see ``Level``.
     """
 
     collective: str
     group_size: int
     payload_bytes: int
     seconds: float
+    shared: bool = False
 
     @property
     def rounds(self) -> int:
@@ -38,9 +40,14 @@ class CollectiveTime:
         return 2 if self.collective == "all-reduce" else 1
 
     @property
+    def waits(self) -> int:
+        """Latencies in all rounds."""
+        return self.rounds * (self.group_size if self.shared else 1)
+
+    @property
     def wire_bytes(self) -> float:
         """What one device sends in all rounds."""
-        share = (self.group_size - 1) / self.group_size
+        share = 1.0 if self.shared else (self.group_size - 1) / self.group_size
         return self.rounds * self.payload_bytes * share
 
 
@@ -64,7 +71,7 @@ class LinkFit:
 def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
     """Latency and bandwidth by least squares of the logarithm of the times.
 
-    Fits ``seconds = rounds * latency + wire_bytes / bandwidth``. In logarithms, so that
+    Fits ``seconds = waits * latency + wire_bytes / bandwidth``. In logarithms, so that
     being twice too fast counts as much as twice too slow, and the largest payload does
     not decide alone; with a robust loss, so that one disturbed measurement does not
     either. All-to-all is left out of the fit where others were measured, because it
@@ -84,7 +91,7 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
     """
     rings = [t for t in times if t.collective != "all-to-all"] or list(times)
     latency, inverse, notes = _two_numbers(
-        np.array([t.rounds for t in rings], float),
+        np.array([t.waits for t in rings], float),
         np.array([t.wire_bytes for t in rings]),
         np.array([t.seconds for t in rings]),
     )
@@ -97,19 +104,19 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkFit:
 
 
 def _two_numbers(
-    rounds: np.ndarray, wire: np.ndarray, seconds: np.ndarray
+    waits: np.ndarray, wire: np.ndarray, seconds: np.ndarray
 ) -> tuple[float, float, tuple[str, ...]]:
     """Latency, seconds a byte, and what had to be clipped."""
 
     def errors(logs: np.ndarray) -> np.ndarray:
         latency, inverse = np.exp(logs)
-        return np.asarray(np.log((rounds * latency + wire * inverse) / seconds))
+        return np.asarray(np.log((waits * latency + wire * inverse) / seconds))
 
     # Neither term can explain more than the whole of the slowest case, nor, beyond the
     # seventh digit, matter to the fastest one.
-    high = np.log([(seconds / rounds).max(), (seconds / wire).max()])
-    low = np.log([(seconds / rounds).min(), (seconds / wire).min()]) - np.log(1e7)
-    start = np.log([(seconds / rounds).min() / 2, (seconds / wire).min() / 2])
+    high = np.log([(seconds / waits).max(), (seconds / wire).max()])
+    low = np.log([(seconds / waits).min(), (seconds / wire).min()]) - np.log(1e7)
+    start = np.log([(seconds / waits).min() / 2, (seconds / wire).min() / 2])
     solved = least_squares(errors, start, bounds=(low, high), loss="soft_l1")
     latency, inverse = (float(v) for v in np.exp(solved.x))
     notes = []
@@ -130,7 +137,7 @@ def _slowdown(
 ) -> tuple[tuple[str, float], ...]:
     logs: dict[str, list[float]] = {}
     for t in times:
-        predicted = t.rounds * latency + t.wire_bytes * inverse
+        predicted = t.waits * latency + t.wire_bytes * inverse
         logs.setdefault(t.collective, []).append(math.log(t.seconds / predicted))
     return tuple(
         (name, math.exp(sum(values) / len(values))) for name, values in logs.items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from whalejax.meshes.kinds import DeviceKind, Platform
 
@@ -18,7 +19,8 @@ class Level:
 
     A collective over the level takes ``rounds * (latency_seconds + payload_bytes *
     (size - 1) / size / bandwidth_bytes_per_second)``, with two rounds for an
-    all-reduce and one otherwise, times ``slowdown_of`` the collective.
+    all-reduce and one otherwise, times ``slowdown_of`` the collective. Where the level
+    is ``shared``, the payload counts whole and the latency once for each member.
 
     Attributes:
         name: of the link, such as ``"nvlink"``.
@@ -29,6 +31,8 @@ class Level:
         torus: the level is one axis of a torus; adjoining ones form one torus.
         slowdown: (collective, factor) pairs by which it was measured to differ from
             the formula; names as in ``"all-to-all"``.
+        shared: the members are threads over one memory, as virtual CPU devices are:
+            each of them reads and writes the payload, however many there are.
     """
 
     name: str
@@ -37,10 +41,19 @@ class Level:
     latency_seconds: float
     torus: bool = False
     slowdown: tuple[tuple[str, float], ...] = ()
+    shared: bool = False
 
     def slowdown_of(self, collective: str) -> float:
         """The measured factor of one collective; 1.0 where nothing was measured."""
         return dict(self.slowdown).get(collective, 1.0)
+
+    def moved(self, size: Any) -> Any:
+        """Part of the payload that one round moves among so many members."""
+        return (size > 1) * 1.0 if self.shared else (size - 1) / size
+
+    def waits(self, size: Any) -> Any:
+        """How many latencies one round among so many members takes."""
+        return (size > 1) * (size if self.shared else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +69,8 @@ class CompilerProfile:
     """What the compiler of a platform makes of partial sums.
 
     Attributes:
-        merge_partials: adds partial sums up before it reduces them over devices once.
+        merge_partials: adds partial sums up before it reduces them over devices once,
+            over the axes of several dimensions at a time.
         reduce_scatter: emits reduce-scatter where the result is sharded, instead of an
             all-reduce and a slice.
     """

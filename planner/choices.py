@@ -9,6 +9,7 @@ vocabulary do not, which is Megatron's tensor parallelism, found and not declare
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Options:
     Attributes:
         choices: by TaskGraph index.
         batch: the batch roles.
+        sequence: roles that the ``context`` axis shards: those that meet themselves.
         minor: roles that some parameter holds only as a minor atom; no PartitionSpec
             can name them.
         sizes: of all roles, by index.
@@ -93,6 +95,7 @@ class Options:
 
     choices: Mapping[int, Choice]
     batch: tuple[int, ...]
+    sequence: tuple[int, ...]
     minor: frozenset[int]
     sizes: tuple[int, ...]
     homes: Mapping[int, int]
@@ -105,12 +108,25 @@ class Options:
     def tables(self, task_graph: int, mesh: Mapping[str, int]) -> list[Table]:
         """Every table that the TaskGraph may have on a mesh."""
         choice = self.choices[task_graph]
-        base: dict[str, tuple[int, ...]] = {"data": self.batch, "fsdp": self.batch}
+        base: dict[str, tuple[int, ...]] = {
+            "data": self.batch,
+            "fsdp": self.batch,
+            "context": self.sequence,
+        }
         found: list[Table] = []
         for expert in self._expert(choice, mesh):
             for tensor in self._tensor(choice, mesh, expert):
                 found.append({**base, "expert": expert, "tensor": tensor})
         return found
+
+    def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
+        """How many devices share the batch under a table; all but the context axis may.
+
+        Also where the batch is one sample, and so no dimension at all.
+        """
+        batch = set(self.batch)
+        lent = (a for a in mesh if a != "context" and set(table.get(a, ())) <= batch)
+        return math.prod(mesh[axis] for axis in lent)
 
     def _expert(self, choice: Choice, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
         size = mesh["expert"]
@@ -220,6 +236,7 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
     return Options(
         choices=found,
         batch=tuple(r.index for r in dims.batch),
+        sequence=_sequence(graph, dims, rows),
         minor=limits.minor,
         sizes=tuple(r.size for r in dims.roles),
         homes=homes,
@@ -293,6 +310,34 @@ def _cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
         op = graph.ops[cut.op]
         found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
     return frozenset(found)
+
+
+def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
+    """Dimensions of values that meet themselves, as attention's sequence does.
+
+    Those of weights that products read are none of them; and of two that meet each
+    other, as an encoder's and a decoder's do, the longer one is taken.
+    """
+    batch = {r.index for r in dims.batch}
+    found: set[int] = set()
+    for cut in dims.cuts:
+        op = graph.ops[cut.op]
+        if op.matmul is not None and not any(rows.weight[t] for t in op.operands):
+            found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
+    met: dict[int, set[int]] = {}
+    for row in rows.ops:
+        roles = frozenset[int]().union(*(slot.roles for slot in row.slots))
+        for role in roles & found:
+            met.setdefault(role, set()).update(roles)
+        if row.product is not None:
+            for slot in row.operands:
+                found -= slot.roles if slot.weight else frozenset()
+    usable = [r for r in found - batch if not dims.roles[r].unshardable]
+    chosen: list[int] = []
+    for role in sorted(usable, key=lambda r: (-dims.roles[r].size, r)):
+        if met[role].isdisjoint(chosen):
+            chosen.append(role)
+    return tuple(sorted(chosen))
 
 
 def _minor_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:

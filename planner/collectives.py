@@ -48,7 +48,12 @@ def axis_parts(
     for axis in reversed(list(mesh)):
         size = mesh[axis]
         if axis in axes and size > 1:
-            parts.extend(_cut(stride, size, cluster))
+            for part in _cut(stride, size, cluster):
+                last = parts[-1] if parts else None
+                if last and last.level.shared and last.level == part.level:
+                    parts[-1] = Part(size=last.size * part.size, level=part.level)
+                else:
+                    parts.append(part)
         stride *= size
     return tuple(parts)
 
@@ -75,13 +80,14 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
 
     The ring bounds: an all-gather or reduce-scatter moves (n-1)/n of the payload, an
     all-reduce twice that, an all-to-all (n-1)/n (Thakur et al., 2005, sections 3-4);
-    times the factor by which the level was measured to differ.
+    times the factor by which the level was measured to differ. Threads over one
+    memory form no ring; see ``Level``.
     """
-    share = (part.size - 1) / part.size
+    level = part.level
     rounds = 2 if kind == "all-reduce" else 1
-    wire = payload_bytes * share / part.level.bandwidth_bytes_per_second
-    measured = part.level.slowdown_of(kind)
-    return rounds * (part.level.latency_seconds + wire) * measured
+    wire = payload_bytes * level.moved(part.size) / level.bandwidth_bytes_per_second
+    wait = level.latency_seconds * level.waits(part.size)
+    return float(rounds * (wait + wire) * level.slowdown_of(kind))
 
 
 def collective_seconds(
@@ -136,7 +142,11 @@ def spans_of(
     for which, size in ordered:
         here = wanted[which] & (size > 1)
         if here.any():
-            spans.extend(_spans(stride, np.where(here, size, 1), cluster))
+            for size_of, level in _spans(stride, np.where(here, size, 1), cluster):
+                if spans and level.shared and spans[-1][1] == level:
+                    spans[-1] = spans[-1][0] * size_of, level
+                else:
+                    spans.append((size_of, level))
         stride = stride * size
     return spans or [(np.ones(len(stride)), cluster.levels[0])]
 
@@ -175,9 +185,9 @@ def span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarr
         if kind == "all-reduce":
             halves = [level.slowdown_of(k) for k in ("reduce-scatter", "all-gather")]
             factor = np.where(behind, sum(halves), 2.0 * factor)
-        share = (size - 1) / size / level.bandwidth_bytes_per_second
+        share = level.moved(size) / level.bandwidth_bytes_per_second
         per_byte += remaining * share * factor
-        per_time += (size > 1) * level.latency_seconds * factor
+        per_time += level.waits(size) * level.latency_seconds * factor
         if kind != "all-to-all":
             remaining = remaining / size
     return per_byte, per_time

@@ -244,6 +244,22 @@ def _axes_on(roles: frozenset[int], hits: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, role in hits.items() if role in roles)
 
 
+def _sums(
+    roles: frozenset[int], hits: Mapping[str, int], s: Setting
+) -> tuple[tuple[str, ...], ...]:
+    """Axes of the reductions that sum over some roles, one after the other.
+
+    A compiler that does not merge partial sums reduces dimension by dimension.
+    """
+    axes = _axes_on(roles, hits)
+    if s.cluster.compiler.merge_partials or not axes:
+        return (axes,) if axes else ()
+    by_role: dict[int, tuple[str, ...]] = {}
+    for axis in axes:
+        by_role[hits[axis]] = (*by_role.get(hits[axis], ()), axis)
+    return tuple(by_role.values())
+
+
 def gradients_of(
     row: Row, hits: Mapping[str, int], s: Setting
 ) -> tuple[Collective, ...]:
@@ -263,7 +279,7 @@ def gradients_of(
         )
         for operand in row.operands
         if operand.weight and operand.differentiable
-        if (axes := _axes_on(present - operand.roles, hits))
+        for axes in _sums(present - operand.roles, hits, s)
     )
 
 
@@ -289,9 +305,11 @@ def flow_cost(
     if flow.source.roles & s.batch_roles:
         nbytes /= s.num_micro_batches
     path = _Path(flow, nbytes, s)
-    partial = _axes_on(flow.reduced, hits_of(flow.present, tables[flow.task_graph], s))
+    hits = hits_of(flow.present, tables[flow.task_graph], s)
     wanted = _common(layouts)
-    here = path.reduce(source, partial, wanted, "forward")
+    here = source
+    for axes in _sums(flow.reduced, hits, s):
+        here = path.reduce(here, axes, wanted, "forward")
     for layout in layouts:
         path.bring(here, layout, "forward")
     if flow.source.differentiable:
@@ -367,12 +385,12 @@ class _Path:
         self, source: Spec, targets: Mapping[Use, Spec], tables: Mapping[int, Table]
     ) -> None:
         """The cotangents of all readers."""
-        sums: dict[Spec, list[tuple[str, ...]]] = {}
+        sums: dict[Spec, list[tuple[tuple[str, ...], ...]]] = {}
         for use, layout in targets.items():
-            axes: tuple[str, ...] = ()
+            axes: tuple[tuple[str, ...], ...] = ()
             if not self.flow.source.weight:
                 hits = hits_of(use.present, tables[use.task_graph], self.s)
-                axes = _axes_on(use.present - use.view.roles, hits)
+                axes = _sums(use.present - use.view.roles, hits, self.s)
             sums.setdefault(layout, []).extend([axes] * use.readers)
         wanted = _common([source])
         for layout, partial in sums.items():
@@ -381,8 +399,10 @@ class _Path:
             kept = {a for axes in layout for a in axes}
             missing = {a: d for a, d in wanted.items() if a not in kept}
             here = layout
-            for summed in partial:
-                here = self.reduce(layout, summed, missing, "backward")
+            for several in partial:
+                here = layout
+                for summed in several:
+                    here = self.reduce(here, summed, missing, "backward")
             self.bring(here, source, "backward")
 
     def _add(

@@ -84,7 +84,7 @@ def decide(
     fitting = search.run()
     if not fitting:
         raise refusal(search)
-    return _plan(analysed, search, fitting, cluster, request, precision, batch)
+    return written(analysed, search, fitting, cluster, request, precision, batch)
 
 
 def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> None:
@@ -123,7 +123,7 @@ def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> N
     problems.raise_if_any()
 
 
-def _plan(
+def written(
     analysed: Analysed,
     search: Search,
     fitting: list[Scored],
@@ -132,6 +132,7 @@ def _plan(
     precision: str,
     batch: Sequence[BatchLeaf],
 ) -> Plan:
+    """The plan of the first of some scored ones; the others are its candidates."""
     best = fitting[0]
     graph, dims = analysed.graph, analysed.dims
     leaves = tuple(

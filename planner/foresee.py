@@ -85,7 +85,7 @@ def foresee(
         return estimate
     request = dataclasses.replace(
         request,
-        mesh={a: n for a, n in best.mesh.items() if a not in ("stage", "context")},
+        mesh={a: n for a, n in best.mesh.items() if a != "stage"},
         zero=best.zero,
         num_micro_batches=best.micro_batches,
     )
@@ -101,7 +101,7 @@ def foresee(
 def _no_mesh(graph: Graph, cluster: Cluster, request: Request) -> PlanError:
     """Why no mesh serves the marks, the batch and what the user fixed."""
     mesh = dict(request.mesh or {})
-    beyond = {a: mesh.pop(a) for a in ("stage", "context") if a in mesh}
+    beyond = {a: mesh.pop(a) for a in ("stage",) if a in mesh}
     analysed = analyse_graph(graph)
     request = dataclasses.replace(request, mesh=mesh)
     search = Search(analysed.graph, analysed.dims, cluster, request)
@@ -140,6 +140,8 @@ class _Chosen:
     def runnable(self) -> bool:
         """An executor of this version runs it."""
         plain = dataclasses.replace(self.beyond, covered=0, gap=0.0)
+        if plain.attention == "all-gather":
+            plain = dataclasses.replace(plain, attention="")
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
         return plain == Beyond() and tuple(a for a, _ in self.axes) == usual
 
@@ -201,11 +203,8 @@ class _Chosen:
 
     @property
     def tables(self) -> dict[int, Table]:
-        """Compute table of each TaskGraph, the context axis included."""
-        sequence = self.case.variant.spots[0]["context"]
-        return {
-            g: {**t, "context": sequence} for g, t in self.case.variant.tables.items()
-        }
+        """Compute table of each TaskGraph."""
+        return dict(self.case.variant.tables)
 
 
 def _plan(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.layout import MESH_AXES, divisors
 from whalejax.planner.variants import Array
 
 
@@ -95,11 +95,6 @@ def stacked(many: Sequence[Frames]) -> Frames:
             for f in fields(Frames)
         }
     )
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, rising."""
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,6 +163,15 @@ class Op:
     kernel: int | None = None
     share: float = 1.0
 
+    @property
+    def regathers(self) -> bool:
+        """Weights that it reads in shards are gathered again for its backward pass.
+
+        Those of products are large, and read there; what else reads weights (a norm's
+        scale) keeps them.
+        """
+        return self.matmul is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:

@@ -25,6 +25,11 @@ Table = Mapping[str, tuple[int, ...]]
 """Mesh axis to the roles it may shard, in order of preference."""
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors, rising."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
 def axis_roles(
     present: set[int] | frozenset[int], table: Table, mesh: Mapping[str, int]
 ) -> dict[str, int]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.dimensions import Dimensions, Layout
-from whalejax.planner.graph import LINEAR, Graph, Tensor
+from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
@@ -108,8 +108,7 @@ class LeafFacts:
         """
         tensors = graph.params
         homes = weight_homes(graph, weight)
-        again, forms = _read_again(graph, weight), _forms(graph)
-        storage = _storage_order(tensors, dims)
+        gathers, storage = _gathers(graph, weight), _storage_order(tensors, dims)
         rank = {role: place for place, role in enumerate(storage)}
         groups: dict[LeafGroup, int] = {}
         counts: Counter[int] = Counter()
@@ -123,7 +122,7 @@ class LeafFacts:
                 home=homes.get(t.id, 0),
                 order=_order(pinned, dims.layouts[t.id], rank),
                 pinned=pinned,
-                gathers=forms[t.id] + (t.id in again),
+                gathers=gathers[t.id],
                 nbytes=t.nbytes,
                 optimizer_bytes=optimizer.by_path.get(t.path, 0),
             )
@@ -157,41 +156,36 @@ class LeafFacts:
         )
 
 
-def _forms(graph: Graph) -> dict[int, int]:
-    """In how many forms operations read each parameter: as it is, and transposed.
+def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
+    """How often each parameter is gathered in a micro-batch, if it lies in shards.
 
-    The compiler transposes shards and gathers them after it, so that a table which is
-    looked up and multiplied with is gathered twice.
+    Every product gathers its own, and again for its backward pass where that reads it:
+    where the other operand is data, nothing does. What else reads a parameter shares
+    one that is kept. A region that is computed again gathers again what its backward
+    pass reads. A table that is looked up and multiplied with is gathered in two forms,
+    because the compiler transposes shards.
     """
-    turned: Counter[int] = Counter()
-    plain: set[int] = set()
-    for op in graph.ops:
-        for tensor in op.operands:
-            if op.kind == "transpose":
-                turned[tensor] += 1
-            else:
-                plain.add(tensor)
-    return {t.id: max(1, turned[t.id] + (t.id in plain)) for t in graph.params}
-
-
-def _read_again(graph: Graph, weight: Sequence[bool]) -> frozenset[int]:
-    """Parameters whose value the backward pass needs.
-
-    The cotangent of a product's other operand is made with the weight; where that
-    operand is data, or the operation is a sum, nothing reads the weight again.
-    """
-    found: set[int] = set()
+    found: Counter[int] = Counter()
+    shared: dict[tuple[int, int | None], bool] = {}
     for op in reversed(graph.ops):
-        if all(weight[t] for t in op.results):
-            if any(t in found for t in op.results):
-                found.update(t for t in op.operands if weight[t])
+        if op.results and all(weight[t] for t in op.results):
+            for t in {t for t in op.operands if weight[t]}:
+                found[t] += sum(found[r] for r in op.results)
+            continue
+        if op.kind in LOOPS:
             continue
         others = any(
             graph.tensors[t].differentiable for t in op.operands if not weight[t]
         )
-        if others and op.kind not in LINEAR:
-            found.update(t for t in op.operands if weight[t])
-    return frozenset(found)
+        for t in {t for t in op.operands if weight[t]}:
+            if op.regathers and op.remat is None:
+                found[t] += 1 + others
+                continue
+            again = others and op.remat is not None and op.kind not in LINEAR
+            before = shared.get((t, op.remat))
+            found[t] += (before is None) + (again and not before)
+            shared[t, op.remat] = again or bool(before)
+    return Counter({t.id: max(1, found[t.id]) for t in graph.params})
 
 
 def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:

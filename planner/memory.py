@@ -272,6 +272,9 @@ def memory_of(
         gradient = nbytes / shards(layout.gradient, s.mesh)
         params += count * nbytes / shards(layout.param, s.mesh)
         gradients += count * gradient
+        if not s.cluster.compiler.reduce_scatter:
+            # All of them are summed whole, at once, and only then cut.
+            working += count * (nbytes / whole - gradient)
         owned = group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         state += count * owned
         fresh = max(fresh, gradient)

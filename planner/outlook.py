@@ -16,6 +16,7 @@ of the two is worked out once for all that agree.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ Seconds = dict[tuple[int, int, str, str], Array]
 """By kind of device, place, phase and term; of one layer at ``LAYER``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """What does not change over cases.
 
@@ -75,6 +76,16 @@ class Model:
     cast_bytes: float
     state_bytes: int
     optimizer_other_bytes: int
+
+    @functools.cached_property
+    def gradients(self) -> Mapping[tuple[tuple[str, ...], int], Array]:
+        """Payload of the reductions of gradients, by axes and place."""
+        found: dict[tuple[tuple[str, ...], int], Array] = {}
+        for column, values in self.cells.items():
+            if column.what == "gradient":
+                key = usual_axes(column.axes), column.place
+                found[key] = found[key] + values if key in found else values
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

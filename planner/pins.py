@@ -26,7 +26,7 @@ NO_WEIGHTS = {
         "map that name: axis_names={'data': 'fsdp'}"
     ),
     "stage": "an axis that this version gives no size. Drop that name",
-    "context": "an axis that this version gives no size. Drop that name",
+    "context": "which shards the sequence of activations. Drop that name",
 }
 """Mesh axes that metadata cannot fix for a weight, and what to do instead."""
 

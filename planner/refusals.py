@@ -20,9 +20,15 @@ from whalejax.planner.choices import (
     sharded_by_split,
 )
 from whalejax.planner.explain import gigabytes
+from whalejax.planner.layout import divisors
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import PlanError
-from whalejax.planner.search import BATCH_DOES_NOT_DIVIDE, Search
+from whalejax.planner.search import (
+    BATCH_DOES_NOT_DIVIDE,
+    NO_SEQUENCE,
+    SEQUENCE_DOES_NOT_DIVIDE,
+    Search,
+)
 
 
 MOST_LEAVES = 4
@@ -45,6 +51,8 @@ def refusal(search: Search) -> PlanError:
         problems.add(text)
     if BATCH_DOES_NOT_DIVIDE in search.refused:
         problems.add(_batch(search))
+        if SEQUENCE_DOES_NOT_DIVIDE in search.refused:
+            problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
         for why in sorted(search.refused):
             problems.add(_reason(search, why))
@@ -55,7 +63,15 @@ def _reason(search: Search, why: str) -> str:
     """One reason for which meshes were refused, with what was given and a remedy."""
     fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
     given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
+    sequence = [search.options.sizes[r] for r in search.options.sequence]
     remedies = {
+        NO_SEQUENCE: (
+            "No dimension that can be sharded meets itself in a product, as "
+            "attention's sequence does: leave context out"
+        ),
+        SEQUENCE_DOES_NOT_DIVIDE: (
+            f"It is {', '.join(map(str, sequence))} long: pad it, or fix another size"
+        ),
         NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
         NO_TENSOR: "No weights outside replicate can be sharded: leave tensor out",
         NO_EXPERTS: (
@@ -127,7 +143,6 @@ def _batch(search: Search) -> str:
 def _least_share(search: Search) -> int:
     """The fewest devices that share a micro-batch on any mesh that serves the marks."""
     options, request = search.options, search.request
-    batch = search.batch_roles
     shares = []
     for mesh in search.meshes():
         if sharded_by_split(options, mesh):
@@ -135,10 +150,7 @@ def _least_share(search: Search) -> int:
         regions = []
         for region in options.order:
             tables = options.tables(region, mesh)
-            parts = (
-                math.prod(n for a, n in mesh.items() if set(t.get(a, ())) & batch)
-                for t in tables
-            )
+            parts = (options.batch_parts(t, mesh) for t in tables)
             regions.append(min(parts, default=request.num_devices))
         shares.append(max(regions))
     return min(shares, default=request.num_devices)
@@ -177,7 +189,7 @@ def _region(search: Search, choice: Choice) -> Iterator[str]:
     axis = choice.devices or fixed or request.num_devices
     roles = choice.asked or {r for roles in choice.sets for r in roles}
     if choice.devices is None and fixed is None:
-        fitting = [n for n in _divisors(request.num_devices) if n > 1]
+        fitting = [n for n in divisors(request.num_devices) if n > 1]
     else:
         fitting = [axis]
     if any(dims.roles[r].size % n == 0 for r in roles for n in fitting):
@@ -197,7 +209,7 @@ def _dimension(search: Search, path: str, dim: int, size: int, axis: int) -> str
     padded = math.ceil(size / axis) * axis
     remedies = [f"Pad it to {padded}"]
     usable = [
-        n for n in _divisors(search.request.num_devices) if n > 1 and size % n == 0
+        n for n in divisors(search.request.num_devices) if n > 1 and size % n == 0
     ]
     if usable:
         best = max(usable)
@@ -207,7 +219,3 @@ def _dimension(search: Search, path: str, dim: int, size: int, axis: int) -> str
         f"{path} dim {dim} is {size}; an axis of {axis} does not divide {size}. "
         f"{listed}"
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -2,9 +2,10 @@
 
 Exact enumeration over the factorisations of the devices into ``data``, ``fsdp``,
 ``expert`` and ``tensor``, over the logical dimensions that each model axis may shard in
-each TaskGraph, and over what is sharded in storage. The cost of a TaskGraph under one
-table depends on nothing outside it but the layouts at its borders, so tables are
-costed once for each mesh and combined by adding.
+each TaskGraph, and over what is sharded in storage. ``context``, which shards the
+sequence, gets a size where the user fixes one, or where nothing fits without it. The
+cost of a TaskGraph under one table depends on nothing outside it but the layouts at its
+borders, so tables are costed once for each mesh and combined by adding.
 
 Among plans within half a percent of the fastest, the one with less memory is taken, and
 among equals the one that communicates less: predictions are not finer than that.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from whalejax.planner.cost import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import BatchReduction, Graph
-from whalejax.planner.layout import Table
+from whalejax.planner.layout import Table, divisors
 from whalejax.planner.leaves import (
     LeafFacts,
     LeafLayout,
@@ -65,10 +65,12 @@ from whalejax.planner.update import (
 
 Weighable = TypeVar("Weighable")
 
-PLANNED_AXES = ("data", "fsdp", "expert", "tensor")
+PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Mesh axes that the search gives sizes to, outermost first."""
 
 BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
+NO_SEQUENCE = "no dimension for a context axis"
+SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
 """Reasons to refuse a layout."""
 
@@ -158,19 +160,25 @@ class Scored:
         return words
 
 
-def meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Every factorisation into data, fsdp, expert and tensor, outermost first."""
-    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
-    for tensor, expert in itertools.product(divisors, divisors):
-        rest, over = divmod(num_devices, tensor * expert)
+def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
+    """Every factorisation into data, fsdp, expert and tensor, outermost first.
+
+    Args:
+        num_devices: the product of all axes.
+        context: the size of that axis, a divisor of it.
+    """
+    sizes = divisors(num_devices)
+    for tensor, expert in itertools.product(sizes, sizes):
+        rest, over = divmod(num_devices, tensor * expert * context)
         if over:
             continue
-        for fsdp in divisors:
+        for fsdp in sizes:
             if rest % fsdp == 0:
                 yield {
                     "data": rest // fsdp,
                     "fsdp": fsdp,
                     "expert": expert,
+                    "context": context,
                     "tensor": tensor,
                 }
 
@@ -208,22 +216,34 @@ class Search:
             The plans that fit, best first; empty if none does (``scored`` then holds
             those that do not fit).
         """
-        for mesh in self.meshes():
-            for tables in self._tables(mesh):
-                self._score(mesh, tables)
+        fixed = (self.request.mesh or {}).get("context")
+        sizes = [fixed or 1]
+        if fixed is None and self.options.sequence:
+            sizes += [n for n in divisors(self.request.num_devices) if n > 1]
+        for context in sizes:
+            for mesh in self.meshes(context):
+                for tables in self._tables(mesh):
+                    self.score(mesh, tables)
+            if any(s.fits for s in self.scored):
+                break
         return ranked([s for s in self.scored if s.fits])
 
-    def meshes(self) -> list[dict[str, int]]:
+    def meshes(self, context: int | None = None) -> list[dict[str, int]]:
         """The meshes that obey what the user fixed, by ``mesh`` and by metadata.
 
         Of the axes that metadata names, as many are above size 1 as the devices and
         the user's ``mesh`` allow at once.
+
+        Args:
+            context: the size of that axis; None for the one that the user fixed.
         """
-        fixed = (self.request.mesh or {}).items()
+        fixed = self.request.mesh or {}
         found = [
             mesh
-            for mesh in meshes(self.request.num_devices)
-            if all(mesh[axis] == size for axis, size in fixed)
+            for mesh in meshes(
+                self.request.num_devices, context or fixed.get("context", 1)
+            )
+            if all(mesh[axis] == size for axis, size in fixed.items())
         ]
 
         def obeyed(mesh: Mapping[str, int]) -> int:
@@ -233,7 +253,7 @@ class Search:
         return [mesh for mesh in found if obeyed(mesh) == most]
 
     def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
-        reason = sharded_by_split(self.options, mesh)
+        reason = self._no_context(mesh) or sharded_by_split(self.options, mesh)
         if reason:
             self._refuse(reason)
             return
@@ -248,6 +268,16 @@ class Search:
                 yield tables
             else:
                 self._refuse(BATCH_DOES_NOT_DIVIDE)
+
+    def _no_context(self, mesh: Mapping[str, int]) -> str:
+        """Why a mesh's context axis shards no sequence, or an empty text."""
+        if mesh["context"] == 1:
+            return ""
+        if not self.options.sequence:
+            return NO_SEQUENCE
+        sizes = [self.options.sizes[r] for r in self.options.sequence]
+        divides = all(size % mesh["context"] == 0 for size in sizes)
+        return "" if divides else SEQUENCE_DOES_NOT_DIVIDE
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -271,14 +301,15 @@ class Search:
         count = self.request.num_micro_batches or 1
         size = self.graph.batch_size * self.graph.num_micro_batches // count
         for table in tables.values():
-            parts = math.prod(
-                n for a, n in mesh.items() if set(table.get(a, ())) & self.batch_roles
-            )
-            if size % parts:
+            if size % self.options.batch_parts(table, mesh):
                 return False
         return True
 
-    def _score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
+    def score(self, mesh: dict[str, int], tables: dict[int, Table]) -> None:
+        """Evaluate one mesh under one table for each TaskGraph, at every ZeRO level.
+
+        What can be is added to ``scored``.
+        """
         levels = (0, 1, 2) if mesh["data"] > 1 else (0,)
         if self.request.zero is not None:
             levels = (self.request.zero,)
@@ -369,12 +400,7 @@ class Search:
         if fixed is not None:
             yield fixed
             return
-        parts = max(
-            math.prod(
-                n for a, n in mesh.items() if set(t.get(a, ())) & self.batch_roles
-            )
-            for t in tables.values()
-        )
+        parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
         most = self.graph.batch_size // parts
         yield from (m for m in range(1, most + 1) if most % m == 0)
 

@@ -71,17 +71,6 @@ class Variant:
     points: Points
 
 
-def context_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    """Dimensions that meet themselves in a product, as attention's sequence does."""
-    found: set[int] = set()
-    for cut in dims.cuts:
-        op = graph.ops[cut.op]
-        if op.matmul is not None:
-            found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
-    batch = {r.index for r in dims.batch}
-    return frozenset(r for r in found - batch if not dims.roles[r].unshardable)
-
-
 class Variants:
     """Everything that a model may do inside a stage."""
 
@@ -94,7 +83,7 @@ class Variants:
         self.options = options
         self.batch = frozenset(options.batch)
         self.limited = False
-        self.sequence = tuple(sorted(context_roles(graph, dims)))
+        self.sequence = options.sequence
 
     def of(self, points: Points) -> Iterator[Variant]:
         """Every variant with the points that it serves; none serves no point.
@@ -192,7 +181,7 @@ class Variants:
         """The table of each spot; between products the sequence's, if asked for."""
         found: dict[int, Table] = {}
         for index, spot in enumerate(chain.spots):
-            table = {**tables[spot.task_graph], "context": self.sequence}
+            table = dict(tables[spot.task_graph])
             split = not set(table["tensor"]) <= self.batch
             if between is not None and split and spot.between[between]:
                 table["tensor"] = self.sequence

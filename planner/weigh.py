@@ -26,7 +26,6 @@ from whalejax.planner.outlook import (
     TERMS,
     Cases,
     Group,
-    usual_axes,
 )
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
@@ -442,11 +441,9 @@ def _gradient_seconds(cases: Cases, shares: dict[int, Array], parts: Array) -> A
     """Exposed seconds of reducing the gradients of one stage."""
     found = np.zeros(cases.number)
     payloads: dict[tuple[str, ...], Array] = {}
-    for column in cases.model.cells:
-        if column.what == "gradient":
-            values = cases.cell(column) * shares[column.place]
-            axes = usual_axes(column.axes)
-            payloads[axes] = payloads.get(axes, 0.0) + values
+    for (axes, place), values in cases.model.gradients.items():
+        payload = values[cases.frames.cell] * shares[place]
+        payloads[axes] = payloads[axes] + payload if axes in payloads else payload
     zero = cases.frames.zero
     for place in (ENDS, EVERYWHERE):
         # Stages that hold the same parameters add up what each found.

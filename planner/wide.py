@@ -1,6 +1,6 @@
 """The wide search: every axis, schedule and way to save memory, and proof of the best.
 
-It covers what ``search`` covers and beyond that pipelines, sequence and context
+It covers what ``search`` covers and beyond that pipelines, sequence parallelism, ring
 parallelism, rematerialization, host memory, orders of axes over links and mixed kinds,
 whether an executor for them exists or not. Nothing is sampled: frames are taken in
 order of a lower bound on their step time, and the search ends where the next bound lies
@@ -26,7 +26,6 @@ from whalejax.planner.frames import (
     OFFLOADS,
     Bounds,
     Frames,
-    divisors,
     expansions,
     frames_of,
     ordered,
@@ -36,6 +35,7 @@ from whalejax.planner.frames import (
 )
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import find_layers
+from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, Links, Pricer

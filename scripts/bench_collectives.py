@@ -36,6 +36,11 @@ MESHES: tuple[tuple[dict[str, int], int], ...] = (
     ({"fsdp": 4, "tensor": 2}, 0),
     ({"expert": 8}, 0),
     ({"data": 2, "expert": 4}, 0),
+    ({"context": 8}, 0),
+    ({"data": 2, "context": 4}, 0),
+    ({"data": 2, "context": 4}, 1),
+    ({"fsdp": 2, "context": 4}, 0),
+    ({"context": 4, "tensor": 2}, 0),
 )
 NAMES = ("gpt-test", "bert-test", "mlp-test", "resnet-test", "moe-test")
 

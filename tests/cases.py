@@ -37,6 +37,7 @@ class Model:
             batch (dropout), for measuring the noise of float32.
         marks: what its annotations cover: ``"all"`` of it, or a ``"part"``, the rest
             being left to the default strategy.
+        attention: it has some, and with it a sequence that meets itself.
         experts: it has some.
         tied: its only split kernel is the embedding, which the replicated part reads
             first, so that it is stored whole.
@@ -48,6 +49,7 @@ class Model:
     options: Mapping[str, Any] = field(default_factory=dict)
     quiet: Mapping[str, Any] = field(default_factory=dict)
     marks: Literal["all", "part"] = "all"
+    attention: bool = False
     experts: bool = False
     tied: bool = False
     seconds: float
@@ -77,12 +79,19 @@ _MOE: Final = _reference_model("moe-test")
 
 MODELS: Final = (
     Model(name="mlp", make=_reference_model("mlp-test"), seconds=1.0),
-    Model(name="gpt", make=_GPT, options={"layers": 1}, seconds=2.5),
-    Model(name="gpt-scan", make=_GPT, options={"scan_layers": True}, seconds=3.5),
+    Model(name="gpt", make=_GPT, options={"layers": 1}, attention=True, seconds=2.5),
+    Model(
+        name="gpt-scan",
+        make=_GPT,
+        options={"scan_layers": True},
+        attention=True,
+        seconds=3.5,
+    ),
     Model(
         name="gpt-scan-remat",
         make=_GPT,
         options={"scan_layers": True, "remat": True},
+        attention=True,
         seconds=4.0,
     ),
     Model(
@@ -90,6 +99,7 @@ MODELS: Final = (
         make=_GPT,
         options={"layers": 1, "tied_embedding": True},
         tied=True,
+        attention=True,
         seconds=2.5,
     ),
     Model(
@@ -97,6 +107,7 @@ MODELS: Final = (
         make=_GPT,
         options={"layers": 1, "padded": True, "dropout_rate": 0.1},
         quiet={"dropout_rate": 0.0},
+        attention=True,
         seconds=3.5,
     ),
     Model(
@@ -104,6 +115,7 @@ MODELS: Final = (
         make=_reference_model("bert-test"),
         options={"layers": 1},
         quiet={"deterministic": True},
+        attention=True,
         seconds=4.0,
     ),
     Model(
@@ -249,6 +261,9 @@ STRATEGIES: Final = (
         mesh=_two_by("data", "expert"),
         **_sharded(_axes("data", "expert"), _axes("expert")),
     ),
+    Strategy(name="context", mesh=_all("context")),
+    Strategy(name="data-context", mesh=_two_by("data", "context")),
+    Strategy(name="context-tensor", mesh=_two_by("context", "tensor"), default="split"),
     Strategy(
         name="replicate-split",
         mesh=_all("tensor"),
@@ -332,6 +347,8 @@ def reason_to_skip(case: Case) -> str | None:
         return "two mesh axes need at least 4 devices"
     if "expert" in strategy.name and not model.experts:
         return "the model has no experts"
+    if "context" in strategy.name and not model.attention:
+        return "the model has no attention"
     if "replicate-split" in strategy.name and model.marks == "part":
         return "its marks leave the rest to a default strategy: see default-replicate"
     return None

@@ -83,8 +83,8 @@ def plan(
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
         runnable: take only what ``wh.compile`` can run. False widens the search to
-            pipelines, sequence and context parallelism, rematerialization, host memory
-            and unlike devices; a plan that uses any of them is an estimate.
+            pipelines, sequence parallelism, ring attention, rematerialization, host
+            memory and unlike devices; a plan that uses any of them is an estimate.
         remat: a policy for every TaskGraph: ``"none"``, ``"dots"``, ``"named"`` or
             ``"full"``; needs ``runnable=False``. None lets the planner choose.
 

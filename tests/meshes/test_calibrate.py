@@ -182,7 +182,8 @@ def test_times_become_a_cluster(
                 return measure.OPS_IN_CHAIN * 1e-6
             case Collective(collective, size, payload):
                 rounds = 2 if collective == "all-reduce" else 1
-                return rounds * (1e-5 + payload * (size - 1) / size / 1e9)
+                # Threads over one memory: a wait for each, and the whole payload.
+                return rounds * (1e-5 * size + payload / 1e9)
 
     machine = _Machine(costs)
     monkeypatch.setattr(probes, "_run_of", machine.run_of)

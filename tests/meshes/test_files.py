@@ -84,6 +84,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
             bandwidth_bytes_per_second=draw(POSITIVE),
             latency_seconds=draw(st.just(0.0) | POSITIVE),
             torus=draw(st.booleans()),
+            shared=draw(st.booleans()),
             slowdown=draw(
                 st.dictionaries(TEXTS, POSITIVE, max_size=2).map(
                     lambda d: tuple(d.items())

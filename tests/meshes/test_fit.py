@@ -47,6 +47,24 @@ def test_finds_both_numbers_where_both_can_be_seen(
     assert dict(fit.slowdown)["all-gather"] == pytest.approx(1, rel=1e-2)
 
 
+def test_threads_wait_for_each_other_and_move_everything() -> None:
+    times = [
+        CollectiveTime(
+            collective=name,
+            group_size=size,
+            payload_bytes=payload,
+            seconds=rounds * (1e-5 * size + payload / 1e9),
+            shared=True,
+        )
+        for name, rounds in (("all-reduce", 2), ("all-gather", 1))
+        for size in (2, 4, 8)
+        for payload in (2**14, 2**21, 2**23)
+    ]
+    fit = fit_link(times)
+    assert fit.latency_seconds == pytest.approx(1e-5, rel=1e-2)
+    assert fit.bandwidth_bytes_per_second == pytest.approx(1e9, rel=1e-2)
+
+
 def test_one_disturbed_time_does_not_decide() -> None:
     times = _times(1e-5, 1e9)
     slow = CollectiveTime(

@@ -150,7 +150,7 @@ def test_a_minor_atom_is_not_offered() -> None:
 def test_replicate_lends_every_axis_to_the_batch() -> None:
     options, dims = options_of(hybrid(mark("split")))
     (table,) = options.tables(1, mesh(data=2, tensor=4))
-    assert set(table.values()) == {options.batch}
+    assert table == dict.fromkeys(table, options.batch) | {"context": ()}
 
 
 def test_split_shards_something_and_what_is_free_may_not() -> None:
@@ -212,9 +212,9 @@ def test_metadata_fixes_the_dimension() -> None:
     assert embed is not None
     tables = options.tables(0, mesh(tensor=2))
     assert tables and all(embed.index in t["tensor"] for t in tables)
-    assert options.tables(0, mesh(data=8)) == [
-        {a: options.batch for a in ("data", "fsdp", "expert", "tensor")}
-    ]
+    axes = ("data", "fsdp", "expert", "tensor")
+    lent = {axis: options.batch for axis in axes}
+    assert options.tables(0, mesh(data=8)) == [lent | {"context": options.sequence}]
 
 
 # Meshes.

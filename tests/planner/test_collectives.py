@@ -155,5 +155,18 @@ def test_a_measured_slowdown_multiplies_one_level() -> None:
     assert collective_seconds("all-gather", B, found) == pytest.approx(once)
 
 
+def test_threads_over_one_memory_move_the_whole_payload() -> None:
+    machine = two_levels(8, 1)
+    (level,) = (dataclasses.replace(v, shared=True) for v in machine.levels)
+    machine = dataclasses.replace(machine, levels=(level,))
+    pair = axis_parts(("tensor",), mesh(data=4, tensor=2), machine)
+    both = axis_parts(("data", "tensor"), mesh(data=4, tensor=2), machine)
+    assert [part.size for part in (*pair, *both)] == [2, 8]
+    assert collective_seconds("all-gather", B, pair) == pytest.approx(2 * LN + B / NEAR)
+    assert collective_seconds("all-reduce", B, both) == pytest.approx(
+        2 * (8 * LN + B / NEAR)
+    )
+
+
 def test_no_axis_costs_nothing() -> None:
     assert collective_seconds("all-reduce", B, ()) == 0.0

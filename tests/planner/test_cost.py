@@ -234,6 +234,22 @@ def test_sharding_the_sequence_gathers_key_and_value() -> None:
     assert {c.phase for c in gathers} == {"forward"}
 
 
+def test_sums_over_two_dimensions_are_one_where_partial_sums_are_merged() -> None:
+    graph = gpt(2)
+    dims = analyse(graph)
+    batch = dims.batch[0].index
+    table = {"data": (batch,), "tensor": roles_of(dims, SEQ)}
+    sizes = mesh(data=2, tensor=4)
+    base = cluster("h100:8")
+    profile = dataclasses.replace(base.compiler, merge_partials=False)
+    apart = dataclasses.replace(base, compiler=profile)
+    found = [communicated(graph, table, sizes, machine=m) for m in (base, apart)]
+    once, twice = ([c for c in f if c.what == "gradient"] for f in found)
+    assert {c.axes for c in once} == {("data", "tensor")}
+    assert {c.axes for c in twice} == {("data",), ("tensor",)}
+    assert payload(twice) == 2 * payload(once)
+
+
 def test_micro_batches_divide_activations_and_not_gradients() -> None:
     graph = gpt(2)
     dims = analyse(graph)

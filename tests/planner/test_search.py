@@ -39,9 +39,13 @@ def test_meshes_are_all_factorisations(count: int) -> None:
         if count <= 12
         else None
     )
-    found = [tuple(mesh.values()) for mesh in meshes(count)]
+    axes = ["data", "fsdp", "expert", "context", "tensor"]
+    assert all(list(mesh) == axes for mesh in meshes(2))
+    assert all(mesh.pop("context") == 1 for mesh in meshes(count))
+    assert [m for m in meshes(12, 4) if m["context"] == 4] == list(meshes(12, 4))
+    assert len(list(meshes(12, 4))) == len(list(meshes(3)))
+    found = [(m["data"], m["fsdp"], m["expert"], m["tensor"]) for m in meshes(count)]
     assert len(found) == len(set(found))
-    assert all(list(mesh) == ["data", "fsdp", "expert", "tensor"] for mesh in meshes(2))
     if brute is not None:
         assert set(found) == brute
     # 2^6 into four factors: the ways to put six twos into four boxes.

@@ -188,9 +188,14 @@ def test_a_plain_case_costs_what_a_plain_plan_costs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all"])
-@pytest.mark.parametrize("text", ["h100:2x4", "v5e:2x4", "a100-80:3x4", "v5p:2x2x2"])
+@pytest.mark.parametrize(
+    "text", ["h100:2x4", "v5e:2x4", "a100-80:3x4", "v5p:2x2x2", "threads"]
+)
 def test_rates_of_links_are_those_of_one_mesh(kind: str, text: str) -> None:
-    machine = cluster(text)
+    machine = cluster("h100:8" if text == "threads" else text)
+    if text == "threads":
+        levels = [dataclasses.replace(v, shared=True) for v in machine.levels]
+        machine = dataclasses.replace(machine, levels=tuple(levels))
     total = machine.num_devices
     meshes = [
         sizes

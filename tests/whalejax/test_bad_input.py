@@ -152,7 +152,7 @@ def test_a_mesh_of_unknown_axes_and_sizes() -> None:
     assert refused(mesh={"model": 8, "data": 0}) == (
         "wh.plan(mesh=…): 2 problems\n"
         "  1. there is no mesh axis 'model' to fix; expected one of data, fsdp, "
-        "expert, tensor\n"
+        "expert, context, tensor\n"
         "  2. data is 0; expected a whole number, 1 or more"
     )
 
@@ -383,8 +383,8 @@ def test_a_mesh_axis_that_shards_no_weights() -> None:
         "  1. up.kernel dim 0: its metadata shards it over data, which shards the "
         "batch and, by ZeRO, optimizer state. To store it in shards, map that name: "
         "axis_names={'data': 'fsdp'}\n"
-        "  2. up.kernel dim 1: its metadata shards it over context, an axis that this "
-        "version gives no size. Drop that name"
+        "  2. up.kernel dim 1: its metadata shards it over context, which shards the "
+        "sequence of activations. Drop that name"
     )
 
 

@@ -309,6 +309,22 @@ def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
     assert set(gathered) <= set(parameters(step)) | {(4, 48, 320)}
 
 
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_context_gathers_keys_and_values_and_nothing_else(name: str) -> None:
+    here = wh.Cluster.detect(calibrate=False)
+    step = step_of(name, mesh=(("data", 2), ("context", 4)), cluster=here)
+    found = collectives_of(step)
+    # One layer; shapes are those of one device, whole along the sequence.
+    whole = (6, 8, BATCH // 2, 24)
+    assert set(found.counts) == {"all-gather", "all-reduce"}
+    assert shapes_of(found.of("all-gather")) == {plain(whole): 2}
+    reduced = shapes_of(found.of("all-reduce"), group_size=4)
+    # Their cotangents, and every gradient but of what has the sequence itself.
+    assert reduced[plain(whole)] == 2
+    predicted = sum(c.payload_bytes * c.count for c in step.plan.collectives)
+    assert predicted == sum(found.nbytes.values())
+
+
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_accumulation_leaves_the_batch_where_it_is(name: str) -> None:
     step = step_of(name, mesh=DATA, num_micro_batches=2)
@@ -318,3 +334,52 @@ def test_accumulation_leaves_the_batch_where_it_is(name: str) -> None:
     per_micro_batch = parameters(step) + Counter([SCALAR])
     twice = Counter({shape: 2 * n for shape, n in per_micro_batch.items()})
     assert shapes_of(found.instructions) == twice
+
+
+# What the model itself computes again, and weights that it reads several times.
+
+
+def compiled_step(
+    loss: Callable[[Any, Any], jax.Array], params: Any, x: Any, mesh: dict[str, int]
+) -> TrainStep:
+    """The step of a loss on this machine's eight devices, without an optimizer."""
+    here = wh.Cluster.detect(calibrate=False)
+    plan = wh.plan(loss, params, x, cluster=here, mesh=mesh, num_micro_batches=1)
+    return wh.compile(plan, loss, params)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_what_the_model_computes_again_is_not_kept(axis: str) -> None:
+    def loss(checkpointed: bool, params: Any, x: Any) -> jax.Array:
+        def block(x: Any, w: Any) -> tuple[Any, None]:
+            return x + jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+        body = jax.checkpoint(block, prevent_cse=False) if checkpointed else block
+        return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+    shapes = {"up": (8, 32, 256), "down": (8, 256, 32)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((2048, 32), jnp.float32)
+    kept, again = (
+        compiled_step(functools.partial(loss, flag), params, x, {axis: 8})
+        .lower()
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for flag in (False, True)
+    )
+    assert again < 0.6 * kept
+
+
+def test_a_weight_of_several_products_is_gathered_for_each() -> None:
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params) @ params @ params) ** 2)
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    step = compiled_step(loss, w, x, {"fsdp": 8})
+    found = collectives_of(step)
+    # Three times forward; backward not for the first, whose other operand is data.
+    assert found.counts["all-gather"] == 5
+    predicted = sum(c.payload_bytes * c.times(1) for c in step.plan.collectives)
+    assert predicted == sum(found.nbytes.values())

@@ -377,3 +377,60 @@ def test_the_quick_start_is_planned_with_its_marks() -> None:
     assert plan.axis_sizes["tensor"] > 1
     assert "2 marked TaskGraphs obeyed" in plan.notes
     assert np.isfinite(plan.time.step_seconds)
+
+
+# The sequence.
+
+
+def attention(p: Any, x: Any) -> jax.Array:
+    """A loss of one layer of attention whose sizes are odd."""
+    batch, length, _ = x.shape
+    heads = (x @ p["w"]).reshape(batch, length, 3, 5)
+    return jnp.mean(jax.nn.dot_product_attention(heads, heads, heads) ** 2)
+
+
+def attended(length: int = 64, **options: Any) -> wh.Plan:
+    """The plan of one long sample on eight devices, which only its sequence fills."""
+    options = {"optimizer": SGD, "cluster": "h100:8", **options}
+    return wh.plan(attention, {"w": leaf(7, 15)}, leaf(1, length, 7), **options)
+
+
+def test_a_single_sample_is_shared_along_its_sequence() -> None:
+    assert attended().axis_sizes == {"context": 8}
+    assert attended(mesh={"context": 8}).axis_sizes == {"context": 8}
+    assert attended(mesh={"data": 1}).axis_sizes == {"context": 8}
+
+
+def test_context_is_left_alone_where_another_axis_does() -> None:
+    assert "context" not in planned("gpt", job={"layers": 2}).axis_sizes
+
+
+def test_a_context_axis_needs_a_sequence_that_it_divides() -> None:
+    with pytest.raises(wh.PlanError, match="divide by context.* 60 long: pad it"):
+        attended(60, mesh={"context": 8})
+    net = {"w": leaf(16, 16)}
+    with pytest.raises(wh.PlanError, match="leave context out"):
+        wh.plan(square, net, leaf(8, 16), cluster="h100:8", mesh={"context": 8})
+
+
+def test_a_weight_that_meets_itself_is_no_sequence() -> None:
+    def penalised(p: Any, x: Any) -> jax.Array:
+        return attention(p, x) + jnp.mean((p["w"].T @ p["w"]) ** 2)
+
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": {"context": 8}}
+    plan = wh.plan(penalised, {"w": leaf(8, 15)}, leaf(1, 64, 8), **options)
+    assert plan.leaf("w").param_spec == ((), ())
+
+
+def test_of_two_sequences_that_meet_the_longer_one_is_sharded() -> None:
+    def crossed(p: Any, batch: Any) -> jax.Array:
+        x, y = (batch[k] @ p["w"] for k in ("x", "y"))
+        x, y = (jax.nn.dot_product_attention(v, v, v) for v in (x, y))
+        return jnp.mean(jax.nn.dot_product_attention(y, x, x) ** 2)
+
+    batch = {"x": leaf(1, 64, 3, 5), "y": leaf(1, 30, 3, 5)}
+    options: dict[str, Any] = {"cluster": "h100:8", "mesh": {"context": 8}}
+    plan = wh.plan(crossed, {"w": leaf(5, 5)}, batch, **options)
+    specs = {x.path: x.spec for x in plan.batch}
+    assert specs["['x']"] == ((), ("context",), (), ())
+    assert specs["['y']"] == ((), (), (), ())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from whalejax.planner.decide import Analysed
-from whalejax.planner.graph import LOOPS
+from whalejax.planner.graph import LOOPS, Op
 from whalejax.planner.layout import Spec, Table, spec_of
 
 
@@ -30,21 +30,23 @@ class Constraints:
     """What to constrain while evaluating a traced loss.
 
     Attributes:
-        results: (position, result) to the layout it must have.
+        results: (position, result) to the layouts it passes through, in order.
         operands: (position, operand) to the layouts it passes through, in order.
-        gathers: (position, operand) of parameters: stored layout, then used layout;
-            what is gathered for them is gathered again in the backward pass.
-        regather: some parameter is stored in more shards than it is used in.
+        gathers: (position, operand) of parameters that are stored in more shards than
+            they are used in: stored layout, then used layout.
+        regathers: positions that gather them again for their backward pass.
     """
 
-    results: Mapping[tuple[Position, int], Spec] = field(default_factory=dict)
+    results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
+        default_factory=dict
+    )
     operands: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
         default_factory=dict
     )
     gathers: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
         default_factory=dict
     )
-    regather: bool = False
+    regathers: frozenset[Position] = frozenset()
 
 
 def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
@@ -76,10 +78,10 @@ class _Collector:
         self.tables = tables_of(plan, analysed)
         self.weight = self.graph.weight_tensors()
         self.stored = self._stored(plan)
-        self.results: dict[tuple[Position, int], Spec] = {}
+        self.results: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.operands: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.gathers: dict[tuple[Position, int], tuple[Spec, ...]] = {}
-        self.regather = False
+        self.regathers: set[Position] = set()
         self.home: dict[int, int] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
@@ -120,12 +122,13 @@ class _Collector:
                 mixes = not (op.elementwise or op.reshape)
                 if mixes and not self.weight[tensor] and tensor in produced:
                     slot = produced.index(tensor)
-                    self.results[op.position, slot] = self._spec(tensor, table)
+                    final = self._spec(tensor, table)
+                    self.results[op.position, slot] = _from_whole(op, final)
         return Constraints(
             results=self.results,
             operands=self.operands,
             gathers=self.gathers,
-            regather=self.regather,
+            regathers=frozenset(self.regathers),
         )
 
     def _pass_homes(
@@ -143,7 +146,7 @@ class _Collector:
         key = (op.position, slot)
         if self.weight[tensor]:
             if not all(self.weight[t] for t in op.results):
-                self._gather(key, tensor, table)
+                self._gather(op, key, tensor, table)
             return
         seen = self.dims.seen.get((index, slot))
         home = self.home.setdefault(tensor, op.task_graph)
@@ -159,7 +162,9 @@ class _Collector:
         if before != after:
             self.operands[key] = (before, after)
 
-    def _gather(self, key: tuple[Position, int], tensor: int, table: Table) -> None:
+    def _gather(
+        self, op: Op, key: tuple[Position, int], tensor: int, table: Table
+    ) -> None:
         layout = self.dims.layouts[tensor]
         if not layout:
             return
@@ -167,8 +172,33 @@ class _Collector:
         by_role = self.stored.get(tensor, {})
         stored = tuple(by_role.get(atoms[0], ()) if atoms else () for atoms in layout)
         if stored != used:
-            self.gathers[key] = (stored, used)
-            self.regather = True
+            self.gathers[key] = _by_way_of_common(stored, used)
+            if op.regathers:
+                self.regathers.add(op.position)
+
+
+def _by_way_of_common(stored: Spec, used: Spec) -> tuple[Spec, ...]:
+    """From one layout to another: gathered first, where the other shards elsewhere.
+
+    The compiler would replicate the whole of it, and warn, if asked for both at once.
+    """
+    pairs = list(zip(stored, used, strict=True))
+    common = tuple(tuple(a for a in before if a in after) for before, after in pairs)
+    return (stored, used) if common in (stored, used) else (stored, common, used)
+
+
+def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
+    """The layouts of a result: a part of a dimension is cut out before it is sharded.
+
+    Sharded at once, the compiler would shard what it is cut from, unevenly, and
+    exchange the edges.
+    """
+    if op.kind not in ("slice", "dynamic_slice"):
+        return (final,)
+    own = len(op.operands)
+    tied = {dim for f in op.factors for slot, dim in f.members if slot == own}
+    born = tuple(axes if dim in tied else () for dim, axes in enumerate(final))
+    return (born, final) if born != final else (final,)
 
 
 def constraints_of(plan: Plan, analysed: Analysed, outputs: Outputs) -> Constraints:

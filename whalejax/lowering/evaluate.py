@@ -25,8 +25,7 @@ GATHERED = "whalejax_gathered_parameter"
 """Checkpoint name of parameters gathered for use: never kept for the backward pass."""
 
 MOVED = "whalejax_constrained_value"
-"""Checkpoint name of other constrained values: kept, or their collectives would run
-again."""
+"""Checkpoint name of other constrained values, by which a policy may keep them."""
 
 
 def named(spec: Spec, mesh: Mesh) -> NamedSharding:
@@ -34,19 +33,26 @@ def named(spec: Spec, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(spec))
 
 
-def keep_all_but_gathered() -> Any:
-    """Checkpoint policy: keep everything except gathered parameters.
+def but_for_gathered(policy: Any) -> Any:
+    """A checkpoint policy that keeps what another does, except gathered parameters.
 
     Neither the named value nor the constraint that makes it may be kept: each is the
-    whole parameter. What else is constrained is kept under its own name.
+    whole parameter. What else is constrained goes by its own name.
+
+    Args:
+        policy: the user's, or None where nothing is kept.
     """
+    if policy is None:
+        return None
 
-    def policy(primitive: Any, *_: Any, **params: Any) -> bool:
-        if primitive.name == "name":
-            return bool(params["name"] != GATHERED)
-        return bool(primitive.name != "sharding_constraint")
+    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == GATHERED:
+            return False
+        if primitive.name == "sharding_constraint":
+            return False
+        return policy(primitive, *avals, **params)
 
-    return policy
+    return kept
 
 
 @dataclass(slots=True)
@@ -56,6 +62,8 @@ class _Scope:
     constraints: Constraints
     mesh: Mesh
     position: Position
+    looped: bool = False
+    recomputed: bool = False
     values: dict[Any, Any] = field(default_factory=dict)
     moved: dict[Any, Any] = field(default_factory=dict)
 
@@ -64,29 +72,28 @@ class _Scope:
 
     def operand(self, position: Position, slot: int, atom: Any) -> Any:
         value = self.read(atom)
-        key = (position, slot)
-        gather = self.constraints.gathers.get(key)
-        specs = gather or self.constraints.operands.get(key)
+        specs = self.constraints.operands.get((position, slot))
         if specs is None or _compat.is_literal(atom):
             return value
+        return self.once(atom, value, specs)
+
+    def once(
+        self, atom: Any, value: Any, specs: tuple[Spec, ...], name: str = MOVED
+    ) -> Any:
+        """The value in a layout, brought there once for all who read it so."""
         done = (atom, specs)
         if done not in self.moved:
-            for spec in specs:
-                sharding = named(spec, self.mesh)
-                value = jax.lax.with_sharding_constraint(value, sharding)
-            self.moved[done] = self.marked(value, GATHERED if gather else MOVED)
+            self.moved[done] = self.passed(value, specs, name)
         return self.moved[done]
 
     def result(self, position: Position, slot: int, value: Any) -> Any:
-        spec = self.constraints.results.get((position, slot))
-        if spec is None:
-            return value
-        value = jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
-        return self.marked(value, MOVED)
+        return self.passed(value, self.constraints.results.get((position, slot), ()))
 
-    def marked(self, value: Any, name: str) -> Any:
-        """The value under a name by which the backward pass keeps it or not."""
-        return checkpoint_name(value, name) if self.constraints.regather else value
+    def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
+        """The value, passed through layouts in order, under a checkpoint name."""
+        for spec in specs:
+            value = jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
+        return checkpoint_name(value, name) if specs else value
 
 
 def evaluate(
@@ -95,6 +102,9 @@ def evaluate(
     constraints: Constraints,
     mesh: Mesh,
     position: Position = (),
+    *,
+    looped: bool = False,
+    recomputed: bool = False,
 ) -> list[Any]:
     """Run a jaxpr with constraints.
 
@@ -104,12 +114,14 @@ def evaluate(
         constraints: what to constrain, by position.
         mesh: the mesh of the plan.
         position: where the jaxpr stands in the outermost one.
+        looped: it is the body of a loop, or in one.
+        recomputed: it is a checkpointed region of the user's, or in one.
 
     Returns:
         Its outputs.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
-    scope = _Scope(constraints, mesh, position)
+    scope = _Scope(constraints, mesh, position, looped, recomputed)
     scope.values.update(zip(body.constvars, constants, strict=True))
     scope.values.update(zip(body.invars, arguments, strict=True))
     for index, equation in enumerate(body.eqns):
@@ -133,9 +145,40 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
         elif kind == "scan":
             results = _scan(scope, equation, values, (*position, 0))
         else:
-            results = _compat.bind(equation, values)
+            results = _bound(scope, equation, values, slots, position)
     for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
         scope.values[atom] = scope.result(position, slot, value)
+
+
+def _bound(
+    scope: _Scope,
+    equation: Any,
+    values: Sequence[Any],
+    slots: Sequence[int | None],
+    position: Position,
+) -> list[Any]:
+    """One operation on parameters as it needs them, gathered from their shards.
+
+    The backward pass of a product needs the whole parameter; it is gathered again
+    there, because keeping it would undo the sharding. A region that the user has
+    computed again gathers everything again with it.
+    """
+    gathers = scope.constraints.gathers
+    wanted = [gathers.get((position, -1 if s is None else s), ()) for s in slots]
+    if scope.recomputed or position not in scope.constraints.regathers:
+        name = GATHERED if scope.recomputed else MOVED
+        atoms = zip(equation.invars, values, wanted, strict=True)
+        whole = [scope.once(a, v, specs, name) if specs else v for a, v, specs in atoms]
+        return _compat.bind(equation, whole)
+
+    def run(*operands: Any) -> list[Any]:
+        pairs = zip(operands, wanted, strict=True)
+        whole = [scope.passed(operand, specs, GATHERED) for operand, specs in pairs]
+        return _compat.bind(equation, whole)
+
+    # In a loop nothing can take the first pass's parameter for the second's.
+    again = jax.checkpoint(run, prevent_cse=not scope.looped)
+    return list(again(*values))
 
 
 def _operand_slots(equation: Any) -> list[int | None]:
@@ -154,7 +197,15 @@ def _operand_slots(equation: Any) -> list[int | None]:
 def _inner(
     scope: _Scope, jaxpr: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
-    return evaluate(jaxpr, values, scope.constraints, scope.mesh, position)
+    return evaluate(
+        jaxpr,
+        values,
+        scope.constraints,
+        scope.mesh,
+        position,
+        looped=scope.looped,
+        recomputed=scope.recomputed,
+    )
 
 
 def _remat(
@@ -163,12 +214,20 @@ def _remat(
     inner = _compat.inner_jaxprs(equation)[0]
 
     def region(*args: Any) -> list[Any]:
-        return _inner(scope, inner, args, position)
+        return evaluate(
+            inner,
+            args,
+            scope.constraints,
+            scope.mesh,
+            position,
+            looped=scope.looped,
+            recomputed=True,
+        )
 
     rebuilt = jax.checkpoint(
         region,
         prevent_cse=equation.params["prevent_cse"],
-        policy=equation.params["policy"],
+        policy=but_for_gathered(equation.params["policy"]),
     )
     return list(rebuilt(*values))
 
@@ -182,14 +241,21 @@ def _scan(
     constants = values[:first]
 
     def body(carry: Any, slices: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        outputs = _inner(scope, inner, (*constants, *carry, *slices), position)
+        arguments = (*constants, *carry, *slices)
+        outputs = evaluate(
+            inner,
+            arguments,
+            scope.constraints,
+            scope.mesh,
+            position,
+            looped=True,
+            recomputed=scope.recomputed,
+        )
         return (
             tuple(outputs[: parts.num_carries]),
             tuple(outputs[parts.num_carries :]),
         )
 
-    if scope.constraints.regather:
-        body = jax.checkpoint(body, prevent_cse=False, policy=keep_all_but_gathered())
     carry, stacked = jax.lax.scan(
         body,
         tuple(values[first:second]),

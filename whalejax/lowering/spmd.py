@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from whalejax.lowering.constraints import Constraints
-from whalejax.lowering.evaluate import evaluate, keep_all_but_gathered, named
+from whalejax.lowering.evaluate import evaluate, named
 from whalejax.optimizers import followed
 from whalejax.planner.layout import Spec
 
@@ -93,12 +93,8 @@ class Program:
         arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
         jaxpr, constraints = self.captured.jaxpr, self.constraints
 
-        def run(*args: Any) -> list[Any]:
-            return evaluate(jaxpr, args, constraints, self.mesh)
-
-        if constraints.regather:
-            run = jax.checkpoint(run, policy=keep_all_but_gathered())
-        total, *others = self.captured.out_tree.unflatten(run(*arguments))
+        outputs = evaluate(jaxpr, arguments, constraints, self.mesh)
+        total, *others = self.captured.out_tree.unflatten(outputs)
         return total, tuple(others)
 
 
