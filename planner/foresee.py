@@ -101,16 +101,16 @@ def foresee(
 def _no_mesh(graph: Graph, cluster: Cluster, request: Request) -> PlanError:
     """Why no mesh serves the marks, the batch and what the user fixed."""
     mesh = dict(request.mesh or {})
-    beyond = {a: mesh.pop(a) for a in ("stage",) if a in mesh}
+    stages = mesh.pop("stage", 1)
     analysed = analyse_graph(graph)
     request = dataclasses.replace(request, mesh=mesh)
     search = Search(analysed.graph, analysed.dims, cluster, request)
-    if not search.run() and not any(n > 1 for n in beyond.values()):
+    if not search.run() and stages == 1:
         return refusal(search)
-    named = ", ".join(f"{axis} {size}" for axis, size in beyond.items())
+    named = f"stage {stages}" if stages > 1 else "such a mesh"
     devices, batch = request.num_devices, graph.batch_size * graph.num_micro_batches
     return PlanError(
-        f"no plan has {named or 'such a mesh'}: stages need as many equal layers, the "
+        f"no plan has {named}: stages need as many equal layers, the "
         f"sequence must divide by context, and with the other axes both must divide "
         f"{devices} devices and leave a batch of {batch} that divides by what shares "
         "it and by the micro-batches that are asked for. Change one of them"

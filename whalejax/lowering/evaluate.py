@@ -195,16 +195,23 @@ def _operand_slots(equation: Any) -> list[int | None]:
 
 
 def _inner(
-    scope: _Scope, jaxpr: Any, values: Sequence[Any], position: Position
+    scope: _Scope,
+    jaxpr: Any,
+    values: Sequence[Any],
+    position: Position,
+    *,
+    looped: bool = False,
+    recomputed: bool = False,
 ) -> list[Any]:
+    """A jaxpr inside the one being run, in whatever that one is in and perhaps more."""
     return evaluate(
         jaxpr,
         values,
         scope.constraints,
         scope.mesh,
         position,
-        looped=scope.looped,
-        recomputed=scope.recomputed,
+        looped=looped or scope.looped,
+        recomputed=recomputed or scope.recomputed,
     )
 
 
@@ -214,15 +221,7 @@ def _remat(
     inner = _compat.inner_jaxprs(equation)[0]
 
     def region(*args: Any) -> list[Any]:
-        return evaluate(
-            inner,
-            args,
-            scope.constraints,
-            scope.mesh,
-            position,
-            looped=scope.looped,
-            recomputed=True,
-        )
+        return _inner(scope, inner, args, position, recomputed=True)
 
     rebuilt = jax.checkpoint(
         region,
@@ -242,15 +241,7 @@ def _scan(
 
     def body(carry: Any, slices: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         arguments = (*constants, *carry, *slices)
-        outputs = evaluate(
-            inner,
-            arguments,
-            scope.constraints,
-            scope.mesh,
-            position,
-            looped=True,
-            recomputed=scope.recomputed,
-        )
+        outputs = _inner(scope, inner, arguments, position, looped=True)
         return (
             tuple(outputs[: parts.num_carries]),
             tuple(outputs[parts.num_carries :]),
