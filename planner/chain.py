@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.dimensions import Dimensions, roles_of
 from whalejax.planner.graph import LOOPS, Graph, Op, TaskGraph
 from whalejax.planner.layers import Layers
 
@@ -199,7 +199,7 @@ def _roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
     """Every role that stands in an operation."""
     slots = op.operands + op.results
     layouts = (dims.seen.get((index, s), dims.layouts[t]) for s, t in enumerate(slots))
-    return frozenset(role for layout in layouts for atoms in layout for role in atoms)
+    return frozenset[int]().union(*map(roles_of, layouts))
 
 
 def _weights_follow(graph: Graph, weight: Sequence[bool], spots: list[Spot]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.dimensions import Dimensions, roles_of
 from whalejax.planner.graph import Graph, Mark, TaskGraph
 from whalejax.planner.layout import Table
 from whalejax.planner.pins import (
@@ -203,7 +203,7 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
             contradict each other; every problem is listed.
     """
     problems = Problems("the hints cannot be obeyed", PlanError)
-    limits = Limits(minor=_minor_roles(graph, dims), itself=_cut_roles(graph, dims))
+    limits = Limits(minor=rows.reading.minor, itself=_cut_roles(graph, dims))
     experts = expert_roles(graph, dims)
     homes = weight_homes(graph, rows.weight)
     fixed = metadata_pins(graph, dims, homes, limits, problems)
@@ -340,17 +340,11 @@ def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def _minor_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
-    return frozenset(
-        role for t in graph.params for atoms in dims.layouts[t.id] for role in atoms[1:]
-    )
-
-
 def _weight_bytes(graph: Graph, dims: Dimensions) -> Counter[int]:
     """Bytes of the parameters that hold each role."""
     found: Counter[int] = Counter()
     for t in graph.params:
-        for role in {r for atoms in dims.layouts[t.id] for r in atoms}:
+        for role in roles_of(dims.layouts[t.id]):
             found[role] += t.nbytes
     return found
 

@@ -24,6 +24,7 @@ from whalejax.planner.collectives import (
     collective_seconds,
 )
 from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.fused import lying
 from whalejax.planner.graph import LINEAR
 from whalejax.planner.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.rows import Flow, Product, Row, Slot, Use
@@ -298,7 +299,8 @@ def flow_cost(
         tables: compute table of each TaskGraph.
         s: mesh, micro-batches and the compiler's profile.
     """
-    source = _spec(flow.source, flow.task_graph, tables, s)
+    slot, table = flow.source, tables[flow.task_graph]
+    source = lying(slot.layout, slot.sizes, flow.fused, table, s.shape)
     targets = {use: _spec(use.view, use.task_graph, tables, s) for use in flow.uses}
     layouts = list(dict.fromkeys(targets.values()))
     nbytes: Any = float(flow.source.nbytes)

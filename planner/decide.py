@@ -279,7 +279,7 @@ def _notes(
         notes.append(
             f"what is not trained stays whole on every device: {gigabytes(frozen)}"
         )
-    minor = sorted(dims.roles[r].name for r in search.options.minor)
+    minor = sorted(dims.roles[r].name for r in _unsaid(analysed, search, best))
     if minor and best.mesh["tensor"] > 1:
         notes.append(
             f"not expressible as a PartitionSpec (minor part of a fused dimension): "
@@ -295,6 +295,19 @@ def _notes(
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
     return tuple(notes)
+
+
+def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:
+    """Roles that no PartitionSpec names, and nothing else of their dimension is cut."""
+    axes = ("expert", "tensor")
+    cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
+    return {
+        role
+        for t in analysed.graph.params
+        for atoms in analysed.dims.layouts[t.id]
+        for role in search.options.minor & set(atoms[1:])
+        if cut.isdisjoint(atoms)
+    }
 
 
 _PER_PART = {

@@ -48,6 +48,11 @@ Layout = tuple[tuple[int, ...], ...]
 """Roles of each dimension of a tensor, major atom first."""
 
 
+def roles_of(layout: Layout) -> frozenset[int]:
+    """Every role that stands in a tensor."""
+    return frozenset(role for atoms in layout for role in atoms)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """What ``analyse`` finds.

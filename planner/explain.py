@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.planner.dimensions import Dimensions, starred
@@ -220,21 +220,39 @@ def _why_dim(
     label = " × ".join(names) or "size 1"
     compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
     reasons = []
-    if compute:
-        homes = [
-            r.task_graph
-            for r in plan.compute
-            if any(a in compute and set(n) & set(names) for a, n in r.axes)
-        ]
+    homes = _homes(plan, compute, names)
+    if homes:
         reasons.append(
             f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
         )
+    elif compute:
+        reasons.append(
+            f"in shards over {'+'.join(compute)} until it is used, then exchanged for "
+            "shards of what is fused"
+        )
+    for part in names[1:]:
+        for axis in (a for a, n in plan.axes if n > 1 and a not in compute):
+            homes = _homes(plan, (axis,), (part,))
+            if homes:
+                reasons.append(
+                    f"{part} is computed in shards over {axis} in {', '.join(homes)}, "
+                    "and no PartitionSpec can name it here"
+                )
     added = [a for a in stored if a not in compute]
     if added:
         reasons.append(f"stored in shards over {'+'.join(added)}, gathered for use")
     if not reasons:
         reasons.append(_whole_reason(plan, leaf, dim, names, roles))
     return f"  dim {dim} is {label} ({leaf.shape[dim]}): {'; '.join(reasons)}"
+
+
+def _homes(plan: Plan, axes: Sequence[str], names: Sequence[str]) -> list[str]:
+    """TaskGraphs that shard a dimension of these names over some of the axes."""
+    return [
+        r.task_graph
+        for r in plan.compute
+        if any(a in axes and set(n) & set(names) for a, n in r.axes)
+    ]
 
 
 def _whole_reason(

@@ -26,6 +26,7 @@ from whalejax.planner.decide import (
 )
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import OFFLOADS, ORDERS, SCHEDULES
+from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec, Table
@@ -220,7 +221,7 @@ def _plan(
     facts = LeafFacts.of(
         search.graph,
         search.dims,
-        search.graph.weight_tensors(),
+        reading(search.graph, search.dims),
         request.optimizer,
     )
     names = tuple(search.dims.roles[r].name for r in facts.storage)

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.dimensions import Dimensions, Layout
+from whalejax.planner.fused import Fused, Reading, lying
 from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
-from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
+from whalejax.planner.layout import Spec, Table, extend_spec
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
 from whalejax.planner.regions import weight_homes
@@ -35,6 +36,7 @@ class LeafGroup:
     Attributes:
         shape: of each.
         layout, sizes: their atoms.
+        fused: how they lie where products see more of them than they can name, or None.
         home: the TaskGraph that computes with them first.
         order: dimensions that storage may shard, best first.
         pinned: the dimension that metadata puts on ``fsdp``, or None.
@@ -47,6 +49,7 @@ class LeafGroup:
     shape: tuple[int, ...]
     layout: Layout
     sizes: Layout
+    fused: Fused | None
     home: int
     order: tuple[int, ...]
     pinned: int | None
@@ -95,7 +98,7 @@ class LeafFacts:
         cls,
         graph: Graph,
         dims: Dimensions,
-        weight: Sequence[bool],
+        reading: Reading,
         optimizer: OptimizerBytes,
     ) -> LeafFacts:
         """Collect the facts.
@@ -103,24 +106,26 @@ class LeafFacts:
         Args:
             graph: the captured loss.
             dims: its logical dimensions.
-            weight: for every tensor, whether it depends on parameters alone.
+            reading: in which forms the parameters are read.
             optimizer: bytes of its state.
         """
         tensors = graph.params
-        homes = weight_homes(graph, weight)
-        gathers, storage = _gathers(graph, weight), _storage_order(tensors, dims)
+        homes = weight_homes(graph, reading.weight)
+        gathers, storage = _gathers(graph, reading.weight), reading.storage
         rank = {role: place for place, role in enumerate(storage)}
         groups: dict[LeafGroup, int] = {}
         counts: Counter[int] = Counter()
         group_of = []
         for t in tensors:
             pinned = next((dim for dim, axis in pins_of(t) if axis == "fsdp"), None)
+            fused = reading.fused.get(t.id)
             group = LeafGroup(
                 shape=t.shape,
                 layout=dims.layouts[t.id],
                 sizes=dims.sizes[t.id],
+                fused=fused,
                 home=homes.get(t.id, 0),
-                order=_order(pinned, dims.layouts[t.id], rank),
+                order=_order(pinned, dims.layouts[t.id], rank, fused is not None),
                 pinned=pinned,
                 gathers=gathers[t.id],
                 nbytes=t.nbytes,
@@ -195,21 +200,15 @@ def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]
     )
 
 
-def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ...]:
-    """Shardable roles of the parameters, those that cover most bytes first."""
-    covered: Counter[int] = Counter()
-    for t in tensors:
-        for role in {r for atoms in dims.layouts[t.id] for r in atoms}:
-            if not dims.roles[role].unshardable:
-                covered[role] += t.nbytes
-    return tuple(role for role, _ in covered.most_common())
-
-
 def _order(
-    pinned: int | None, layout: Layout, rank: Mapping[int, int]
+    pinned: int | None, layout: Layout, rank: Mapping[int, int], fused: bool
 ) -> tuple[int, ...]:
     """Dimensions that storage may shard: the pinned one first, then by role."""
-    usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
+    usable = [
+        d
+        for d, atoms in enumerate(layout)
+        if atoms and atoms[0] in rank and not (fused and len(atoms) > 1)
+    ]
     return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
 
 
@@ -229,7 +228,8 @@ def lay_out(
     """
     found = []
     for group, _ in facts.groups:
-        compute = spec_of(group.layout, group.sizes, tables[group.home], mesh)
+        table = tables[group.home]
+        compute = lying(group.layout, group.sizes, group.fused, table, mesh)
         param: Spec = extend_spec(compute, group.shape, "fsdp", mesh, group.order)
         owned: Spec = extend_spec(param, group.shape, "data", mesh, group.order)
         found.append(

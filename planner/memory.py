@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.planner.cost import Setting
-from whalejax.planner.dimensions import Dimensions, Layout
+from whalejax.planner.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.graph import LOOPS, Graph, Op
 from whalejax.planner.layout import Table, shards, spec_of
 from whalejax.planner.leaves import LeafFacts, LeafLayout
@@ -237,7 +237,7 @@ def kept_bytes(
     for entry in kept:
         spec = spec_of(entry.layout, entry.sizes, tables[entry.task_graph], s.shape)
         nbytes = entry.nbytes * entry.count / shards(spec, s.mesh)
-        if any(role in s.batch_roles for atoms in entry.layout for role in atoms):
+        if roles_of(entry.layout) & s.batch_roles:
             nbytes /= s.num_micro_batches
         found.append(nbytes)
     return found

@@ -102,7 +102,9 @@ def mark_pins(
     where = f"{task_graph.name}: split(axis={name!r})"
     roles = [dims.roles[r] for r in sorted(present)]
     found = [r for r in roles if name in (r.name, *r.aliases)]
-    found = found or [r for r in roles if r.index == _of_leaf(name, graph, dims)]
+    found = found or [
+        r for r in roles if r.index == _of_leaf(name, graph, dims, limits)
+    ]
     if not found:
         found = [r for r in roles if _ends_in(r, name)]
         if len(found) > 1:
@@ -139,15 +141,21 @@ def written(role: Role) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _of_leaf(name: str, graph: Graph, dims: Dimensions) -> int | None:
+def _of_leaf(name: str, graph: Graph, dims: Dimensions, limits: Limits) -> int | None:
     """The role of a dimension of a leaf, written as its whole path and the number."""
     path, _, number = name.rpartition(".")
     for tensor in graph.params:
         if tensor.path == path and number.isdecimal():
             layout = dims.layouts[tensor.id]
             atoms = layout[int(number)] if int(number) < len(layout) else ()
-            return atoms[0] if atoms else None
+            return _meant(atoms, dims, limits).index if atoms else None
     return None
+
+
+def _meant(atoms: tuple[int, ...], dims: Dimensions, limits: Limits) -> Role:
+    """Which of the roles in a dimension is to be sharded: the first that can be."""
+    roles = [dims.roles[role] for role in atoms]
+    return next((r for r in roles if not limits.obstacle(r)), roles[0])
 
 
 def _ends_in(role: Role, name: str) -> bool:
@@ -213,16 +221,19 @@ def metadata_pins(
                 )
                 continue
             atoms = dims.layouts[tensor.id][dim]
-            obstacle = "its size is 1"
-            if atoms:
+            role, obstacle = None, "its size is 1"
+            if atoms and stored:
                 role = dims.roles[atoms[0]]
-                obstacle = role.unshardable if stored else limits.obstacle(role)
+                obstacle = role.unshardable
+            elif atoms:
+                role = _meant(atoms, dims, limits)
+                obstacle = limits.obstacle(role)
             if obstacle:
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
-            if obstacle or stored:
+            if role is None or obstacle or stored:
                 continue
-            pin = Pin(role=atoms[0], axis=axis, where=where)
-            found.setdefault(home.index, {}).setdefault((atoms[0], axis), pin)
+            pin = Pin(role=role.index, axis=axis, where=where)
+            found.setdefault(home.index, {}).setdefault((role.index, axis), pin)
     return {index: tuple(pins.values()) for index, pins in found.items()}
 
 

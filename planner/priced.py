@@ -25,6 +25,7 @@ from whalejax.planner.cost import (
     row_seconds,
 )
 from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.fused import lying
 from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec, spec_of
 from whalejax.planner.leaves import LeafFacts, LeafGroup, OptimizerBytes
@@ -100,7 +101,7 @@ class Links:
         self.dims = dims
         self.rows: Rows = build_rows(chain.graph, dims)
         self.residents: Residents = residents(chain.graph, dims, self.rows.weight)
-        self.facts = LeafFacts.of(chain.graph, dims, self.rows.weight, optimizer)
+        self.facts = LeafFacts.of(chain.graph, dims, self.rows.reading, optimizer)
         self.leaves = self._leaves()
         self.entries = self._entries()
         self.stream = self._stream()
@@ -381,7 +382,8 @@ class Pricer:
             group = leaf.group
             for variant, rows in enumerate(self.rows_of):
                 table = self.variants[variant].spots[group.home]
-                spec = spec_of(group.layout, group.sizes, table, self.likes[variant])
+                like = self.likes[variant]
+                spec = lying(group.layout, group.sizes, group.fused, table, like)
                 for dim, axes in enumerate(spec):
                     if axes:
                         column = Column("parts", index, dim)

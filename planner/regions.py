@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.dimensions import Dimensions, roles_of
 from whalejax.planner.graph import Graph, Op, TaskGraph
 
 
@@ -108,4 +108,4 @@ def weight_homes(graph: Graph, weight: Sequence[bool]) -> dict[int, int]:
 
 
 def _roles(dims: Dimensions, tensor: int) -> frozenset[int]:
-    return frozenset(role for atoms in dims.layouts[tensor] for role in atoms)
+    return roles_of(dims.layouts[tensor])

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from whalejax.planner.dimensions import Dimensions, Layout
+from whalejax.planner.dimensions import Dimensions, Layout, roles_of
+from whalejax.planner.fused import Fused, Reading, reading
 from whalejax.planner.graph import LOOPS, Graph, Op
 
 
@@ -44,7 +45,7 @@ class Slot:
     @property
     def roles(self) -> frozenset[int]:
         """Every role that stands in it."""
-        return frozenset(role for atoms in self.layout for role in atoms)
+        return roles_of(self.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,7 @@ class Flow:
         reduced: roles that this operation sums over.
         parameter: the operation computes with parameters alone.
         uses: its readers, in program order.
+        fused: how it lies before it is read, where that is another layout; or None.
         count: how often in one forward pass.
         remat: the operation runs again in the backward pass.
         read_remat: a reader does, so that bringing the value there is repeated.
@@ -150,6 +152,7 @@ class Flow:
     reduced: frozenset[int]
     parameter: bool
     uses: tuple[Use, ...]
+    fused: Fused | None
     count: int
     remat: bool
     read_remat: bool
@@ -158,11 +161,15 @@ class Flow:
     @property
     def still(self) -> bool:
         """No layout can make it move or need a sum."""
-        return not self.reduced and all(
-            use.task_graph == self.task_graph
-            and use.view.layout == self.source.layout
-            and (self.source.weight or use.present <= self.source.roles)
-            for use in self.uses
+        return (
+            not self.reduced
+            and self.fused is None
+            and all(
+                use.task_graph == self.task_graph
+                and use.view.layout == self.source.layout
+                and (self.source.weight or use.present <= self.source.roles)
+                for use in self.uses
+            )
         )
 
 
@@ -173,12 +180,17 @@ class Rows:
     Attributes:
         ops: operations.
         flows: values that some layout moves or sums, between operations.
-        weight: for every tensor, whether it depends on parameters alone.
+        reading: in which forms the parameters are read.
     """
 
     ops: tuple[Row, ...]
     flows: tuple[Flow, ...]
-    weight: tuple[bool, ...]
+    reading: Reading
+
+    @property
+    def weight(self) -> tuple[bool, ...]:
+        """For every tensor, whether it depends on parameters alone."""
+        return self.reading.weight
 
 
 def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Rows:
@@ -207,7 +219,7 @@ def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Rows:
     return Rows(
         ops=tuple(replace(r, count=c, scope=scopes[r]) for r, c in ops.items()),
         flows=tuple(replace(f, count=c, scope=scopes[f]) for f, c in flows.items()),
-        weight=builder.weight,
+        reading=builder.reading,
     )
 
 
@@ -219,7 +231,8 @@ class _Builder:
         self.dims = dims
         self.fuses = fuses
         count = len(graph.tensors)
-        self.weight = graph.weight_tensors()
+        self.reading = reading(graph, dims)
+        self.weight = self.reading.weight
         self.maker: list[int | None] = [None] * count
         self.readers: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self.home: list[int | None] = [None] * count
@@ -395,14 +408,36 @@ class _Builder:
             reduced=reduced,
             parameter=maker is not None and self.weight[tensor],
             uses=tuple(replace(use, readers=n) for use, n in uses.items()),
+            fused=self._lies(tensor),
             count=0,
             remat=maker is not None and ops[maker].remat is not None,
-            read_remat=any(ops[index].remat is not None for index, _ in readers),
+            read_remat=any(self._again(ops[index], tensor) for index, _ in readers),
             scope="",
         )
         if not around:
             return flow, 0, ""
         return flow, self._moves(maker, readers), around[0].scope
+
+    def _lies(self, tensor: int) -> Fused | None:
+        """How a fused parameter lies, where it is read in the form of this tensor."""
+        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
+        if all(op.kind in LOOPS or self._of_weights(op) for op in ops):
+            return None
+        return self.reading.fused.get(tensor)
+
+    def _of_weights(self, op: Op) -> bool:
+        return bool(op.results) and all(self.weight[t] for t in op.results)
+
+    def _again(self, op: Op, tensor: int) -> bool:
+        """Whether a reader takes a value anew for its backward pass."""
+        if op.remat is not None:
+            return True
+        others = (t for t in op.operands if t != tensor)
+        return (
+            op.regathers
+            and tensor in self.reading.fused
+            and any(self.graph.tensors[t].differentiable for t in others)
+        )
 
     def _moves(self, maker: int | None, readers: list[tuple[int, int]]) -> int:
         """How often a value moves: as often as its readers take it.

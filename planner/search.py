@@ -202,7 +202,7 @@ class Search:
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
         self.residents: Residents = residents(graph, dims, self.rows.weight)
-        self.facts = LeafFacts.of(graph, dims, self.rows.weight, request.optimizer)
+        self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self.named_axes = pinned_axes(graph)

@@ -42,7 +42,14 @@ MESHES: tuple[tuple[dict[str, int], int], ...] = (
     ({"fsdp": 2, "context": 4}, 0),
     ({"context": 4, "tensor": 2}, 0),
 )
-NAMES = ("gpt-test", "bert-test", "mlp-test", "resnet-test", "moe-test")
+MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gpt-test", {}),
+    ("gpt-test", {"fused_qkv": True}),
+    ("bert-test", {}),
+    ("mlp-test", {}),
+    ("resnet-test", {}),
+    ("moe-test", {}),
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,10 @@ def pairs(only: str | None) -> Iterator[Pair]:
     cluster = Cluster.detect(calibrate=False)
     # Clipping by the global norm adds reductions that belong to the optimizer alone.
     optimizer = optax.adam(1e-3)
-    for name in NAMES:
+    for name, options in MODELS:
         if only and only not in name:
             continue
-        job = models.job(name, batch_size=32, annotated=False)
+        job = models.job(name, batch_size=32, annotated=False, **options)
         model: Any = (
             nnx.eval_shape(lambda job=job: job.make_model(jax.random.key(0)))
             if name != "bert-test"
@@ -109,7 +116,7 @@ def pairs(only: str | None) -> Iterator[Pair]:
                 predicted[c.kind] += c.payload_bytes * c.times(plan.num_micro_batches)
             words = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
             yield Pair(
-                model=name,
+                model=" ".join((name, *options)),
                 layout=f"{words}, ZeRO-{zero}" if zero else words,
                 predicted=dict(predicted),
                 compiled=dict(found.nbytes),

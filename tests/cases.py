@@ -95,6 +95,13 @@ MODELS: Final = (
         seconds=4.0,
     ),
     Model(
+        name="gpt-fused",
+        make=_GPT,
+        options={"fused_qkv": True, "scan_layers": True, "remat": True},
+        attention=True,
+        seconds=4.0,
+    ),
+    Model(
         name="gpt-tied",
         make=_GPT,
         options={"layers": 1, "tied_embedding": True},

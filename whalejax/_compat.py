@@ -158,9 +158,15 @@ def is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def bind(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """Run one equation as it is, with its own derivative rule where it has one."""
-    params = equation.primitive.get_bind_params(equation.params)
+def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
+    """Run one equation as it is, with its own derivative rule where it has one.
+
+    Args:
+        equation: the equation.
+        values: its operands.
+        changed: parameters that are other than as traced.
+    """
+    params = equation.primitive.get_bind_params({**equation.params, **changed})
     result = equation.primitive.bind(*values, **params)
     return list(result) if equation.primitive.multiple_results else [result]
 

@@ -21,6 +21,7 @@ from whalejax.planner.cost import (
     seconds_of,
 )
 from whalejax.planner.dimensions import Dimensions, analyse
+from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph, Mark
 from whalejax.planner.layout import Table, extend_spec, local_bytes, shards, spec_of
 from whalejax.planner.leaves import LeafFacts, OptimizerBytes
@@ -430,9 +431,7 @@ def gathers_of(program: Program, loss: int) -> dict[str, int]:
     """How often storage gathers each parameter in a micro-batch."""
     graph = program.graph(loss)
     dims = analyse(graph)
-    facts = LeafFacts.of(
-        graph, dims, graph.weight_tensors(), OptimizerBytes(by_path={})
-    )
+    facts = LeafFacts.of(graph, dims, reading(graph, dims), OptimizerBytes(by_path={}))
     return {
         t.path: facts.groups[index][0].gathers
         for t, index in zip(facts.tensors, facts.group_of, strict=True)

@@ -147,3 +147,13 @@ RULES: Final[dict[str, Rule]] = {
     "bitcast_convert_type": _bitcast,
     "stop_gradient": _flat,
 }
+
+
+SAME_SHAPE: Final = frozenset(RULES) - frozenset(
+    (
+        "optimization_barrier device_put bitcast_convert_type sharding_constraint "
+        "layout_constraint with_memory_space_constraint reshard"
+    ).split()
+)
+"""Primitives with one result whose operands have its shape or are scalars, and whose
+parameters speak of no dimension."""

@@ -17,8 +17,10 @@ from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import aval_of, batch_leaves
 from whalejax.capture.drafts import Position, Value
+from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.fused import fused_dimensions
 from whalejax.planner.graph import Graph
 
 
@@ -89,19 +91,23 @@ def capture(
             if not isinstance(error, WhaleError):
                 error.add_note("whalejax: raised in loss_fn, traced without values")
             raise
-    walk = Walk()
-    results = walk.run(jaxpr)
-    loss = loss_id(results)
-    name_inputs(walk, adapter, leaves)
-    graph = graph_of(
-        walk,
-        loss,
-        leaves,
-        num_micro_batches,
-        flat.weighted,
-        record.marks,
-        results[1:],
-    )
+
+    def read(program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
+        walk = Walk()
+        results = walk.run(program)
+        loss = loss_id(results)
+        name_inputs(walk, adapter, leaves)
+        marks, others = record.marks, results[1:]
+        graph = graph_of(
+            walk, loss, leaves, num_micro_batches, flat.weighted, marks, others
+        )
+        return graph, walk, results
+
+    graph, walk, results = read(jaxpr)
+    fused = fused_dimensions(graph)
+    if fused:
+        jaxpr = taken_apart(jaxpr, fused)
+        graph, walk, results = read(jaxpr)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,

@@ -13,6 +13,7 @@ A loop's carries and slices are tied together by operations of kind ``scan`` and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +55,7 @@ class Walk:
     _constants: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _dtypes: dict[Any, tuple[str, int, bool]] = field(default_factory=dict)
     _remats: int = 0
+    _tiles: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any) -> tuple[Value, ...]:
         """Walk a whole program; the first tensors are its inputs in order."""
@@ -109,6 +111,7 @@ class Walk:
         for var, value in zip(body.constvars, constants, strict=True):
             env[var] = self._constant(value, var.aval)
         scopes: dict[str, Context] = {}
+        self._tiles.update(tiles(body.eqns))
         for index, equation in enumerate(body.eqns):
             text = _compat.scope_text(equation)
             here = scopes.get(text)
@@ -154,7 +157,8 @@ class Walk:
             inputs=tuple(tuple(_shape(atom)) for atom in equation.invars),
             outputs=tuple(tuple(_shape(var)) for var in equation.outvars),
         )
-        rule = behaviour(view)
+        parts = self._tiles.get(equation.outvars[0]) if equation.outvars else None
+        rule = behaviour(view) if parts is None else Behaviour(parts=parts)
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
         if rule.parts is not None:
             self._equal_parts(rule.parts, view, position, operands, results, here)
@@ -369,6 +373,35 @@ class Walk:
 
 
 _RESHAPE = Behaviour(reshape=True)
+
+
+def tiles(equations: Sequence[Any]) -> dict[Any, tuple[int, int]]:
+    """Slices that together cut a value into equal parts, as a split does.
+
+    Args:
+        equations: of one jaxpr.
+
+    Returns:
+        Result of each such slice to the dimension and the number of parts.
+    """
+    found: dict[tuple[Any, int, int], dict[Any, int]] = defaultdict(dict)
+    for equation in equations:
+        if equation.primitive.name != "slice" or equation.params["strides"]:
+            continue
+        (source,), (result,) = equation.invars, equation.outvars
+        if _compat.is_literal(source):
+            continue
+        before, after = _shape(source), _shape(result)
+        cut = [dim for dim, size in enumerate(after) if size != before[dim]]
+        if len(cut) == 1 and after[cut[0]] > 1:
+            start = equation.params["start_indices"][cut[0]]
+            found[source, cut[0], after[cut[0]]][result] = start
+    return {
+        result: (dim, _shape(source)[dim] // part)
+        for (source, dim, part), starts in found.items()
+        if sorted({*starts.values()}) == [*range(0, _shape(source)[dim], part)]
+        for result in starts
+    }
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

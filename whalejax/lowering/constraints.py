@@ -181,9 +181,10 @@ def _by_way_of_common(stored: Spec, used: Spec) -> tuple[Spec, ...]:
     """From one layout to another: gathered first, where the other shards elsewhere.
 
     The compiler would replicate the whole of it, and warn, if asked for both at once.
+    Axes that only go to another dimension are exchanged last.
     """
-    pairs = list(zip(stored, used, strict=True))
-    common = tuple(tuple(a for a in before if a in after) for before, after in pairs)
+    kept = {axis for axes in used for axis in axes}
+    common = tuple(tuple(a for a in axes if a in kept) for axes in stored)
     return (stored, used) if common in (stored, used) else (stored, common, used)
 
 

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
-from whalejax import _compat
+from whalejax import _compat, rebuild
 from whalejax.lowering.constraints import Constraints, Position
 from whalejax.meshes.build import partition_spec
 from whalejax.planner.layout import Spec
@@ -178,7 +178,9 @@ def _bound(
 
     # In a loop nothing can take the first pass's parameter for the second's.
     again = jax.checkpoint(run, prevent_cse=not scope.looped)
-    return list(again(*values))
+    atoms = zip(equation.invars, values, wanted, strict=True)
+    stored = [scope.once(a, v, specs[:1]) if specs else v for a, v, specs in atoms]
+    return list(again(*stored))
 
 
 def _operand_slots(equation: Any) -> list[int | None]:
@@ -220,39 +222,19 @@ def _remat(
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
 
-    def region(*args: Any) -> list[Any]:
-        return _inner(scope, inner, args, position, recomputed=True)
+    def region(arguments: Sequence[Any]) -> list[Any]:
+        return _inner(scope, inner, arguments, position, recomputed=True)
 
-    rebuilt = jax.checkpoint(
-        region,
-        prevent_cse=equation.params["prevent_cse"],
-        policy=but_for_gathered(equation.params["policy"]),
-    )
-    return list(rebuilt(*values))
+    policy = but_for_gathered(equation.params["policy"])
+    return rebuild.remat(equation, values, region, policy)
 
 
 def _scan(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
-    parts = _compat.scan_parts(equation)
-    first, second = parts.num_consts, parts.num_consts + parts.num_carries
-    constants = values[:first]
 
-    def body(carry: Any, slices: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        arguments = (*constants, *carry, *slices)
-        outputs = _inner(scope, inner, arguments, position, looped=True)
-        return (
-            tuple(outputs[: parts.num_carries]),
-            tuple(outputs[parts.num_carries :]),
-        )
+    def body(arguments: Sequence[Any]) -> list[Any]:
+        return _inner(scope, inner, arguments, position, looped=True)
 
-    carry, stacked = jax.lax.scan(
-        body,
-        tuple(values[first:second]),
-        tuple(values[second:]),
-        length=parts.length,
-        reverse=equation.params["reverse"],
-        unroll=equation.params["unroll"],
-    )
-    return [*carry, *stacked]
+    return rebuild.scan(equation, values, body)

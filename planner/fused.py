@@ -1,0 +1,225 @@
+"""Parameters whose products see a dimension that the parameter itself cannot name.
+
+A kernel ``[embed, 3 · heads]`` is read as ``[embed, 3, heads]``. An axis that shards
+the heads cannot shard the kernel along them, because they are the minor part of a
+dimension: it shards another dimension of it instead, one that is whole where the
+kernel is used, and one exchange brings it from the one layout to the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from whalejax.planner.dimensions import Dimensions, Layout, analyse, roles_of
+from whalejax.planner.graph import LOOPS, Graph, Tensor
+from whalejax.planner.layout import Spec, Table, spec_of
+
+
+_PICKING: Final = frozenset({"split", "slice", "unstack", "dynamic_slice"})
+"""Operations that take some part of a dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """How a fused parameter lies in shards.
+
+    Attributes:
+        inner: roles that only its readers can name, with their sizes.
+        others: roles of its dimensions that are not fused; those that storage prefers
+            first.
+    """
+
+    inner: tuple[tuple[int, int], ...]
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """In which forms the parameters are read.
+
+    Attributes:
+        weight: for every tensor, whether it depends on parameters alone.
+        fused: by tensor id, how each fused parameter and what is made of it alone lie.
+        minor: roles that some reader finds only as the minor part of a dimension.
+        storage: shardable roles of the parameters, those that cover most bytes first.
+    """
+
+    weight: tuple[bool, ...]
+    fused: Mapping[int, Fused]
+    minor: frozenset[int]
+    storage: tuple[int, ...]
+
+
+def reading(graph: Graph, dims: Dimensions) -> Reading:
+    """Find out in which forms the parameters are read.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+    """
+    weight = graph.weight_tensors()
+    source, read = _forms(graph, weight)
+    storage = _storage_order(graph.params, dims)
+    minor: set[int] = set()
+    inner: dict[int, dict[int, int]] = {}
+    for t in read:
+        leaf = source[t]
+        seen = _majors(dims.layouts[t], dims.sizes[t])
+        minor |= _minors(dims.layouts[t])
+        for role in _minors(dims.layouts[leaf]) & set(seen):
+            inner.setdefault(leaf, {})[role] = seen[role]
+    of_leaf = {
+        leaf: Fused(
+            inner=tuple(sorted(roles.items())),
+            others=_others(dims.layouts[leaf], storage),
+        )
+        for leaf, roles in inner.items()
+    }
+    return Reading(
+        weight=weight,
+        fused={t: of_leaf[leaf] for t, leaf in source.items() if leaf in of_leaf},
+        minor=frozenset(minor),
+        storage=storage,
+    )
+
+
+def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
+    """Parameters that are read with several logical dimensions in one, to be cut.
+
+    A dimension counts as fused where its first part only says which: it is picked from
+    (query, key, value) and no product sums over it.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Number of a parameter to its cuts: dimension to the number of parts.
+    """
+    if not any(op.kind in _PICKING for op in graph.ops):
+        return {}
+    dims = analyse(graph)
+    chosen = _picked(graph, dims)
+    source, read = _forms(graph, graph.weight_tensors())
+    as_it_is = {source[t] for t in read if _cuts(dims, t, chosen)}
+    return {
+        number: _cuts(dims, tensor.id, chosen)
+        for number, tensor in enumerate(graph.params)
+        if tensor.id in as_it_is
+    }
+
+
+def _cuts(dims: Dimensions, tensor: int, chosen: frozenset[int]) -> dict[int, int]:
+    pairs = zip(dims.layouts[tensor], dims.sizes[tensor], strict=True)
+    return {
+        dim: sizes[0]
+        for dim, (atoms, sizes) in enumerate(pairs)
+        if len(atoms) > 1 and atoms[0] in chosen
+    }
+
+
+def _picked(graph: Graph, dims: Dimensions) -> frozenset[int]:
+    picked: set[int] = set()
+    shared: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        seen = [
+            roles_of(dims.seen.get((index, slot), dims.layouts[t]))
+            for slot, t in enumerate(op.operands)
+        ]
+        if op.matmul is not None:
+            shared |= seen[0] & seen[1]
+        elif op.kind in _PICKING and seen:
+            results = (roles_of(dims.layouts[t]) for t in op.results)
+            picked |= seen[0].difference(*results)
+    return frozenset(picked - shared)
+
+
+def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[int]]:
+    """What is made of each parameter alone, to that parameter; which of it is read."""
+    source = {t.id: t.id for t in graph.params}
+    read: set[int] = set()
+    for op in graph.ops:
+        made = bool(op.results) and all(weight[t] for t in op.results)
+        for t in op.operands:
+            if t in source and (made or op.kind in LOOPS):
+                source.update(dict.fromkeys(op.results, source[t]))
+            elif t in source:
+                read.add(t)
+    return source, read
+
+
+def _majors(layout: Layout, sizes: Layout) -> dict[int, int]:
+    return {
+        atoms[0]: size[0] for atoms, size in zip(layout, sizes, strict=True) if atoms
+    }
+
+
+def _minors(layout: Layout) -> frozenset[int]:
+    """Roles that a tensor holds, and none of them as the major part of a dimension."""
+    major = {atoms[0] for atoms in layout if atoms}
+    return roles_of(layout) - major
+
+
+def _others(layout: Layout, storage: Sequence[int]) -> tuple[int, ...]:
+    alone = {atoms[0] for atoms in layout if len(atoms) == 1}
+    return tuple(role for role in storage if role in alone)
+
+
+def _storage_order(tensors: Sequence[Tensor], dims: Dimensions) -> tuple[int, ...]:
+    """Shardable roles of the parameters, those that cover most bytes first."""
+    covered: Counter[int] = Counter()
+    for t in tensors:
+        for role in roles_of(dims.layouts[t.id]):
+            if not dims.roles[role].unshardable:
+                covered[role] += t.nbytes
+    return tuple(role for role, _ in covered.most_common())
+
+
+def lying(
+    layout: Layout,
+    sizes: Layout,
+    fused: Fused | None,
+    table: Table,
+    mesh: Mapping[str, int],
+) -> Spec:
+    """The layout of a parameter that computation asks for, as it can be stored.
+
+    Args:
+        layout: roles of each dimension, major atom first.
+        sizes: sizes of the same atoms.
+        fused: how it lies, or None where its own dimensions serve.
+        table: the TaskGraph's table.
+        mesh: sizes of the mesh axes.
+
+    Returns:
+        Its layout under the table; of a fused one, with the axes that shard what only
+        its readers can name on other dimensions, where one divides.
+    """
+    if fused is None:
+        return spec_of(layout, sizes, table, mesh)
+    inner = dict(fused.inner)
+    outer = {a: tuple(r for r in roles if r not in inner) for a, roles in table.items()}
+    spec = list(spec_of(layout, sizes, outer, mesh))
+    places = {atoms[0]: dim for dim, atoms in enumerate(layout) if len(atoms) == 1}
+    cut: Counter[int] = Counter()
+    for axis, size in mesh.items():
+        role = next((r for r in table.get(axis, ()) if r in inner), None)
+        if size == 1 or role is None or any(axis in axes for axes in spec):
+            continue
+        parts = max(1, cut[role]) * size
+        if inner[role] % parts:
+            continue
+        cut[role] = parts
+        for other in fused.others:
+            dim = places.get(other)
+            if dim is None:
+                continue
+            taken = size
+            for a in spec[dim]:
+                taken *= mesh[a]
+            if sizes[dim][0] % taken == 0:
+                spec[dim] = (*spec[dim], axis)
+                break
+    return tuple(spec)

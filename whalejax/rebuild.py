@@ -1,0 +1,65 @@
+"""Loops and checkpointed regions of a traced program, again around other bodies.
+
+Whoever runs a jaxpr equation by equation and changes something inside has to build
+these anew. The lowering does, to constrain layouts; so does what takes fused
+dimensions apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from whalejax import _compat
+
+
+Body = Callable[[Sequence[Any]], Sequence[Any]]
+"""From the inputs of an inner jaxpr to its outputs."""
+
+
+def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list[Any]:
+    """A checkpointed region.
+
+    Args:
+        equation: the region as traced.
+        values: its operands.
+        body: what runs inside.
+        policy: what is kept for the backward pass.
+    """
+
+    def region(*arguments: Any) -> list[Any]:
+        return list(body(arguments))
+
+    rebuilt = jax.checkpoint(
+        region, prevent_cse=equation.params["prevent_cse"], policy=policy
+    )
+    return list(rebuilt(*values))
+
+
+def scan(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
+    """A scan.
+
+    Args:
+        equation: the loop as traced.
+        values: its operands: constants, carries, stacks.
+        body: one turn, from constants, carries and slices to carries and slices.
+    """
+    parts = _compat.scan_parts(equation)
+    first, second = parts.num_consts, parts.num_consts + parts.num_carries
+    constants = values[:first]
+
+    def turn(carry: Any, slices: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        outputs = tuple(body((*constants, *carry, *slices)))
+        return outputs[: parts.num_carries], outputs[parts.num_carries :]
+
+    carry, stacked = jax.lax.scan(
+        turn,
+        tuple(values[first:second]),
+        tuple(values[second:]),
+        length=parts.length,
+        reverse=equation.params["reverse"],
+        unroll=equation.params["unroll"],
+    )
+    return [*carry, *stacked]
