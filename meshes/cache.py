@@ -21,7 +21,7 @@ from whalejax.meshes.problems import WhaleError
 
 
 # Raised when what is measured, or how, changes.
-_FORMAT = 3
+_FORMAT = 4
 
 MachineKey = Mapping[str, str | int | float]
 

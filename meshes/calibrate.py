@@ -35,6 +35,7 @@ from whalejax.meshes.probes import (
     EXP_BYTES,
     Chain,
     Collective,
+    Convolution,
     Elementwise,
     Fresh,
     Product,
@@ -169,6 +170,7 @@ def _kind(
         measured,
         transcendentals_per_second=_transcendentals_per_second(measured, found),
         fresh_bytes_per_second=_fresh_bytes_per_second(measured, found),
+        convolution_share=_convolution_share(measured, found),
     )
     return measured if entry is None else _with_datasheet(measured, entry.kind)
 
@@ -228,6 +230,15 @@ def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
         if isinstance(probe, Fresh):
             extra = seconds - kind.elementwise_seconds(probe.array_bytes)
             return probe.array_bytes / extra if extra > 0 else None
+    return None
+
+
+def _convolution_share(kind: DeviceKind, found: Seconds) -> float | None:
+    """Seconds of three products over those of a convolution with its gradients."""
+    for probe, seconds in found.items():
+        if isinstance(probe, Convolution):
+            alike = 3 * kind.matmul_seconds("f32", *probe.product)
+            return float(alike / seconds)
     return None
 
 

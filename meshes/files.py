@@ -138,6 +138,7 @@ def _compiler(table: Table) -> CompilerProfile:
     profile = CompilerProfile(
         merge_partials=table.boolean("merge_partials"),
         reduce_scatter=table.boolean("reduce_scatter"),
+        copies_kernels=table.boolean("copies_kernels", default=False),
     )
     table.done()
     return profile
@@ -197,6 +198,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
         "matmul_half_size",
         "transcendentals_per_second",
         "fresh_bytes_per_second",
+        "convolution_share",
     ):
         required = needed and key == "memory_bytes_per_second"
         values[key] = table.number(key) if required else table.number(key, None)

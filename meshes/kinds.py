@@ -142,6 +142,8 @@ class DeviceKind:
             hides them.
         fresh_bytes_per_second: first writes to memory that a program gets anew from
             its host, one page fault after another; None where a device keeps its own.
+        convolution_share: rate of convolutions, forward and backward, over that of
+            products of the same sizes; None where they are alike.
         cores: that take the tiles of a product one by one (a GPU's streaming
             multiprocessors); 0 where tiles do not matter.
         sources: where each number comes from.
@@ -163,6 +165,7 @@ class DeviceKind:
     memory_points: tuple[BandwidthPoint, ...] = ()
     transcendentals_per_second: float | None = None
     fresh_bytes_per_second: float | None = None
+    convolution_share: float | None = None
     cores: int = 0
     sources: tuple[Source, ...] = ()
     _matmul: dict[tuple[str, bool], _Curve] = field(
@@ -361,6 +364,7 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         "host_link_bytes_per_second": kind.host_link_bytes_per_second,
         "transcendentals_per_second": kind.transcendentals_per_second,
         "fresh_bytes_per_second": kind.fresh_bytes_per_second,
+        "convolution_share": kind.convolution_share,
     }
     numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
     for i, p in enumerate(kind.matmul_points):

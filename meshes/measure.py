@@ -35,11 +35,14 @@ class Stopwatch:
         clock: seconds, rising.
         target_seconds: about how long one timed run shall take.
         repeats: timed runs, of which the median counts.
+        fewest: iterations at least. What a run costs however long it is varies by
+            several milliseconds, which few long iterations do not outweigh.
     """
 
     clock: Callable[[], float]
     target_seconds: float = 0.02
     repeats: int = 3
+    fewest: int = 3
 
     def seconds_each(self, run: Run) -> float:
         """Seconds of one more iteration of a program; its first call compiles it.
@@ -50,8 +53,8 @@ class Stopwatch:
         jax.block_until_ready(run(1))
         # The trial holds the dispatch, which a longer run shows to be small: hence two
         # steps towards the target instead of one.
-        iterations = self._towards_target(self._time(run, 1), 1)
-        if iterations > 1:
+        iterations = self._towards_target(self._time(run, 1), self.fewest)
+        if iterations > self.fewest:
             once = self._time(run, iterations) / iterations
             iterations = self._towards_target(once, iterations)
         return statistics.median(
@@ -150,6 +153,54 @@ def matmul_run(
     if batch > 1:
         arrays = [np.tile(array, (batch, 1, 1)) for array in arrays]
     return _looped(body, _everywhere(devices), arrays)
+
+
+def convolution_run(
+    devices: Sequence[Device], batch: int, side: int, channels: int
+) -> Run:
+    """A 3 × 3 convolution and the gradients of its input and its kernel.
+
+    No loop on the device: in one, the CPU's convolutions are many times slower.
+
+    Args:
+        devices: all of which do it at once.
+        batch: images on each.
+        side: of the images, in pixels; the result has the same.
+        channels: in and out.
+    """
+    spec = NamedSharding(_everywhere(devices), PartitionSpec("all"))
+    image = np.ones((len(devices), batch, side, side, channels), np.float32)
+    kernel = np.ones((len(devices), 3, 3, channels, channels), np.float32)
+    arrays = jax.device_put((image, kernel), spec)
+
+    def on_device(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        result, pull = jax.vjp(_convolve, image[0], kernel[0])
+        of_image, of_kernel = pull(result)
+        return (jnp.sum(of_image) + jnp.sum(of_kernel)).reshape(1)
+
+    program = jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=_everywhere(devices),
+            in_specs=PartitionSpec("all"),
+            out_specs=PartitionSpec("all"),
+            check_vma=False,
+        )
+    )
+
+    def run(iterations: int) -> None:
+        for _ in range(iterations):
+            program(*arrays).block_until_ready()
+
+    return run
+
+
+def _convolve(image: jax.Array, kernel: jax.Array) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    found: jax.Array = jax.lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=numbers
+    )
+    return found
 
 
 def fresh_run(devices: Sequence[Device], array_bytes: int) -> Run:

@@ -7,6 +7,7 @@ plan depends on them, and the budget cuts the list. ``measure`` has the programs
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ _ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
 _CPU_PAYLOAD_BYTES = (2**23, 2**14, 2**21)
 _ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
 _ROUNDS = 3
+_MEMORY_ITERATIONS = 10
 EXP_BYTES = 2**18
 # Above the 32 MiB up to which the C library may keep what was freed.
 FRESH_BYTES = 5 * 2**23
@@ -80,6 +82,21 @@ class Fresh:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """A probe: a 3 × 3 convolution with its gradients, images of this size."""
+
+    batch: int
+    side: int
+    channels: int
+
+    @property
+    def product(self) -> tuple[int, int, int]:
+        """(m, k, n) of the product that it is, three times over."""
+        pixels = self.batch * self.side * self.side
+        return pixels, 9 * self.channels, self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
     """A probe: one of many tiny operations in a row."""
 
@@ -93,8 +110,11 @@ class Collective:
     payload_bytes: int
 
 
-Probe = Product | Elementwise | Fresh | Chain | Collective
+Probe = Product | Elementwise | Fresh | Convolution | Chain | Collective
 Seconds = dict[Probe, float]
+
+_CPU_CONVOLUTION = Convolution(batch=2, side=16, channels=128)
+_ACCELERATOR_CONVOLUTION = Convolution(batch=64, side=28, channels=256)
 
 
 def measure_devices(
@@ -112,6 +132,8 @@ def measure_devices(
     start = clock()
     target = min(0.02, budget_seconds / 400)
     watch = measure.Stopwatch(clock=clock, target_seconds=target)
+    # Memory is what every plan's time hangs on.
+    long_watch = dataclasses.replace(watch, fewest=_MEMORY_ITERATIONS)
     probes, essential = _probes(devices)
     runs: dict[Probe, measure.Run] = {}
     found: Seconds = {}
@@ -126,7 +148,8 @@ def measure_devices(
         with jax.enable_x64(True) if _is_double(probe) else nullcontext():
             if probe not in runs:
                 runs[probe] = _run_of(probe, devices)
-            seconds = watch.seconds_each(runs[probe]) / _operations_in(probe)
+            timed = long_watch if isinstance(probe, Elementwise) else watch
+            seconds = timed.seconds_each(runs[probe]) / _operations_in(probe)
         found[probe] = min(found.get(probe, seconds), seconds)
         longest = max(longest, clock() - before)
     return found
@@ -154,6 +177,8 @@ def _run_of(probe: Probe, devices: Sequence[Device]) -> measure.Run:
             return measure.exp_run(devices, array_bytes)
         case Fresh(array_bytes):
             return measure.fresh_run(devices, array_bytes)
+        case Convolution(batch, side, channels):
+            return measure.convolution_run(devices, batch, side, channels)
         case Chain():
             return measure.chain_run(devices)
         case Collective(collective, size, payload):
@@ -182,8 +207,9 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
         *[Fresh(FRESH_BYTES)] * on_cpu,
         *collectives[:2],
     ]
+    convolution = _CPU_CONVOLUTION if on_cpu else _ACCELERATOR_CONVOLUTION
     rest = _interleaved(collectives[2:], [*batched, *products[len(dtypes) :]])
-    return [*first, *memory[1:], *rest], len(first)
+    return [*first, *memory[1:], convolution, *rest], len(first)
 
 
 def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:

@@ -73,10 +73,13 @@ class CompilerProfile:
             over the axes of several dimensions at a time.
         reduce_scatter: emits reduce-scatter where the result is sharded, instead of an
             all-reduce and a slice.
+        copies_kernels: turns every kernel of a convolution round in memory, for the
+            gradient of its input, and keeps it.
     """
 
     merge_partials: bool
     reduce_scatter: bool
+    copies_kernels: bool = False
 
 
 # TPU and CPU as counted in compiled programs. GPU is an assumption: XLA has the same
@@ -84,5 +87,7 @@ class CompilerProfile:
 COMPILERS: Mapping[Platform, CompilerProfile] = {
     "tpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
-    "cpu": CompilerProfile(merge_partials=False, reduce_scatter=False),
+    "cpu": CompilerProfile(
+        merge_partials=False, reduce_scatter=False, copies_kernels=True
+    ),
 }

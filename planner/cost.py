@@ -25,7 +25,7 @@ from whalejax.planner.collectives import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.fused import lying
-from whalejax.planner.graph import LINEAR
+from whalejax.planner.graph import CONVOLUTION, LINEAR
 from whalejax.planner.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.rows import Flow, Product, Row, Slot, Use
 
@@ -168,10 +168,22 @@ def row_seconds(
         launches = float(bool(row.writes)) * (2 if _gradient(row) else 1)
         return ahead, kind.elementwise_seconds(backward), launches
     one = _product_seconds(row.product, hits, s, kind)
+    if row.kind == CONVOLUTION and kind.convolution_share is not None:
+        one = one / kind.convolution_share
     twice = row.product.left_gradient + row.product.right_gradient
     ahead = _larger(one, kind.elementwise_seconds(forward))
     behind = twice * _larger(one, kind.elementwise_seconds(backward / max(1, twice)))
-    return ahead, behind, 1.0 + twice
+    return ahead, behind + _turned(row, hits, s, kind), 1.0 + twice
+
+
+def _turned(row: Row, hits: Mapping[str, int], s: Setting, kind: DeviceKind) -> Any:
+    """Seconds in which a compiler that copies kernels turns that of a convolution."""
+    if row.kind != CONVOLUTION or not s.cluster.compiler.copies_kernels:
+        return 0.0
+    image, kernel = row.operands
+    if not image.differentiable:
+        return 0.0
+    return kind.elementwise_seconds(2 * local_bytes(kernel, hits, s))
 
 
 def _larger(one: Any, other: Any) -> Any:

@@ -19,6 +19,9 @@ from typing import Literal
 LOOPS = ("scan", "while", "cond")
 """Kinds of operations that tie values across a loop or branches and compute nothing."""
 
+CONVOLUTION = "conv_general_dilated"
+"""The kind of operations that convolve."""
+
 LINEAR = frozenset(
     (
         "add add_any sub neg convert_element_type copy transpose reduce_sum cumsum "

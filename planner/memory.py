@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions, Layout, roles_of
-from whalejax.planner.graph import LOOPS, Graph, Op
+from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Table, shards, spec_of
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.plan import MemoryTerms
@@ -88,19 +88,29 @@ class Residents:
     largest: tuple[Kept, ...]
 
 
-def residents(graph: Graph, dims: Dimensions, weight: Sequence[bool]) -> Residents:
+def residents(
+    graph: Graph,
+    dims: Dimensions,
+    weight: Sequence[bool],
+    *,
+    copies_kernels: bool = False,
+) -> Residents:
     """Find what the backward pass needs.
 
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
         weight: for every tensor, whether it depends on parameters alone.
+        copies_kernels: see ``meshes.CompilerProfile``.
     """
     finder = _Kept(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
     inside: dict[int, dict[int, tuple[int, int]]] = {}
     for op in graph.ops:
         slots = op.operands + op.results
+        if copies_kernels and op.kind == CONVOLUTION:
+            if graph.tensors[op.operands[0]].differentiable:
+                saved[op.operands[1]] = (op.trip, op.task_graph)
         for slot in op.saves:
             for tensor in finder.behind(slots[slot]):
                 if op.remat is None or finder.outside(tensor, op):

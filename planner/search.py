@@ -201,7 +201,12 @@ class Search:
         self.cluster = cluster
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
-        self.residents: Residents = residents(graph, dims, self.rows.weight)
+        self.residents: Residents = residents(
+            graph,
+            dims,
+            self.rows.weight,
+            copies_kernels=cluster.compiler.copies_kernels,
+        )
         self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)

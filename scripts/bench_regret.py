@@ -35,8 +35,8 @@ DEVICES = 8
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {"batch_size": 32}),
     "bert": ("bert-base", {"layers": 2, "batch_size": 16}),
-    "resnet50": ("resnet50", {"batch_size": 16, "image_size": 64}),
-    "moe": ("moe", {"batch_size": 16}),
+    "resnet50": ("resnet50", {"batch_size": 16, "image_size": 96}),
+    "moe": ("moe", {"batch_size": 16, "layers": 2, "experts": 8}),
 }
 """What stands for each model: its reference job, small enough for two cores."""
 

@@ -21,6 +21,7 @@ from whalejax.meshes.probes import (
     EXP_BYTES,
     Chain,
     Collective,
+    Convolution,
     Elementwise,
     Fresh,
     Probe,
@@ -141,7 +142,7 @@ def test_the_essential_part_is_measured_on_any_budget(
 
 
 def test_a_budget_is_kept_and_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, found = _measured(monkeypatch, 20.0, lambda _: 0.1)
+    machine, found = _measured(monkeypatch, 20.0, lambda _: 0.04)
     assert 9 < len(found) < 50
     assert 15 < machine.now <= 20.0
 
@@ -178,6 +179,9 @@ def test_times_become_a_cluster(
                 return 3 * array_bytes / 1e10
             case Elementwise(_, array_bytes):
                 return 2 * array_bytes / 1e10 + array_bytes / 4 / 1e8
+            case Convolution():
+                m, k, n = probe.product
+                return 3 * 2 * m * k * n / 4e8
             case Chain():
                 return measure.OPS_IN_CHAIN * 1e-6
             case Collective(collective, size, payload):
@@ -203,6 +207,9 @@ def test_times_become_a_cluster(
         9 * 2 * 128 * 32 * 128 / 5e8
     )
     assert kind.fresh_bytes_per_second == pytest.approx(2e9)
+    m, k, n = probes._CPU_CONVOLUTION.product
+    product = kind.matmul_seconds("f32", m, k, n)
+    assert kind.convolution_share == pytest.approx(product * 4e8 / (2 * m * k * n))
     assert level.latency_seconds == pytest.approx(1e-5, rel=1e-2)
     assert level.bandwidth_bytes_per_second == pytest.approx(1e9, rel=1e-2)
     assert level.slowdown_of("all-to-all") == pytest.approx(1, rel=1e-2)

@@ -66,7 +66,7 @@ def test_compilers_by_platform() -> None:
     assert cluster("v5e:8").compiler == PROFILE
     assert cluster("h100:8").compiler == PROFILE
     assert cluster("cpu:8").compiler == CompilerProfile(
-        merge_partials=False, reduce_scatter=False
+        merge_partials=False, reduce_scatter=False, copies_kernels=True
     )
 
 
