@@ -234,11 +234,17 @@ def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
 
 
 def _convolution_share(kind: DeviceKind, found: Seconds) -> float | None:
-    """Seconds of three products over those of a convolution with its gradients."""
+    """Seconds of three products over those of a convolution with its gradients.
+
+    What its compiler takes to turn the kernel is priced by itself, and no convolution
+    is faster than its product.
+    """
     for probe, seconds in found.items():
         if isinstance(probe, Convolution):
             alike = 3 * kind.matmul_seconds("f32", *probe.product)
-            return float(alike / seconds)
+            if COMPILERS[kind.platform].copies_kernels:
+                seconds -= kind.elementwise_seconds(2 * probe.kernel_bytes)
+            return float(min(1.0, alike / max(seconds, alike)))
     return None
 
 

@@ -49,7 +49,6 @@ _ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
 _CPU_PAYLOAD_BYTES = (2**23, 2**14, 2**21)
 _ACCELERATOR_PAYLOAD_BYTES = (2**24, 2**16, 2**20, 2**27)
 _ROUNDS = 3
-_MEMORY_ITERATIONS = 10
 EXP_BYTES = 2**18
 # Above the 32 MiB up to which the C library may keep what was freed.
 FRESH_BYTES = 5 * 2**23
@@ -95,6 +94,11 @@ class Convolution:
         pixels = self.batch * self.side * self.side
         return pixels, 9 * self.channels, self.channels
 
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes of its kernel."""
+        return 4 * 9 * self.channels**2
+
 
 @dataclass(frozen=True, slots=True)
 class Chain:
@@ -112,6 +116,10 @@ class Collective:
 
 Probe = Product | Elementwise | Fresh | Convolution | Chain | Collective
 Seconds = dict[Probe, float]
+
+# Iterations at least, where one takes long on many devices that share a memory. Every
+# plan's time hangs on the rate of large arrays.
+_FEWEST: dict[type[Probe], int] = {Elementwise: 10, Collective: 3}
 
 _CPU_CONVOLUTION = Convolution(batch=2, side=16, channels=128)
 _ACCELERATOR_CONVOLUTION = Convolution(batch=64, side=28, channels=256)
@@ -132,8 +140,6 @@ def measure_devices(
     start = clock()
     target = min(0.02, budget_seconds / 400)
     watch = measure.Stopwatch(clock=clock, target_seconds=target)
-    # Memory is what every plan's time hangs on.
-    long_watch = dataclasses.replace(watch, fewest=_MEMORY_ITERATIONS)
     probes, essential = _probes(devices)
     runs: dict[Probe, measure.Run] = {}
     found: Seconds = {}
@@ -148,7 +154,8 @@ def measure_devices(
         with jax.enable_x64(True) if _is_double(probe) else nullcontext():
             if probe not in runs:
                 runs[probe] = _run_of(probe, devices)
-            timed = long_watch if isinstance(probe, Elementwise) else watch
+            fewest = _FEWEST.get(type(probe), 1) if number >= essential else 1
+            timed = dataclasses.replace(watch, fewest=fewest)
             seconds = timed.seconds_each(runs[probe]) / _operations_in(probe)
         found[probe] = min(found.get(probe, seconds), seconds)
         longest = max(longest, clock() - before)

@@ -87,8 +87,8 @@ class Options:
         choices: by TaskGraph index.
         batch: the batch roles.
         sequence: roles that the ``context`` axis shards: those that meet themselves.
-        minor: roles that some parameter holds only as a minor atom; no PartitionSpec
-            can name them.
+        minor: roles that some reader of a parameter finds only as a minor atom; no
+            PartitionSpec can name them there.
         sizes: of all roles, by index.
         homes: the TaskGraph that computes with each parameter, by tensor id.
     """

@@ -8,6 +8,7 @@ kernel is used, and one exchange brings it from the one layout to the other.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def reading(graph: Graph, dims: Dimensions) -> Reading:
     )
 
 
+def picks(graph: Graph) -> bool:
+    """Whether any operation takes a part of a dimension."""
+    return any(op.kind in _PICKING for op in graph.ops)
+
+
 def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
     """Parameters that are read with several logical dimensions in one, to be cut.
 
@@ -98,8 +104,6 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
     Returns:
         Number of a parameter to its cuts: dimension to the number of parts.
     """
-    if not any(op.kind in _PICKING for op in graph.ops):
-        return {}
     dims = analyse(graph)
     chosen = _picked(graph, dims)
     source, read = _forms(graph, graph.weight_tensors())
@@ -141,12 +145,15 @@ def _forms(graph: Graph, weight: Sequence[bool]) -> tuple[dict[int, int], set[in
     source = {t.id: t.id for t in graph.params}
     read: set[int] = set()
     for op in graph.ops:
-        made = bool(op.results) and all(weight[t] for t in op.results)
-        for t in op.operands:
-            if t in source and (made or op.kind in LOOPS):
-                source.update(dict.fromkeys(op.results, source[t]))
-            elif t in source:
-                read.add(t)
+        mine = [t for t in op.operands if t in source]
+        made = [t for t in op.results if weight[t]]
+        if mine and made:
+            # Of several parameters, the largest is the one that the rest adjust.
+            largest = max(mine, key=lambda t: graph.tensors[t].nbytes)
+            source.update(dict.fromkeys(made, source[largest]))
+        tie = op.kind in LOOPS and not op.results
+        if not tie and (len(made) < len(op.results) or not op.results):
+            read.update(mine)
     return source, read
 
 
@@ -200,26 +207,27 @@ def lying(
     if fused is None:
         return spec_of(layout, sizes, table, mesh)
     inner = dict(fused.inner)
-    outer = {a: tuple(r for r in roles if r not in inner) for a, roles in table.items()}
-    spec = list(spec_of(layout, sizes, outer, mesh))
-    places = {atoms[0]: dim for dim, atoms in enumerate(layout) if len(atoms) == 1}
-    cut: Counter[int] = Counter()
+    spec: list[tuple[str, ...]] = [()] * len(layout)
+    major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
+    whole = [major[r] for r in fused.others if r in major]
+    cut = dict.fromkeys(inner, 1)
+
+    def fits(dim: int, size: int) -> bool:
+        taken = math.prod(mesh[a] for a in spec[dim])
+        return sizes[dim][0] % (taken * size) == 0
+
     for axis, size in mesh.items():
-        role = next((r for r in table.get(axis, ()) if r in inner), None)
-        if size == 1 or role is None or any(axis in axes for axes in spec):
-            continue
-        parts = max(1, cut[role]) * size
-        if inner[role] % parts:
-            continue
-        cut[role] = parts
-        for other in fused.others:
-            dim = places.get(other)
-            if dim is None:
+        for role in table.get(axis, ()) if size > 1 else ():
+            if role in inner:
+                if inner[role] % (cut[role] * size):
+                    continue
+                cut[role] *= size
+                dims = [dim for dim in whole if fits(dim, size)]
+            elif role in major and fits(major[role], size):
+                dims = [major[role]]
+            else:
                 continue
-            taken = size
-            for a in spec[dim]:
-                taken *= mesh[a]
-            if sizes[dim][0] % taken == 0:
-                spec[dim] = (*spec[dim], axis)
-                break
+            if dims:
+                spec[dims[0]] = (*spec[dims[0]], axis)
+            break
     return tuple(spec)

@@ -125,7 +125,7 @@ class LeafFacts:
                 sizes=dims.sizes[t.id],
                 fused=fused,
                 home=homes.get(t.id, 0),
-                order=_order(pinned, dims.layouts[t.id], rank, fused is not None),
+                order=_order(pinned, dims.layouts[t.id], rank),
                 pinned=pinned,
                 gathers=gathers[t.id],
                 nbytes=t.nbytes,
@@ -201,14 +201,10 @@ def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]
 
 
 def _order(
-    pinned: int | None, layout: Layout, rank: Mapping[int, int], fused: bool
+    pinned: int | None, layout: Layout, rank: Mapping[int, int]
 ) -> tuple[int, ...]:
     """Dimensions that storage may shard: the pinned one first, then by role."""
-    usable = [
-        d
-        for d, atoms in enumerate(layout)
-        if atoms and atoms[0] in rank and not (fused and len(atoms) > 1)
-    ]
+    usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
     return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
 
 

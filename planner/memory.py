@@ -93,7 +93,7 @@ def residents(
     dims: Dimensions,
     weight: Sequence[bool],
     *,
-    copies_kernels: bool = False,
+    copies_kernels: bool,
 ) -> Residents:
     """Find what the backward pass needs.
 
@@ -106,11 +106,12 @@ def residents(
     finder = _Kept(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
     inside: dict[int, dict[int, tuple[int, int]]] = {}
+    turned: dict[int | None, list[Op]] = {}
     for op in graph.ops:
         slots = op.operands + op.results
         if copies_kernels and op.kind == CONVOLUTION:
             if graph.tensors[op.operands[0]].differentiable:
-                saved[op.operands[1]] = (op.trip, op.task_graph)
+                turned.setdefault(op.remat, []).append(op)
         for slot in op.saves:
             for tensor in finder.behind(slots[slot]):
                 if op.remat is None or finder.outside(tensor, op):
@@ -121,12 +122,30 @@ def residents(
             for tensor in op.operands:
                 if finder.outside(tensor, op) and finder.counts(tensor):
                     saved[tensor] = (op.trip, op.task_graph)
-    rebuilt = {fold_kept(graph, dims, entry) for entry in inside.values()}
+    rebuilt = {
+        fold_kept(graph, dims, inside.get(remat, {}))
+        + _kernels(graph, dims, turned.get(remat, []), loops=False)
+        for remat in dict.fromkeys((*inside, *turned))
+        if remat is not None
+    }
+    kept = fold_kept(graph, dims, saved, _made(graph, weight))
     return Residents(
-        saved=fold_kept(graph, dims, saved, _made(graph, weight)),
+        saved=kept + _kernels(graph, dims, turned.get(None, []), loops=True),
         rebuilt=tuple(rebuilt),
         largest=_largest(graph, dims, weight),
     )
+
+
+def _kernels(
+    graph: Graph, dims: Dimensions, convolutions: Sequence[Op], *, loops: bool
+) -> tuple[Kept, ...]:
+    """The turned kernels of some convolutions; of a loop those of all turns, or one."""
+    found: list[Kept] = []
+    for op in convolutions:
+        times = op.trip if loops else 1
+        entry = {op.operands[1]: (times, op.task_graph)}
+        found += fold_kept(graph, dims, entry)
+    return tuple(found)
 
 
 class _Kept:

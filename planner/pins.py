@@ -54,7 +54,7 @@ class Limits:
     """Which roles no model axis can shard, beside the batch and unshardable ones.
 
     Attributes:
-        minor: roles that some parameter holds only as a minor atom.
+        minor: roles that some reader of a parameter finds only as a minor atom.
         itself: roles that meet themselves, as the sequence does in attention.
     """
 

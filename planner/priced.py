@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.cluster import Cluster, CompilerProfile
 from whalejax.planner.chain import LAYER, Chain
 from whalejax.planner.cost import (
     Setting,
@@ -95,12 +95,21 @@ class Links:
     """What a chain needs to be priced, worked out once."""
 
     def __init__(
-        self, chain: Chain, dims: Dimensions, optimizer: OptimizerBytes
+        self,
+        chain: Chain,
+        dims: Dimensions,
+        optimizer: OptimizerBytes,
+        compiler: CompilerProfile,
     ) -> None:
         self.chain = chain
         self.dims = dims
         self.rows: Rows = build_rows(chain.graph, dims)
-        self.residents: Residents = residents(chain.graph, dims, self.rows.weight)
+        self.residents: Residents = residents(
+            chain.graph,
+            dims,
+            self.rows.weight,
+            copies_kernels=compiler.copies_kernels,
+        )
         self.facts = LeafFacts.of(chain.graph, dims, self.rows.reading, optimizer)
         self.leaves = self._leaves()
         self.entries = self._entries()
@@ -301,8 +310,9 @@ class Pricer:
             return spec_of(slot.layout, slot.sizes, tables[spot], like)
 
         made = tuple(self.hits(variant, flow.task_graph, flow.present).items())
+        table = tables[flow.task_graph]
         return (
-            spec(source, flow.task_graph),
+            lying(source.layout, source.sizes, flow.fused, table, like),
             made,
             *(
                 (

@@ -17,6 +17,7 @@ import numpy as np
 from whalejax.planner.chain import Chain, chain_of
 from whalejax.planner.choices import Options, sharded_by_split
 from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import Layers
 from whalejax.planner.layout import Table
@@ -84,6 +85,7 @@ class Variants:
         self.batch = frozenset(options.batch)
         self.limited = False
         self.sequence = options.sequence
+        self.fused = frozenset(reading(graph, dims).fused.values())
 
     def of(self, points: Points) -> Iterator[Variant]:
         """Every variant with the points that it serves; none serves no point.
@@ -92,11 +94,12 @@ class Variants:
             points: all sizes to consider; each breaks no mark by itself.
         """
         pairs = np.stack([points.expert, points.tensor])
-        served: dict[Combination, list[tuple[int, int]]] = {}
+        served: dict[tuple[Combination, object], list[tuple[int, int]]] = {}
         for expert, tensor in np.unique(pairs, axis=1).T.tolist():
             for combination in self._combinations(expert, tensor):
-                served.setdefault(combination, []).append((expert, tensor))
-        named = [{g: dict(axes) for g, axes in combination} for combination in served]
+                key = (combination, self._lie(expert, tensor))
+                served.setdefault(key, []).append((expert, tensor))
+        named = [{g: dict(axes) for g, axes in tables} for tables, _ in served]
         shared = list(dict.fromkeys(self._shared(tables) for tables in named))
         chain = chain_of(self.graph, self.dims, self.layers, shared)
         for tables, sizes in zip(named, served.values(), strict=True):
@@ -118,6 +121,12 @@ class Variants:
                             sequence_parallel=sequence_parallel,
                             points=points.take(mask),
                         )
+
+    def _lie(self, expert: int, tensor: int) -> tuple[bool, ...]:
+        """What decides on which dimension a fused parameter lies, beside the tables."""
+        sizes = {self.dims.roles[r].size for f in self.fused for r in f.others}
+        parts = (expert, tensor, expert * tensor)
+        return tuple(size % n == 0 for size in sorted(sizes) for n in parts)
 
     def _combinations(self, expert: int, tensor: int) -> Iterator[Combination]:
         mesh = {"data": 2, "fsdp": 1, "expert": expert, "tensor": tensor}

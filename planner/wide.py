@@ -175,7 +175,8 @@ class WideSearch:
         self.served = list(self.variants.of(self._points()))
         if not self.served:
             raise NoMeshError("no mesh serves the marks and what the user fixed")
-        first = Links(self.served[0].chain, self.dims, self.request.optimizer)
+        chain, optimizer = self.served[0].chain, self.request.optimizer
+        first = Links(chain, self.dims, optimizer, self.cluster.compiler)
         pricer = Pricer(self.served, first, self.cluster, self.graph.batch_size)
         homes = sorted({spot.task_graph for spot in first.chain.spots})
         names = ["none", "dots", *(["named"] if first.named else []), "full"]

@@ -113,7 +113,7 @@ def _analysed(sizes: Decoder, samples: int, compiled: bool, itemsize: int) -> _A
     graph = decoder_graph(sizes, samples, dtype, itemsize)
     dims = analyse(graph)
     rows = build_rows(graph, dims, fuses=compiled)
-    kept = residents(graph, dims, rows.weight)
+    kept = residents(graph, dims, rows.weight, copies_kernels=False)
     return _Analysed(graph=graph, dims=dims, rows=rows, residents=kept)
 
 

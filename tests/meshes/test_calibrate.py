@@ -142,7 +142,7 @@ def test_the_essential_part_is_measured_on_any_budget(
 
 
 def test_a_budget_is_kept_and_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, found = _measured(monkeypatch, 20.0, lambda _: 0.04)
+    machine, found = _measured(monkeypatch, 20.0, lambda _: 0.1)
     assert 9 < len(found) < 50
     assert 15 < machine.now <= 20.0
 
@@ -181,7 +181,7 @@ def test_times_become_a_cluster(
                 return 2 * array_bytes / 1e10 + array_bytes / 4 / 1e8
             case Convolution():
                 m, k, n = probe.product
-                return 3 * 2 * m * k * n / 4e8
+                return 3 * 2 * m * k * n / 4e8 + 2 * probe.kernel_bytes / 1e10
             case Chain():
                 return measure.OPS_IN_CHAIN * 1e-6
             case Collective(collective, size, payload):

@@ -64,6 +64,7 @@ KINDS = st.builds(
     ).map(tuple),
     transcendentals_per_second=st.none() | POSITIVE,
     fresh_bytes_per_second=st.none() | POSITIVE,
+    convolution_share=st.none() | POSITIVE,
     sources=st.lists(
         st.builds(Source, field=TEXTS, url=TEXTS, title=st.text(max_size=5), date=TEXTS)
     ).map(tuple),
@@ -94,7 +95,9 @@ def _clusters(draw: st.DrawFn) -> Cluster:
         for size in sizes
     ]
     profile = CompilerProfile(
-        merge_partials=draw(st.booleans()), reduce_scatter=draw(st.booleans())
+        merge_partials=draw(st.booleans()),
+        reduce_scatter=draw(st.booleans()),
+        copies_kernels=draw(st.booleans()),
     )
     return Cluster(nodes=tuple(nodes), levels=tuple(levels), compiler=profile)
 

@@ -18,7 +18,7 @@ from whalejax import hlo
 from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.capture.views import taken_apart
-from whalejax.planner.fused import fused_dimensions
+from whalejax.planner.dimensions import analyse
 
 
 BATCH, SEQ, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 8, 6, 16, 4, 2, 36, 10
@@ -199,18 +199,80 @@ def test_fused_kernels_are_exchanged_and_not_gathered(
     assert [x.compute_spec[-2:] for x in kernels] == [(("tensor",), ())] * 2
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda p, b: jnp.mean((b["x"] @ p["w"]) ** 2),
-        # A head whose dimension is only ever regrouped.
-        lambda p, b: jnp.mean((b["x"] @ p["w"]).reshape(BATCH, SEQ, 3, -1) ** 2),
-        # Weights that are split before they are used.
-        lambda p, b: sum(
-            jnp.mean((b["x"] @ w) ** 2) for w in jnp.split(p["w"], 3, axis=1)
-        ),
-    ],
-)
+def halves(params: Any, data: Any) -> Array:
+    """Two views of one batch, as contrastive losses have them."""
+    z = jnp.tanh(data["x"] @ params["w"])
+    first, second = z[: BATCH // 2], z[BATCH // 2 :]
+    return jnp.mean((first - second) ** 2) + jnp.mean(z**2)
+
+
+def rotated(params: Any, data: Any) -> Array:
+    """Halves of a head's width, as rotary embeddings take them."""
+    z = (data["x"] @ params["w"]).reshape(BATCH, SEQ, 3, INNER)
+    first, second = z[..., : INNER // 2], z[..., INNER // 2 :]
+    return jnp.mean((first * second) ** 2)
+
+
+def convolved(params: Any, data: Any) -> Array:
+    """A kernel that no view passes, split behind."""
+    kernel = params["w"].reshape(1, 1, EMBED, 3 * INNER)
+    image = data["x"][:, :, None]
+    out = jax.lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return sum(jnp.mean(part**2) for part in jnp.split(out, 3, axis=-1))
+
+
+def regrouped(params: Any, data: Any) -> Array:
+    """A projection whose width is only ever regrouped."""
+    return jnp.mean((data["x"] @ params["w"]).reshape(BATCH, SEQ, 3, -1) ** 2)
+
+
+def split_weights(params: Any, data: Any) -> Array:
+    """Weights that are split before they are used."""
+    parts = jnp.split(params["w"], 3, axis=1)
+    return sum(jnp.mean((data["x"] @ w) ** 2) for w in parts)
+
+
+@pytest.mark.parametrize("loss", [halves, rotated, convolved, regrouped, split_weights])
 def test_what_is_not_fused_is_left_alone(loss: Any) -> None:
     params = {"w": jnp.ones((EMBED, 3 * INNER))}
-    assert not fused_dimensions(capture(adapt(params, loss), batch()).graph)
+    captured = capture(adapt(params, loss), batch())
+    traced = jax.make_jaxpr(loss)(params, batch())
+    assert len(captured.jaxpr.jaxpr.eqns) == len(traced.jaxpr.eqns)
+
+
+def test_a_batch_cut_in_halves_is_still_one_dimension() -> None:
+    params = {"w": jnp.ones((EMBED, 64))}
+    captured = capture(adapt(params, halves), batch())
+    dims = analyse(captured.graph)
+    assert {role.size for role in dims.batch} == {BATCH}
+
+
+@pytest.mark.parametrize("fsdp", [4, 8])
+def test_regrouped_weights_are_still_stored_in_shards(fsdp: int) -> None:
+    """Also in more shards than their first part has."""
+
+    def loss(params: Any, data: Any) -> Array:
+        kernel = params["w"].reshape(15, HEADS, 8)
+        z = jnp.einsum("bse,ehd->bshd", data["x"][..., :15], kernel)
+        return jnp.mean((z + params["b"].reshape(1, 1, HEADS, 8)) ** 2)
+
+    keys = jax.random.split(jax.random.key(2))
+    params = {
+        "w": jax.random.normal(keys[0], (15, HEADS * 8)),
+        "b": jax.random.normal(keys[1], (HEADS * 8,)),
+    }
+    optimizer = optax.sgd(1.0)
+    plan = wh.plan(loss, params, batch(), optimizer=optimizer, mesh={"fsdp": fsdp})
+    assert [leaf.param_spec[-1][-1:] for leaf in plan.leaves] == [("fsdp",)] * 2
+    step = wh.compile(plan, loss, params, optimizer=optimizer)
+    state = step.init(lambda: jax.tree.map(jnp.copy, params), rng=jax.random.key(0))
+    after, _ = step(state, batch())
+    for leaf, old, slope in zip(
+        jax.tree.leaves(after.params),
+        jax.tree.leaves(params),
+        jax.tree.leaves(jax.grad(loss)(params, batch())),
+        strict=True,
+    ):
+        np.testing.assert_allclose(old - np.asarray(leaf), slope, rtol=1e-3, atol=1e-5)

@@ -6,6 +6,7 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from whalejax.capture.drafts import Position, Value
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.fused import fused_dimensions
+from whalejax.planner.fused import fused_dimensions, picks
 from whalejax.planner.graph import Graph
 
 
@@ -92,8 +93,10 @@ def capture(
                 error.add_note("whalejax: raised in loss_fn, traced without values")
             raise
 
-    def read(program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
-        walk = Walk()
+    def read(
+        program: Any, *, tiled: bool = False
+    ) -> tuple[Graph, Walk, tuple[Value, ...]]:
+        walk = Walk(tiled=tiled)
         results = walk.run(program)
         loss = loss_id(results)
         name_inputs(walk, adapter, leaves)
@@ -104,10 +107,11 @@ def capture(
         return graph, walk, results
 
     graph, walk, results = read(jaxpr)
-    fused = fused_dimensions(graph)
-    if fused:
-        jaxpr = taken_apart(jaxpr, fused)
-        graph, walk, results = read(jaxpr)
+    if picks(graph):
+        apart = _taken_apart(jaxpr, lambda program: read(program, tiled=True)[0])
+        if apart is not jaxpr:
+            jaxpr = apart
+            graph, walk, results = read(jaxpr)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,
@@ -119,6 +123,19 @@ def capture(
         batch_axes=tuple(leaf.axis for leaf in leaves),
         notes=tuple(walk.notes),
     )
+
+
+def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
+    """A program whose fused dimensions are cut, where that sets their parts apart."""
+    fused = fused_dimensions(graph_of_program(jaxpr))
+    while fused:
+        apart = taken_apart(jaxpr, fused)
+        still = fused_dimensions(graph_of_program(apart))
+        helped = {n: cuts for n, cuts in fused.items() if n not in still}
+        if len(helped) == len(fused):
+            return apart
+        fused = helped
+    return jaxpr
 
 
 class _FlatLoss:

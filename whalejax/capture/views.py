@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 from jax import lax
 
 from whalejax import _compat, rebuild
@@ -21,6 +22,9 @@ from whalejax.capture.rules_elementwise import SAME_SHAPE
 
 
 Shape = tuple[int, ...]
+_PLACING: Final = ("sharding", "out_sharding")
+"""Parameters by which the user places a result, in the dimensions that it has."""
+
 Cuts = Mapping[int, int]
 """Dimension to the number of equal parts that it is cut into."""
 
@@ -140,7 +144,8 @@ def _step(equation: Any, operands: list[Any]) -> list[Any]:
         return _remat(equation, operands)
     if kind == "scan":
         return _scan(equation, operands)
-    rule = _RULES.get(equation.primitive.name)
+    placed = any(equation.params.get(n) is not None for n in _PLACING)
+    rule = None if placed else _RULES.get(equation.primitive.name)
     carried = rule(equation, operands) if rule else None
     if carried is None:
         return _compat.bind(equation, [_flat(v) for v in operands])
@@ -230,7 +235,7 @@ def _dot_general(equation: Any, operands: list[Any]) -> list[Any] | None:
         (operands[1], right_in, right_batch),
     ):
         taken = {*inside, *batch}
-        view = value if isinstance(value, View) else View(value, tuple(value.shape), {})
+        view = value if isinstance(value, View) else View(value, np.shape(value), {})
         if taken & set(view.cuts):
             view = View(view.flat, view.shape, {})
         sides.append(view)

@@ -39,6 +39,7 @@ class Walk:
     """The result of walking, and the state while walking.
 
     Attributes:
+        tiled: read slices that together cut a value into equal parts as a split.
         tensors: by id; the program's inputs come first.
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
@@ -47,6 +48,7 @@ class Walk:
         notes: what could not be counted, in words.
     """
 
+    tiled: bool = False
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
@@ -111,7 +113,8 @@ class Walk:
         for var, value in zip(body.constvars, constants, strict=True):
             env[var] = self._constant(value, var.aval)
         scopes: dict[str, Context] = {}
-        self._tiles.update(tiles(body.eqns))
+        if self.tiled:
+            self._tiles.update(tiles(body.eqns))
         for index, equation in enumerate(body.eqns):
             text = _compat.scope_text(equation)
             here = scopes.get(text)

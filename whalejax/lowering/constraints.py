@@ -8,6 +8,7 @@ use. Positions are those of capture, so the evaluator finds each equation again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -170,7 +171,14 @@ class _Collector:
             return
         used = self._spec(tensor, table)
         by_role = self.stored.get(tensor, {})
-        stored = tuple(by_role.get(atoms[0], ()) if atoms else () for atoms in layout)
+        # Shards of a fused dimension may not be shards of its first part.
+        axes = [by_role.get(atoms[0], ()) if atoms else () for atoms in layout]
+        parts = [math.prod(self.mesh[a] for a in several) for several in axes]
+        sizes = self.dims.sizes[tensor]
+        stored = tuple(
+            several if size and size[0] % count == 0 else ()
+            for several, count, size in zip(axes, parts, sizes, strict=True)
+        )
         if stored != used:
             self.gathers[key] = _by_way_of_common(stored, used)
             if op.regathers:

@@ -178,9 +178,24 @@ def _bound(
 
     # In a loop nothing can take the first pass's parameter for the second's.
     again = jax.checkpoint(run, prevent_cse=not scope.looped)
+    # Before an exchange the layout is said outside too: else the compiler gives what
+    # goes into the region the layout that it has inside, and exchanges it twice.
     atoms = zip(equation.invars, values, wanted, strict=True)
-    stored = [scope.once(a, v, specs[:1]) if specs else v for a, v, specs in atoms]
+    stored = [
+        scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
+    ]
     return list(again(*stored))
+
+
+def _exchanges(specs: Sequence[Spec]) -> bool:
+    """Whether an axis goes from one dimension to another on the way."""
+    if not specs:
+        return False
+    first, last = (
+        {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+        for spec in (specs[0], specs[-1])
+    )
+    return any(last.get(axis, dim) != dim for axis, dim in first.items())
 
 
 def _operand_slots(equation: Any) -> list[int | None]:
