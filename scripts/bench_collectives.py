@@ -36,6 +36,8 @@ MESHES: tuple[tuple[dict[str, int], int], ...] = (
     ({"fsdp": 4, "tensor": 2}, 0),
     ({"expert": 8}, 0),
     ({"data": 2, "expert": 4}, 0),
+    ({"expert": 4, "tensor": 2}, 0),
+    ({"data": 2, "expert": 2, "tensor": 2}, 0),
     ({"context": 8}, 0),
     ({"data": 2, "context": 4}, 0),
     ({"data": 2, "context": 4}, 1),
@@ -49,6 +51,7 @@ MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mlp-test", {}),
     ("resnet-test", {}),
     ("moe-test", {}),
+    ("moe-test", {"mlp": 1024}),
 )
 
 

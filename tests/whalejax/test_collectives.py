@@ -31,6 +31,7 @@ Shape = tuple[int, ...]
 BATCH: Final = 32
 GPT_STREAM: Final = (24, BATCH, 48)  # sequence, batch, embed
 SCALAR: Final = ()
+HERE: Final = wh.Cluster.detect(calibrate=False)
 
 
 @functools.cache
@@ -301,6 +302,29 @@ def test_experts_exchange_tokens_twice_each_way(name: str, mesh: Any) -> None:
         assert not whole
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [{"expert": 4, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2}],
+    ids=str,
+)
+def test_tokens_reach_experts_that_tensor_shards_too(mesh: dict[str, int]) -> None:
+    """Outside, both axes hold the batch; inside, experts and their width.
+
+    One goes to another dimension and the other is gathered: asked for both at once,
+    the compiler replicates all tokens.
+    """
+    job = wh.models.job("moe-test", batch_size=BATCH, annotated=False, mlp=1024)
+    step = compiled(job, build(job), mesh=mesh, cluster=HERE)
+    assert {r.task_graph for r in step.plan.compute} >= {"experts"}
+    found = collectives_of(step)
+    predicted: Counter[str] = Counter()
+    for c in step.plan.collectives:
+        predicted[c.kind] += c.payload_bytes * c.times(step.plan.num_micro_batches)
+    exchanged = ("all-to-all", "all-gather")
+    assert [found.nbytes[k] for k in exchanged] == [predicted[k] for k in exchanged]
+    assert predicted["all-to-all"] > 0
+
+
 def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
     step = step_of("moe-top-2", mesh=(("fsdp", 2), ("expert", 4)))
     found = collectives_of(step)
@@ -311,8 +335,7 @@ def test_gathering_parameters_again_repeats_no_exchange_of_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_context_gathers_keys_and_values_and_nothing_else(name: str) -> None:
-    here = wh.Cluster.detect(calibrate=False)
-    step = step_of(name, mesh=(("data", 2), ("context", 4)), cluster=here)
+    step = step_of(name, mesh=(("data", 2), ("context", 4)), cluster=HERE)
     found = collectives_of(step)
     # One layer; shapes are those of one device, whole along the sequence.
     whole = (6, 8, BATCH // 2, 24)

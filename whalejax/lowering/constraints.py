@@ -161,7 +161,7 @@ class _Collector:
             self.mesh,
         )
         if before != after:
-            self.operands[key] = (before, after)
+            self.operands[key] = _way(before, after)
 
     def _gather(
         self, op: Op, key: tuple[Position, int], tensor: int, table: Table
@@ -180,20 +180,26 @@ class _Collector:
             for several, count, size in zip(axes, parts, sizes, strict=True)
         )
         if stored != used:
-            self.gathers[key] = _by_way_of_common(stored, used)
+            self.gathers[key] = _way(stored, used)
             if op.regathers:
                 self.regathers.add(op.position)
 
 
-def _by_way_of_common(stored: Spec, used: Spec) -> tuple[Spec, ...]:
-    """From one layout to another: gathered first, where the other shards elsewhere.
+def _way(before: Spec, after: Spec) -> tuple[Spec, ...]:
+    """From one layout to another in steps that the compiler knows how to take.
 
-    The compiler would replicate the whole of it, and warn, if asked for both at once.
-    Axes that only go to another dimension are exchanged last.
+    First what nothing shards afterwards is gathered, then axes go to other dimensions,
+    last what was whole is cut. Asked for all at once, the compiler would replicate the
+    whole of it, and warn.
     """
-    kept = {axis for axes in used for axis in axes}
-    common = tuple(tuple(a for a in axes if a in kept) for axes in stored)
-    return (stored, used) if common in (stored, used) else (stored, common, used)
+    path = [before, _only(before, after), _only(after, before), after]
+    return tuple(spec for i, spec in enumerate(path) if i == 0 or spec != path[i - 1])
+
+
+def _only(spec: Spec, other: Spec) -> Spec:
+    """A layout without the axes that the other does not use."""
+    kept = {axis for axes in other for axis in axes}
+    return tuple(tuple(axis for axis in axes if axis in kept) for axes in spec)
 
 
 def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
