@@ -68,12 +68,8 @@ class Oracle:
 
     def __init__(self, search: WideSearch) -> None:
         self.search = search
-        self.links = Links(
-            search.served[0].chain,
-            search.dims,
-            search.request.optimizer,
-            search.cluster.compiler,
-        )
+        chain, optimizer = search.served[0].chain, search.request.optimizer
+        self.links = Links(chain, search.dims, optimizer, search.cluster.compiler)
         self.homes = sorted({s.task_graph for s in self.links.chain.spots})
         self.layers = self.links.chain.layers
         self.cluster = search.cluster

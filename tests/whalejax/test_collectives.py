@@ -21,7 +21,7 @@ import pytest
 import whalejax as wh
 from tests.cases import MODELS
 from tests.equality import build, compiled
-from whalejax import hlo
+from whalejax import hlo, models
 from whalejax.train import TrainStep
 
 
@@ -313,7 +313,7 @@ def test_tokens_reach_experts_that_tensor_shards_too(mesh: dict[str, int]) -> No
     One goes to another dimension and the other is gathered: asked for both at once,
     the compiler replicates all tokens.
     """
-    job = wh.models.job("moe-test", batch_size=BATCH, annotated=False, mlp=1024)
+    job = models.job("moe-test", batch_size=BATCH, annotated=False, mlp=1024)
     step = compiled(job, build(job), mesh=mesh, cluster=HERE)
     assert {r.task_graph for r in step.plan.compute} >= {"experts"}
     found = collectives_of(step)
