@@ -8,7 +8,6 @@ kernel is used, and one exchange brings it from the one layout to the other.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -206,28 +205,15 @@ def lying(
     """
     if fused is None:
         return spec_of(layout, sizes, table, mesh)
-    inner = dict(fused.inner)
-    spec: list[tuple[str, ...]] = [()] * len(layout)
-    major = {atoms[0]: dim for dim, atoms in reversed(list(enumerate(layout))) if atoms}
-    whole = [major[r] for r in fused.others if r in major]
-    cut = dict.fromkeys(inner, 1)
+    inner, others = dict(fused.inner), fused.others
 
-    def fits(dim: int, size: int) -> bool:
-        taken = math.prod(mesh[a] for a in spec[dim])
-        return sizes[dim][0] % (taken * size) == 0
+    def instead(role: int, size: int) -> tuple[int, ...]:
+        if role not in inner:
+            return (role,)
+        return others if inner[role] % size == 0 else ()
 
-    for axis, size in mesh.items():
-        for role in table.get(axis, ()) if size > 1 else ():
-            if role in inner:
-                if inner[role] % (cut[role] * size):
-                    continue
-                cut[role] *= size
-                dims = [dim for dim in whole if fits(dim, size)]
-            elif role in major and fits(major[role], size):
-                dims = [major[role]]
-            else:
-                continue
-            if dims:
-                spec[dims[0]] = (*spec[dims[0]], axis)
-            break
-    return tuple(spec)
+    lent = {
+        axis: tuple(r for role in roles for r in instead(role, mesh.get(axis, 1)))
+        for axis, roles in table.items()
+    }
+    return spec_of(layout, sizes, lent, mesh)

@@ -22,11 +22,11 @@ from whalejax.capture.rules_elementwise import SAME_SHAPE
 
 
 Shape = tuple[int, ...]
-_PLACING: Final = ("sharding", "out_sharding")
-"""Parameters by which the user places a result, in the dimensions that it has."""
-
 Cuts = Mapping[int, int]
 """Dimension to the number of equal parts that it is cut into."""
+
+_PLACING: Final = ("sharding", "out_sharding")
+"""Parameters by which the user places a result, in the dimensions that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +205,7 @@ def _elementwise(equation: Any, operands: list[Any]) -> list[Any] | None:
         cuts.update(view.cuts)
     arrays = []
     for value in operands:
-        shape = (
-            value.shape
-            if isinstance(value, View)
-            else tuple(getattr(value, "shape", ()))
-        )
+        shape = value.shape if isinstance(value, View) else np.shape(value)
         if len(shape) not in (0, len(out)):
             return None
         same = isinstance(value, View) and value.cuts == cuts
@@ -228,7 +224,6 @@ def _dot_general(equation: Any, operands: list[Any]) -> list[Any] | None:
         "dimension_numbers"
     ]
     sides = []
-    free: list[int] = []
     parts: list[int] = []
     for value, inside, batch in (
         (operands[0], left_in, left_batch),
@@ -241,7 +236,6 @@ def _dot_general(equation: Any, operands: list[Any]) -> list[Any] | None:
         sides.append(view)
         for dim in range(len(view.shape)):
             if dim not in taken:
-                free.append(view.shape[dim])
                 parts.append(view.cuts.get(dim, 1))
     left, right = sides
     if not left.cuts and not right.cuts:
