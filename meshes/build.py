@@ -63,6 +63,25 @@ def build_mesh(
     return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def cluster_order(devices: Sequence[Device]) -> list[Device]:
+    """Devices as a described cluster numbers them: slice by slice, last axis fastest.
+
+    JAX numbers the chips of a torus with the first coordinate fastest. What has no
+    coordinates keeps its order.
+
+    Args:
+        devices: real ones, or those of a described topology.
+    """
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return list(devices)
+
+    def place(device: Device) -> tuple[Any, ...]:
+        core = getattr(device, "core_on_chip", 0)
+        return getattr(device, "slice_index", None) or 0, *device.coords, core
+
+    return sorted(devices, key=place)
+
+
 def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """A layout as a PartitionSpec, in the one spelling that compares equal.
 

@@ -241,6 +241,14 @@ def local_product(
     )
 
 
+def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
+    """FLOPs of a row's products on one device in one micro-batch, both passes."""
+    if row.product is None:
+        return 0
+    times = 1 + row.product.left_gradient + row.product.right_gradient + row.remat
+    return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+
+
 def _product_seconds(
     p: Product, hits: Mapping[str, int], s: Setting, kind: DeviceKind
 ) -> Any:

@@ -159,6 +159,7 @@ def written(
         memory=best.memory,
         candidates=_candidates(search, fitting),
         notes=_notes(analysed, search, best, leaves),
+        product_flops=search.product_flops(best),
     )
 
 

@@ -13,10 +13,9 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
@@ -24,98 +23,28 @@ from whalejax.planner.cost import Collective
 from whalejax.planner.layout import Spec
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
+from whalejax.planner.terms import MemoryTerms as MemoryTerms
+from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Version of the file format."""
+
+
+_NOT_THE_PROGRAM = (
+    "time",
+    "memory",
+    "candidates",
+    "notes",
+    "collectives",
+    "product_flops",
+    "source",
+)
+"""Fields of a plan that its program does not depend on."""
 
 
 class PlanError(WhaleError):
     """A plan that cannot be made, read or used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeTerms:
-    """Predicted seconds of one step; they add up to it.
-
-    Attributes:
-        compute_seconds: products and memory traffic, forward and backward.
-        launch_seconds: fixed costs of starting kernels.
-        gradient_seconds: exposed part of the gradient reduction.
-        parameter_seconds: exposed part of gathering parameters.
-        activation_seconds: collectives on activations inside TaskGraphs.
-        border_seconds: changes of layout between TaskGraphs and at cuts.
-        update_seconds: the optimizer.
-        allocation_seconds: first touch of the memory that a step gets anew from its
-            host, on devices that keep none of their own.
-        bubble_seconds: what pipeline stages wait for each other.
-        offload_seconds: exposed part of moving to host memory and back.
-    """
-
-    compute_seconds: float = 0.0
-    launch_seconds: float = 0.0
-    gradient_seconds: float = 0.0
-    parameter_seconds: float = 0.0
-    activation_seconds: float = 0.0
-    border_seconds: float = 0.0
-    update_seconds: float = 0.0
-    allocation_seconds: float = 0.0
-    bubble_seconds: float = 0.0
-    offload_seconds: float = 0.0
-
-    def __add__(self, other: TimeTerms) -> TimeTerms:
-        return TimeTerms(
-            **{
-                f.name: getattr(self, f.name) + getattr(other, f.name)
-                for f in dataclasses.fields(self)
-            }
-        )
-
-    @property
-    def step_seconds(self) -> float:
-        """The whole step."""
-        return float(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
-
-    @property
-    def communication_seconds(self) -> float:
-        """All exposed collectives."""
-        return (
-            self.gradient_seconds
-            + self.parameter_seconds
-            + self.activation_seconds
-            + self.border_seconds
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTerms:
-    """Predicted bytes on the fullest device; they add up to its peak.
-
-    Attributes:
-        params_bytes: stored parameters (the master copy).
-        gradients_bytes: gradients, as accumulated.
-        optimizer_bytes: optimizer state.
-        state_bytes: what is neither trained nor computed (batch statistics, keys).
-        activations_bytes: what the backward pass reads again.
-        working_bytes: gathered parameters, casts and the largest temporaries.
-    """
-
-    params_bytes: int = 0
-    gradients_bytes: int = 0
-    optimizer_bytes: int = 0
-    state_bytes: int = 0
-    activations_bytes: int = 0
-    working_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak of the step."""
-        return int(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
-
-    @property
-    def temporary_bytes(self) -> int:
-        """What lives during a step alone."""
-        return self.gradients_bytes + self.activations_bytes + self.working_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +205,20 @@ class Beyond:
         return found
 
 
+class Question(Protocol):
+    """What was planned, kept beside its plan."""
+
+    def again(self, **changes: Any) -> Plan:
+        """The plan under other circumstances; ``Plan.what_if``."""
+        ...
+
+    def verify(
+        self, plan: Plan, topology: str | None, *, timeout_seconds: float
+    ) -> Any:
+        """What its compiler makes of a plan; ``Plan.verify``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to run one model on one cluster.
@@ -300,9 +243,12 @@ class Plan:
         time, memory: predictions by term.
         candidates: what else was weighed, best first.
         notes: what a user should know.
+        product_flops: of matrix products, on one device in one step; 0 in estimates.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
-        again: plans the same model under changes; see ``what_if``. Not in files.
+        source: how the command line named the model: MODEL, then its NAME=VALUE
+            options; empty for plans made from Python.
+        question: what was planned, to be asked again. Not in files.
     """
 
     version: int = PLAN_VERSION
@@ -324,9 +270,11 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
     batch_tree: str = ""
+    product_flops: int = 0
     runnable: bool = True
     beyond: Beyond | None = None
-    again: Callable[..., Plan] | None = dataclasses.field(
+    source: tuple[str, ...] = ()
+    question: Question | None = dataclasses.field(
         default=None, compare=False, repr=False, metadata={"kept": False}
     )
 
@@ -334,7 +282,7 @@ class Plan:
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         data = encode(self)
-        for prediction in ("time", "memory", "candidates", "notes", "collectives"):
+        for prediction in _NOT_THE_PROGRAM:
             del data[prediction]
         data["cluster"] = self.cluster.hash
         text = json.dumps(data, sort_keys=True)
@@ -410,12 +358,41 @@ class Plan:
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        if self.again is None:
+        return self._asked("what_if").again(**changes)
+
+    def verify(
+        self, topology: str | None = None, *, timeout_seconds: float = 1800.0
+    ) -> Any:
+        """Compile the plan's training step with the real compiler; nothing is run.
+
+        A process of its own compiles, for hardware that need not be here: TPUs need
+        the extra ``whalejax[tpu-compile]``, GPUs ``whalejax verify --setup-gpu``.
+
+        Args:
+            topology: such as ``"v5p:4x4x4"``, ``"h100:2x8"`` or ``"local"``; the plan's
+                own cluster if left out.
+            timeout_seconds: the compiler is stopped after so long.
+
+        Returns:
+            A ``whalejax.verification.comparison.Verification``: ``print`` shows memory,
+            traffic and products, predicted and compiled.
+
+        Raises:
+            PlanError: the plan was read from a file, which holds no model, cannot run,
+                or is for another number of devices.
+            WhaleError: the topology or its compiler is not to be had, or the compiler
+                died or took too long.
+        """
+        question = self._asked("verify")
+        return question.verify(self, topology, timeout_seconds=timeout_seconds)
+
+    def _asked(self, what: str) -> Question:
+        if self.question is None:
             raise PlanError(
-                "this plan was read from a file, without its model: what_if has "
-                "nothing to plan. Make it with wh.plan(...)"
+                f"this plan was read from a file, without its model: {what} has "
+                "nothing to work on. Make it with wh.plan(...)"
             )
-        return self.again(**changes)
+        return self.question
 
     def explain(self) -> str:
         """Why this plan: what decided, what would change the choice, what stays whole.
@@ -494,6 +471,20 @@ class Plan:
                 f"{path}: the plan cannot be written there ({error.strerror}). Give a "
                 "file name in an existing folder that you may write to"
             ) from error
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
+        """The plan that ``document`` wrote.
+
+        Args:
+            document: is kept.
+            name: what errors call it.
+
+        Raises:
+            PlanError: it is no plan, is damaged, was edited, or was written by a newer
+                version.
+        """
+        return _read(cls, dict(document), name)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -34,6 +34,7 @@ from whalejax.planner.cost import (
     Setting,
     flow_cost,
     row_cost,
+    row_flops,
     row_hits,
     seconds_of,
 )
@@ -444,6 +445,15 @@ class Search:
             update_seconds=update_seconds(self.facts, layouts, self.cluster, s),
         )
         return terms, (*during, *storage.in_update)
+
+    def product_flops(self, scored: Scored) -> int:
+        """FLOPs of matrix products on one device in one step."""
+        s = self._setting(scored.mesh, scored.num_micro_batches)
+        total = sum(
+            row_flops(row, row_hits(row, scored.tables[row.task_graph], s), s)
+            for row in self.rows.ops
+        )
+        return int(round(total * scored.num_micro_batches))
 
     def _costs(self, tables: Mapping[int, Table], s: Setting) -> Iterator[RowCost]:
         for row in self.rows.ops:

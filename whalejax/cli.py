@@ -1,5 +1,5 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``estimate``,
-``calibrate``.
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``verify``,
+``estimate``, ``calibrate``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -33,6 +33,7 @@ from whalejax.options import (
     PlanCommand,
     ShowCommand,
     TrainCommand,
+    VerifyCommand,
     WhyCommand,
 )
 
@@ -56,8 +57,9 @@ def main(argv: Sequence[str]) -> int:
         argv: the words after the program's name.
 
     Returns:
-        0; 2 where something the user gave cannot be used, with the reason on standard
-        error; 130 where the user interrupted.
+        0; 1 where a plan that was verified does not fit; 2 where something the user
+        gave cannot be used, with the reason on standard error; 130 where the user
+        interrupted.
     """
     started = time.monotonic()
     if list(argv) == ["--version"]:
@@ -68,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:  # after --help, or an error that was printed
         return stop.code if isinstance(stop.code, int) else _USER_ERROR
     try:
-        _run(command, started)
+        return _run(command, started)
     except WhaleError as error:
         print(f"whalejax: {error}", file=sys.stderr)
         return _USER_ERROR
@@ -92,7 +94,7 @@ def _parse(argv: Sequence[str]) -> Command:
     return parsed
 
 
-def _run(command: Command, started: float) -> None:
+def _run(command: Command, started: float) -> int:
     match command:
         case TrainCommand():
             from whalejax import session
@@ -109,19 +111,18 @@ def _run(command: Command, started: float) -> None:
             print(Plan.load(command.plan).why(command.path))
         case EstimateCommand():
             _estimate(command)
+        case VerifyCommand():
+            return _verify(command)
         case CalibrateCommand():
             _calibrate(command)
+    return 0
 
 
 def _plan(command: PlanCommand) -> None:
     from whalejax import jobs, show
     from whalejax.progress import make_console
 
-    if command.output is not None and not command.output.absolute().parent.is_dir():
-        raise WhaleError(
-            f"--output {command.output}: there is no directory "
-            f"{command.output.absolute().parent}. Make it first"
-        )
+    _check_output(command.output)
     for name, value in (
         ("--batch", command.batch),
         ("--micro-batches", command.micro_batches),
@@ -137,6 +138,7 @@ def _plan(command: PlanCommand) -> None:
         precision=command.precision,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
+        source=(command.model, *command.set),
     )
     if command.output is not None:
         plan.save(command.output)
@@ -161,6 +163,48 @@ def _show(command: ShowCommand) -> None:
         show.print_plan(plan, make_console(), all_rows=command.all)
 
 
+def _check_output(output: Path | None) -> None:
+    if output is not None and not output.absolute().parent.is_dir():
+        raise WhaleError(
+            f"--output {output}: there is no directory {output.absolute().parent}. "
+            "Make it first"
+        )
+
+
+def _verify(command: VerifyCommand) -> int:
+    from whalejax import jobs
+    from whalejax.planner.plan import Plan
+    from whalejax.progress import make_console
+    from whalejax.verification import gpu, report
+
+    _check_output(command.output)
+    if command.setup_gpu:
+        print(f"the GPU compiler is installed in {gpu.set_up()}", file=sys.stderr)
+        if command.plan is None:
+            return 0
+    if command.plan is None:
+        raise WhaleError(
+            "PLAN.json is missing; expected a file that whalejax plan wrote"
+        )
+    plan = Plan.load(command.plan)
+    source = plan.source if command.model is None else (command.model, *command.set)
+    if not source:
+        raise WhaleError(
+            f"{command.plan} does not say which model it is for, because it was made "
+            "from Python. Name the model with --model (and --set), or call "
+            "plan.verify(...) where the plan is made"
+        )
+    question = jobs.question_of(find_job(source[0], model_options(source[1:])), plan)
+    found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
+    if command.output is not None and found.better is not None:
+        found.better.save(command.output)
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(report.table(found))
+    return 0 if found.fits else 1
+
+
 def _estimate(command: EstimateCommand) -> None:
     from whalejax.planner.tables import estimate_file
 
@@ -171,12 +215,7 @@ def _estimate(command: EstimateCommand) -> None:
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.calibrate import write_calibration
 
-    directory = command.output.absolute().parent
-    if not directory.is_dir():
-        raise WhaleError(
-            f"--output {command.output}: there is no directory {directory}. Make it "
-            "first"
-        )
+    _check_output(command.output)
     cluster = write_calibration(command.output, command.seconds)
     print(f"{cluster.describe()}, measured and written to {command.output}")
 

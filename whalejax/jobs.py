@@ -6,6 +6,7 @@ cluster and a plan, without touching a device.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -15,7 +16,8 @@ from whalejax.adapters import wants_key
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan import Plan, Question
+from whalejax.planning import ask
 from whalejax.planning import plan as find_plan
 
 
@@ -50,9 +52,14 @@ def make_plan(
     precision: str | None,
     micro_batches: int | None,
     runnable: bool = True,
+    source: tuple[str, ...] = (),
 ) -> Plan:
-    """``wh.plan`` of a job, with the options of the command line."""
-    return find_plan(
+    """``wh.plan`` of a job, with the options of the command line.
+
+    Args:
+        source: how the command line named the job, for the plan to remember.
+    """
+    found = find_plan(
         job.loss_fn,
         model,
         batch,
@@ -61,4 +68,22 @@ def make_plan(
         precision=precision or "f32",
         num_micro_batches=micro_batches,
         runnable=runnable,
+    )
+    return dataclasses.replace(found, source=source)
+
+
+def question_of(job: Job, plan: Plan) -> Question:
+    """The question that a plan of a job answers, to ask more about it.
+
+    Args:
+        job: what the plan was made for.
+        plan: such as ``whalejax plan`` wrote it.
+    """
+    return ask(
+        job.loss_fn,
+        abstract_model(job),
+        job.batch_at(0, plan.batch[0].shape[0]),
+        optimizer=job.optimizer,
+        cluster=plan.cluster,
+        precision=plan.precision,
     )

@@ -105,6 +105,33 @@ class WhyCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCommand:
+    """Compile a plan with the real compiler of its hardware, which need not be here.
+
+    Prints memory, traffic and products, predicted and compiled. TPUs need the extra
+    whalejax[tpu-compile]; GPUs need --setup-gpu once. Ends with status 1 where the
+    plan does not fit.
+    """
+
+    plan: Annotated[conf.Positional[Path | None], conf.arg(metavar="PLAN.json")] = None
+    """a file that whalejax plan wrote"""
+    topology: OptionalText = None
+    """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
+    model: OptionalText = None
+    """the model, where the plan was not made by whalejax plan: gpt, file.py:function"""
+    set: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")] = ()
+    """options of --model"""
+    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 1800.0
+    """stop the compiler after so long"""
+    output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
+    """if the plan does not fit, write the next one that is expected to"""
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""
+    setup_gpu: bool = False
+    """first install the GPU compiler, about 5 GB, into a folder of its own"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateCommand:
     """Measure the devices of this machine and write a description of them."""
 
@@ -134,5 +161,6 @@ Command = (
     | Annotated[ShowCommand, conf.subcommand("show")]
     | Annotated[WhyCommand, conf.subcommand("why")]
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
+    | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
 )

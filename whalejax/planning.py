@@ -103,13 +103,14 @@ def plan(
     >>> found.num_devices
     8
     """
-    # The plan remembers the question, and must not keep anybody's arrays alive.
-    adapter = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
-    asked = _Asked(
-        adapter=adapter.without_values(),
-        batch=jax.tree.map(aval_of, batch),
-        optimizer=optimizer or optax.identity(),
-        cluster=_cluster(cluster),
+    return ask(
+        loss_fn,
+        model,
+        batch,
+        optimizer=optimizer,
+        cluster=cluster,
+        trainable=trainable,
+        axis_names=axis_names,
         default=default,
         precision=precision,
         num_micro_batches=num_micro_batches,
@@ -120,12 +121,34 @@ def plan(
         zero=zero,
         runnable=runnable,
         remat=remat,
+    ).plan()
+
+
+def ask(
+    loss_fn: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None,
+    cluster: Cluster | str | None,
+    trainable: Any = None,
+    axis_names: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Asked:
+    """What ``plan`` is asked, with the same arguments, before it is answered."""
+    # The plan remembers the question, and must not keep anybody's arrays alive.
+    adapter = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
+    return Asked(
+        adapter=adapter.without_values(),
+        batch=jax.tree.map(aval_of, batch),
+        optimizer=optimizer or optax.identity(),
+        cluster=_cluster(cluster),
+        **options,
     )
-    return asked.plan()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class Asked:
     """Everything that ``plan`` was asked, so that it can be asked again with changes.
 
     Attributes:
@@ -136,16 +159,16 @@ class _Asked:
     batch: Any
     optimizer: optax.GradientTransformation
     cluster: Cluster
-    default: Any
-    precision: str
-    num_micro_batches: int | None
-    allow_idle: bool
-    sync_batch_stats: bool
-    batch_axes: Any
-    mesh: Mapping[str, int] | None
-    zero: int | None
-    runnable: bool
-    remat: str | None
+    default: Any = None
+    precision: str = "f32"
+    num_micro_batches: int | None = None
+    allow_idle: bool = False
+    sync_batch_stats: bool = False
+    batch_axes: Any = 0
+    mesh: Mapping[str, int] | None = None
+    zero: int | None = None
+    runnable: bool = True
+    remat: str | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
     def plan(self) -> Plan:
@@ -186,7 +209,7 @@ class _Asked:
             found,
             batch_tree=batch_tree(self.batch),
             notes=(*found.notes, *adapter.notes),
-            again=self.again,
+            question=self,
         )
 
     def _captured(self) -> tuple[Adapter, Captured]:
@@ -204,6 +227,23 @@ class _Asked:
             )
             self.traced[key] = adapter, captured
         return self.traced[key]
+
+    def verify(
+        self, plan: Plan, topology: str | None, *, timeout_seconds: float
+    ) -> Any:
+        """``Plan.verify``."""
+        from whalejax.verification.checking import check
+
+        return check(
+            plan,
+            self.adapter,
+            self.batch,
+            optimizer=self.optimizer,
+            batch_axes=self.batch_axes,
+            topology=topology,
+            timeout_seconds=timeout_seconds,
+            again=self.again,
+        )
 
     def again(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""

@@ -482,10 +482,36 @@ def compile(
             "this plan is an estimate (runnable=False) and cannot be run. Plan again "
             "without runnable=False"
         )
-    example = batch_of(plan) if batch is None else batch
+    mesh_of(plan, devices)  # before anything takes time
+    return step_of(
+        plan,
+        adapt(model, loss_fn, trainable=trainable, axis_names=axis_names),
+        batch_of(plan) if batch is None else batch,
+        optimizer=optimizer,
+        batch_axes=batch_axes,
+        devices=devices,
+    )
+
+
+def step_of(
+    plan: Plan,
+    adapter: Adapter,
+    example: Any,
+    *,
+    optimizer: optax.GradientTransformation | None,
+    batch_axes: Any,
+    devices: Any,
+) -> TrainStep:
+    """``compile`` for a model that was adapted.
+
+    Args:
+        plan: a runnable one.
+        adapter: the model as it is, at no other precision.
+        example: the global batch, abstract or real.
+        optimizer, batch_axes, devices: as for ``compile``.
+    """
     mesh = mesh_of(plan, devices)
-    adapted = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
-    adapter = at_precision(adapted.without_values(), plan.precision)
+    adapter = at_precision(adapter.without_values(), plan.precision)
     captured = capture(
         adapter,
         example,

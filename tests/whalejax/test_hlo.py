@@ -103,6 +103,18 @@ def test_an_asynchronous_one_counts_once_with_its_results(
 
 
 LOOP: Final = """\
+%c (p: (s32[], f32[4])) -> pred[] {
+  ROOT %p.1 = pred[] parameter(0)
+}
+
+%cond (p: (s32[], f32[4])) -> pred[] {
+  ROOT %p.2 = pred[] parameter(0)
+}
+
+%elsewhere (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  ROOT %p.3 = (s32[], f32[4]{0}) parameter(0)
+}
+
 %body.2 (p: (s32[], f32[4])) -> (s32[], f32[4]) {
   %r = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
   %w = (s32[], f32[4]{0}) while(%t), condition=%cond, body=%inner.3INNER
@@ -138,7 +150,7 @@ def test_a_loop_of_unknown_length_is_an_error_if_it_communicates() -> None:
     with pytest.raises(WhaleError, match="loop with 2 collectives has no known trip"):
         hlo.collectives(program(outer, before=LOOP.replace("INNER", "")))
     quiet = "%w = (s32[], f32[4]{0}) while(%t), condition=%c, body=%elsewhere"
-    assert not hlo.collectives(program(quiet)).instructions
+    assert not hlo.collectives(program(quiet, before=LOOP)).instructions
 
 
 def test_text_without_an_entry_is_an_error() -> None:

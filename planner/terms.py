@@ -1,0 +1,90 @@
+"""Predicted time and memory of a step, by term."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerms:
+    """Predicted seconds of one step; they add up to it.
+
+    Attributes:
+        compute_seconds: products and memory traffic, forward and backward.
+        launch_seconds: fixed costs of starting kernels.
+        gradient_seconds: exposed part of the gradient reduction.
+        parameter_seconds: exposed part of gathering parameters.
+        activation_seconds: collectives on activations inside TaskGraphs.
+        border_seconds: changes of layout between TaskGraphs and at cuts.
+        update_seconds: the optimizer.
+        allocation_seconds: first touch of the memory that a step gets anew from its
+            host, on devices that keep none of their own.
+        bubble_seconds: what pipeline stages wait for each other.
+        offload_seconds: exposed part of moving to host memory and back.
+    """
+
+    compute_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    parameter_seconds: float = 0.0
+    activation_seconds: float = 0.0
+    border_seconds: float = 0.0
+    update_seconds: float = 0.0
+    allocation_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+    offload_seconds: float = 0.0
+
+    def __add__(self, other: TimeTerms) -> TimeTerms:
+        return TimeTerms(
+            **{
+                f.name: getattr(self, f.name) + getattr(other, f.name)
+                for f in dataclasses.fields(self)
+            }
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """The whole step."""
+        return float(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    @property
+    def communication_seconds(self) -> float:
+        """All exposed collectives."""
+        return (
+            self.gradient_seconds
+            + self.parameter_seconds
+            + self.activation_seconds
+            + self.border_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTerms:
+    """Predicted bytes on the fullest device; they add up to its peak.
+
+    Attributes:
+        params_bytes: stored parameters (the master copy).
+        gradients_bytes: gradients, as accumulated.
+        optimizer_bytes: optimizer state.
+        state_bytes: what is neither trained nor computed (batch statistics, keys).
+        activations_bytes: what the backward pass reads again.
+        working_bytes: gathered parameters, casts and the largest temporaries.
+    """
+
+    params_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    state_bytes: int = 0
+    activations_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the step."""
+        return int(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """What lives during a step alone."""
+        return self.gradients_bytes + self.activations_bytes + self.working_bytes

@@ -1,0 +1,277 @@
+"""Plans held against real compilers: this machine's, and TPU's where it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax import cli, models
+from whalejax.jobs import abstract_model
+from whalejax.verification import checking, gpu
+from whalejax.verification.comparison import Verification, rematerializations
+from whalejax.verification.processes import VerifyError
+from whalejax.verification.targets import target_of
+
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="the extra tpu-compile (libtpu) is not installed",
+)
+needs_gpu_compiler = pytest.mark.skipif(
+    not list(gpu.folder().glob("lib/python*/site-packages/jax_plugins")),
+    reason="the GPU compiler was not set up (whalejax verify --setup-gpu)",
+)
+
+
+def planned(name: str, cluster: str, batch: int = 16, **options: Any) -> wh.Plan:
+    """A plan of a reference model."""
+    job = models.job(name, annotated=False, **options.pop("model", {}))
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        job.batch_at(0, batch),
+        optimizer=job.optimizer,
+        cluster=cluster,
+        **options,
+    )
+
+
+def traffic(found: Verification) -> dict[str, tuple[float, float]]:
+    """Predicted and compiled bytes by kind and axes."""
+    return {q.name: (q.predicted or 0, q.compiled or 0) for q in found.collectives}
+
+
+# The real TPU compiler.
+
+TPU: Final = [
+    ("gpt-test", "v5e:2x2", {"fsdp": 4}),
+    ("moe-test", "v5e:4x4", {"data": 4, "expert": 4}),
+    ("gpt-test", "v5p:2x2x4", {"data": 4, "tensor": 4}),
+]
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "topology", "mesh"), TPU)
+def test_a_tpu_compiles_what_was_planned(
+    name: str, topology: str, mesh: Mapping[str, int]
+) -> None:
+    plan = planned(name, topology, mesh=mesh)
+    found = plan.verify(timeout_seconds=300)
+    assert found.fits and not found.failure and not found.refused
+    assert "libtpu" in found.versions
+    arguments = found.memory[0]
+    assert arguments.name == "arguments"
+    # Rows of a few numbers are padded to whole tiles.
+    assert arguments.compiled >= arguments.predicted > 0
+    assert found.peak.compiled >= arguments.compiled
+    assert found.product_flops.compiled == pytest.approx(
+        found.product_flops.predicted, rel=0.02
+    )
+    assert set(found.document()["versions"]) == {"jax", "libtpu"}
+    json.dumps(found.document())
+    assert "memory: peak" in str(found)
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_with_the_compilers_figure() -> None:
+    plan = _too_large()
+    found = plan.verify(timeout_seconds=300)
+    assert not found.fits
+    assert found.peak.compiled > found.capacity_bytes > 15 * 2**30
+    assert "RESOURCE_EXHAUSTED" in found.failure
+    assert found.better is not None
+    assert found.better.memory.total_bytes < plan.memory.total_bytes
+    assert "DOES NOT FIT" in str(found)
+
+
+def _too_large() -> wh.Plan:
+    """A plan that would fit a device of twice the memory."""
+    cluster = wh.cluster("v5e:2x2").with_memory(64 * 2**30)
+    job = models.job("gpt-test", annotated=False, sequence=512, vocab=32768)
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        job.batch_at(0, 1024),
+        optimizer=job.optimizer,
+        cluster=cluster,
+        mesh={"data": 4},
+        num_micro_batches=1,
+    )
+
+
+# This machine's compiler.
+
+
+def test_the_local_compiler_answers_with_the_same_table() -> None:
+    plan = planned("gpt-test", "cpu:8", mesh={"data": 2, "tensor": 4})
+    found = plan.verify("local", timeout_seconds=300)
+    assert found.fits and not found.refused
+    predicted, compiled = zip(*traffic(found).values(), strict=True)
+    # Clipping by the global norm adds a few numbers that belong to the optimizer.
+    assert sum(predicted) == pytest.approx(sum(compiled), rel=1e-3)
+    assert found.product_flops.difference == 0
+    assert found.memory[0].difference == pytest.approx(0, abs=1e-3)
+    assert not found.unplanned
+
+
+def test_the_model_line_behind_a_warning_is_named() -> None:
+    words = (
+        "W0000 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The "
+        "compiler was not able to go from sharding {devices=[2,1]<=[2]} to "
+        "{replicated} without doing a full rematerialization of the tensor for HLO "
+        "operation: %dot.1 = f32[8,4]{1,0} dot(%a, %b), metadata={"
+        'op_name="jit(_advance)/head/dot_general" source_file="net.py" source_line=7}.'
+    )
+    (found,) = rematerializations(words + "\n" + words)
+    assert found.place == "net.py:7"
+    assert found.name == "jit(_advance)/head/dot_general"
+    assert "from {devices=[2,1]<=[2]} to {replicated}" in found.what
+
+
+# What a user may get wrong.
+
+
+def test_an_unknown_topology_lists_the_known_ones() -> None:
+    plan = planned("mlp-test", "v5e:2x2")
+    with pytest.raises(wh.WhaleError, match=r"v9:4(.|\n)*compilers for v5e:4x4"):
+        target_of(plan, "v9:4")
+    with pytest.raises(wh.WhaleError, match="no compiler to be had for t4:4"):
+        target_of(plan, "t4:4")
+
+
+def test_a_plan_for_another_number_of_devices_is_refused() -> None:
+    plan = planned("mlp-test", "v5e:2x2")
+    with pytest.raises(wh.PlanError, match="is for 4 devices .*v5e:4x4 has 16"):
+        plan.verify("v5e:4x4")
+
+
+def test_a_missing_compiler_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = planned("mlp-test", "v5e:2x2")
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(VerifyError, match=r"extra whalejax\[tpu-compile\]"):
+            checking._compiler(target_of(plan))
+    monkeypatch.setenv("WHALEJAX_CACHE", str(tmp_path))
+    with pytest.raises(VerifyError, match="whalejax verify --setup-gpu"):
+        checking._compiler(target_of(plan, "h100:4"))
+
+
+def test_an_estimate_cannot_be_verified() -> None:
+    plan = planned("gpt-test", "v5e:2x2", runnable=False, remat="full")
+    with pytest.raises(wh.PlanError, match="is an estimate"):
+        plan.verify()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_time_limit_must_be_a_time(seconds: float) -> None:
+    plan = planned("mlp-test", "cpu:8")
+    with pytest.raises(VerifyError, match="expected a number of seconds above 0"):
+        plan.verify(timeout_seconds=seconds)
+
+
+def _in_a_worker() -> bool:
+    return os.environ.get("WHALEJAX_TEST_WORKER") == str(os.getppid())
+
+
+def _dying(w: Any, x: Any) -> Any:
+    if _in_a_worker():
+        print("the compiler is not well", flush=True)
+        os.abort()
+    return (x @ w).mean()
+
+
+def _hanging(w: Any, x: Any) -> Any:
+    if _in_a_worker():
+        print("still thinking", flush=True)
+        time.sleep(600)
+    return (x @ w).mean()
+
+
+def _plan_of(loss: Any) -> wh.Plan:
+    w = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    return wh.plan(loss, w, x, optimizer=optax.sgd(0.1), cluster="cpu:8")
+
+
+def test_a_compiler_that_dies_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
+    with pytest.raises(VerifyError, match=r"SIGABRT(.|\n)*compiler is not well"):
+        _plan_of(_dying).verify(timeout_seconds=120)
+
+
+def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
+    with pytest.raises(VerifyError, match=r"did not end in 15 s(.|\n)*still thinking"):
+        _plan_of(_hanging).verify(timeout_seconds=15)
+
+
+def test_two_at_once_both_work() -> None:
+    plan = planned("mlp-test", "cpu:8")
+    found: list[Verification] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(plan.verify(timeout_seconds=300)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = found
+    assert first.memory == second.memory
+    assert first.collectives == second.collectives
+
+
+# The command.
+
+
+def test_the_command_verifies_a_plan_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert cli.main(["plan", "mlp-test", "--cluster", "cpu:8", "-o", str(file)]) == 0
+    before = file.read_bytes()
+    capsys.readouterr()
+    assert cli.main(["verify", str(file), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] and said["topology"] == "local"
+    assert {q["name"] for q in said["memory"]} >= {"arguments", "peak"}
+    assert file.read_bytes() == before
+
+
+def test_a_plan_without_its_model_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    plan = planned("mlp-test", "cpu:8")
+    plan.save(file)
+    assert dataclasses.replace(plan, source=("mlp-test",)).hash == plan.hash
+    assert cli.main(["verify", str(file)]) == 2
+    assert "Name the model with --model" in capsys.readouterr().err
+    assert cli.main(["verify"]) == 2
+    assert "PLAN.json is missing" in capsys.readouterr().err
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_gpu_compiles_what_was_planned() -> None:
+    plan = planned("gpt-test", "h100:2x8", mesh={"fsdp": 8, "data": 2})
+    found = plan.verify(timeout_seconds=300)
+    assert found.fits and not found.refused
+    assert found.device_kind == "NVIDIA H100 80GB HBM3"

@@ -1,0 +1,26 @@
+"""What a compiled program does, read from its HLO text.
+
+``read`` takes the text apart, ``executions`` multiplies loops out, and on that
+``collectives`` counts what devices send each other and ``product_flops`` what they
+multiply. Text is the one form of a compiled program that every backend gives. What is
+not understood is refused by name, because a count that left something out would look
+like any other.
+"""
+
+from whalejax.hlo.loops import executions
+from whalejax.hlo.products import product_flops
+from whalejax.hlo.text import HloError, Module, read
+from whalejax.hlo.traffic import KINDS, Collectives, Instruction, collectives
+
+
+__all__ = [
+    "KINDS",
+    "Collectives",
+    "HloError",
+    "Instruction",
+    "Module",
+    "collectives",
+    "executions",
+    "product_flops",
+    "read",
+]

@@ -1,0 +1,266 @@
+"""How often each instruction runs: loops multiplied out.
+
+Some compilers write a loop's trip count beside it. Others, TPU's among them, do not:
+there the counter is followed through the loop's condition and body, from its start, by
+its step, to its bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.hlo.text import Computation, Line, Module
+
+
+_TRIP = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_DIRECTION = re.compile(r"direction=(\w+)")
+_INDEX = re.compile(r"index=(\d+)")
+_WHOLE = re.compile(r"^-?\d+$")
+_FOLLOWED = re.compile(r"^(?:\(|(?:[su]\d+|pred)\[\])")
+"""Types of what can be followed: tuples, whole numbers and truth values."""
+
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_SAME = frozenset(
+    {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"}
+    | {"optimization-barrier", "opt-barrier"}
+)
+"""Opcodes that hand a scalar on unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """An element of the loop's state, and what was added to it."""
+
+    index: int
+    plus: int = 0
+
+
+class _State:
+    """The loop's state as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    direction: str
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """An instruction, how often it runs, and where.
+
+    Attributes:
+        line: the instruction.
+        computation: the one it stands in.
+        count: executions in one run of the program; 0 where a loop around it has an
+            unknown trip count.
+        caller: the innermost computation around it that is no fusion.
+        loop: the loop whose trip count is not known, or empty.
+    """
+
+    line: Line
+    computation: Computation
+    count: int
+    caller: str
+    loop: str = ""
+
+
+def executions(module: Module) -> Iterator[Execution]:
+    """Every instruction that the entry computation reaches, with its executions.
+
+    All branches of a conditional are given, although one of them runs. What reductions,
+    sorts and scatters apply to scalars is left out.
+
+    Args:
+        module: from ``read``.
+    """
+    start = module.computation(module.entry)
+    yield from _visit(module, start, 1, start.name, "")
+
+
+def _visit(
+    module: Module, computation: Computation, count: int, caller: str, loop: str
+) -> Iterator[Execution]:
+    for line in computation.lines.values():
+        yield Execution(
+            line=line, computation=computation, count=count, caller=caller, loop=loop
+        )
+        if line.opcode == "while":
+            times = trips(module, computation, line)
+            unknown = loop or (line.name if times is None else "")
+            body = module.computation(line.computation("body"))
+            condition = module.computation(line.computation("condition"))
+            inner = count * (times or 0)
+            yield from _visit(module, body, inner, body.name, unknown)
+            yield from _visit(module, condition, inner + count, condition.name, unknown)
+        else:
+            for name in _called(line):
+                inside = module.computation(name)
+                fused = line.opcode == "fusion"
+                yield from _visit(
+                    module, inside, count, caller if fused else name, loop
+                )
+
+
+def _called(line: Line) -> list[str]:
+    if line.opcode in ("fusion", "async-start"):
+        return [line.computation("calls")]
+    if line.opcode == "call":
+        return [line.computation("to_apply")]
+    if line.opcode == "custom-call":
+        found = re.search(r"called_computations=\{([^}]*)\}", line.rest)
+        return _names(found[1]) if found else []
+    if line.opcode == "conditional":
+        found = _BRANCHES.search(line.rest)
+        if found is not None:
+            return _names(found[1])
+        return [line.computation(f"{word}_computation") for word in ("true", "false")]
+    return []
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip().lstrip("%") for name in text.split(",") if name.strip()]
+
+
+def trips(module: Module, computation: Computation, loop: Line) -> int | None:
+    """How often a loop's body runs, or None where it cannot be told.
+
+    Args:
+        module: the program.
+        computation: the one that the loop stands in.
+        loop: its ``while`` instruction.
+    """
+    stated = _TRIP.search(loop.rest)
+    if stated is not None:
+        return int(stated[1])
+    condition = module.computation(loop.computation("condition"))
+    body = module.computation(loop.computation("body"))
+    compared = _Values(module, condition, [_State()]).root()
+    after = _Values(module, body, [_State()]).root()
+    if not isinstance(compared, _Compared) or not isinstance(after, list):
+        return None
+    before = (
+        _Values(module, computation).of(loop.operands[0]) if loop.operands else None
+    )
+    if not isinstance(before, list):
+        return None
+    return _solved(compared, before, after)
+
+
+def _solved(
+    compared: _Compared, before: Sequence[Any], after: Sequence[Any]
+) -> int | None:
+    left, right, direction = compared.left, compared.right, compared.direction
+    if isinstance(right, _Carried) and not _unchanged(right, after):
+        left, right = right, left
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(
+            direction, direction
+        )
+    if isinstance(right, _Carried):
+        right = _plus(before[right.index], right.plus)
+    if not isinstance(left, _Carried) or not isinstance(right, int):
+        return None
+    start, moved = before[left.index], after[left.index]
+    if not isinstance(start, int) or not isinstance(moved, _Carried):
+        return None
+    step = moved.plus
+    if moved.index != left.index or step == 0:
+        return None
+    distance = right - (start + left.plus)
+    if direction in ("LE", "GE"):
+        distance += 1 if direction == "LE" else -1
+    elif direction not in ("LT", "GT", "NE"):
+        return None
+    if direction in ("LT", "LE") and step < 0 or direction in ("GT", "GE") and step > 0:
+        return None  # it would run for ever, or not at all
+    if direction == "NE" and (distance % step or distance * step < 0):
+        return None
+    return max(0, -(-distance // step))
+
+
+def _unchanged(carried: _Carried, after: Sequence[Any]) -> bool:
+    return bool(after[carried.index] == _Carried(carried.index))
+
+
+def _plus(value: Any, number: int) -> Any:
+    return value + number if isinstance(value, int) else None
+
+
+class _Values:
+    """Follows whole numbers and carried values through a computation; None elsewhere.
+
+    Args:
+        module: the program.
+        computation: what to follow them through.
+        arguments: values of its parameters.
+    """
+
+    def __init__(
+        self, module: Module, computation: Computation, arguments: Sequence[Any] = ()
+    ) -> None:
+        self.module = module
+        self.computation = computation
+        self.arguments = arguments
+        self.known: dict[str, Any] = {}
+
+    def root(self) -> Any:
+        """What the computation returns."""
+        return self.of(self.computation.root().name)
+
+    def of(self, name: str) -> Any:
+        """The value of an instruction."""
+        if name not in self.known:
+            line = self.computation.lines.get(name)
+            followed = line is not None and _FOLLOWED.match(line.result)
+            self.known[name] = self._found(line) if line and followed else None
+        return self.known[name]
+
+    def _found(self, line: Line) -> Any:
+        match line.opcode:
+            case "constant":
+                return int(line.inside) if _WHOLE.match(line.inside) else None
+            case "parameter":
+                at = int(line.inside)
+                return self.arguments[at] if at < len(self.arguments) else None
+            case "tuple":
+                return [self.of(operand) for operand in line.operands]
+            case "get-tuple-element":
+                return self._element(self.of(line.operands[0]), line)
+            case "add" | "subtract":
+                left, right = map(self.of, line.operands)
+                return _sum(left, right, 1 if line.opcode == "add" else -1)
+            case "compare":
+                way = _DIRECTION.search(line.rest)
+                left, right = map(self.of, line.operands)
+                return _Compared(way[1] if way else "", left, right)
+            case "fusion" | "call":
+                key = "calls" if line.opcode == "fusion" else "to_apply"
+                inside = self.module.computation(line.computation(key))
+                given = [self.of(operand) for operand in line.operands]
+                return _Values(self.module, inside, given).root()
+            case opcode if opcode in _SAME:
+                return self.of(line.operands[0])
+        return None
+
+    def _element(self, whole: Any, line: Line) -> Any:
+        found = _INDEX.search(line.rest)
+        index = int(found[1]) if found else -1
+        if isinstance(whole, _State):
+            return _Carried(index)
+        if isinstance(whole, list) and 0 <= index < len(whole):
+            return whole[index]
+        return None
+
+
+def _sum(left: Any, right: Any, sign: int) -> Any:
+    if sign > 0 and isinstance(left, int) and isinstance(right, _Carried):
+        left, right = right, left
+    if not isinstance(right, int):
+        return None
+    if isinstance(left, _Carried):
+        return _Carried(left.index, left.plus + sign * right)
+    return _plus(left, sign * right)

@@ -1,0 +1,204 @@
+"""Floating-point operations of the products that a compiled program makes.
+
+Products are ``dot`` on some backends, convolutions on TPU (batch dimensions become
+spatial ones, with a window that meets each input once) and library calls on GPU. Each
+multiplication counts with its addition as two; what falls on padding or into the holes
+of a dilated input is not counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+
+import numpy as np
+
+from whalejax.hlo.loops import Execution, executions
+from whalejax.hlo.text import HloError, Line, Module, Shape
+
+
+_DIMS = re.compile(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_GROUPS = re.compile(r"batch_group_count=(\d+)")
+_CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
+
+_PRODUCTS = re.compile(r"^__cublas\$(?:gemm|lt\$matmul)|^__triton_nested_gemm_fusion")
+"""Library calls that are one product, described in their backend configuration."""
+
+_NO_PRODUCT = re.compile(
+    r"^(?:AllocateBuffer|Assume\w+|AsyncCollective(?:Start|Done)|ConcatBitcast"
+    r"|GatherScatterIndicesBitpacked|Sharding|SPMD\w+|(?:Approx)?TopK|PartialReduce"
+    r"|MoveTo(?:Host|Device)|annotate_device_placement|Pad|Slice\w*|Sort\w*"
+    r"|__cub\$\w+|cu_threefry\w+|cuda_threefry\w+|RngBitGenerator|SliceToDynamic"
+    r"|PadToStatic|ResultScale\w*|xla\.\w+|__xla_gpu\$\w+|BlockwiseQuantize)$"
+)
+"""Calls that multiply no matrices and send nothing."""
+
+
+def product_flops(module: Module) -> int:
+    """FLOPs of all products on one device, loops multiplied out.
+
+    Args:
+        module: from ``read``.
+
+    Raises:
+        HloError: a product whose sizes, or a call or loop whose work, is not
+            understood.
+
+    >>> from whalejax.hlo.text import read
+    >>> product_flops(
+    ...     read(
+    ...         "ENTRY %main (x: f32[4,8], y: f32[8,3]) -> f32[4,3] {\\n"
+    ...         "  %x = f32[4,8]{1,0} parameter(0)\\n"
+    ...         "  %y = f32[8,3]{1,0} parameter(1)\\n"
+    ...         "  ROOT %d = f32[4,3]{1,0} dot(%x, %y), lhs_contracting_dims={1}\\n"
+    ...         "}"
+    ...     )
+    ... )
+    192
+    """
+    total = 0
+    for execution in executions(module):
+        flops = _flops(execution)
+        if flops and execution.loop:
+            raise HloError(
+                f"the loop {execution.loop} holds products and its trip count is not "
+                "known; they cannot be counted"
+            )
+        total += flops * execution.count
+    return total
+
+
+def _flops(execution: Execution) -> int:
+    line = execution.line
+    match line.opcode:
+        case "dot":
+            inside = _sizes(execution, 0, _listed(line.rest, "lhs_contracting_dims"))
+            return 2 * _elements(line.shapes[0]) * inside
+        case "convolution":
+            return _convolution(execution)
+        case "custom-call":
+            return _call(execution)
+    return 0
+
+
+def _operand(execution: Execution, index: int) -> Shape:
+    """Shape of an operand, wherever the text says it."""
+    line = execution.line
+    made = execution.computation.lines.get(line.operands[index])
+    if made is None or not made.shapes:
+        raise HloError(f"operand {index} of {line.opcode} {line.name} has no shape")
+    return made.shapes[0]
+
+
+def _sizes(execution: Execution, operand: int, dims: tuple[int, ...]) -> int:
+    shape = _operand(execution, operand)[1]
+    return math.prod(shape[d] for d in dims)
+
+
+def _elements(shape: Shape) -> int:
+    return math.prod(shape[1])
+
+
+def _listed(text: str, key: str) -> tuple[int, ...]:
+    found = re.search(rf"{key}=\{{([\d,]*)\}}", text)
+    return tuple(int(d) for d in found[1].split(",") if d) if found else ()
+
+
+def _call(execution: Execution) -> int:
+    line = execution.line
+    found = _TARGET.search(line.rest)
+    target = found[1] if found else ""
+    if _PRODUCTS.match(target):
+        return _library_product(execution)
+    if _NO_PRODUCT.match(target):
+        return 0
+    raise HloError(
+        f"the custom call {target!r} ({line.op_name or line.name}) is not known: it "
+        "may multiply, or send, what cannot be seen"
+    )
+
+
+def _library_product(execution: Execution) -> int:
+    line = execution.line
+    found = _CONFIG.search(line.rest)
+    try:
+        config = json.loads(found[1]) if found else {}
+        gemm = config.get("gemm_backend_config", config)
+        dims = gemm["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise HloError(
+            f"the product {line.name} does not say what it contracts"
+        ) from error
+    inside = _sizes(execution, 0, tuple(int(d) for d in dims))
+    return 2 * _elements(line.shapes[0]) * inside
+
+
+# Convolutions.
+
+
+def _convolution(execution: Execution) -> int:
+    line = execution.line
+    labels = _DIMS.search(line.rest)
+    if labels is None:
+        raise HloError(f"the convolution {line.name} has no dim_labels")
+    left, right, out = labels.groups()
+    inputs, kernel = _operand(execution, 0)[1], _operand(execution, 1)[1]
+    result = line.shapes[0][1]
+    batch_groups = _GROUPS.search(line.rest)
+    # Each result sums the kernel's inputs and, where batches are grouped, a part of
+    # the batch only.
+    flops = 2 * kernel[right.index("i")] * result[out.index("f")]
+    flops *= result[out.index("b")]
+    if batch_groups is not None and int(batch_groups[1]) > 1:
+        raise HloError(f"the convolution {line.name} groups its batch; not understood")
+    for index, window in enumerate(_windows(line, left, kernel, right)):
+        label = str(index)
+        flops *= _meetings(inputs[left.index(label)], result[out.index(label)], *window)
+    return flops
+
+
+def _windows(
+    line: Line, left: str, kernel: tuple[int, ...], right: str
+) -> list[tuple[int, int, int, int, int]]:
+    """Size, stride, low padding and the dilations of each spatial dimension."""
+    spatial = sum(label.isdigit() for label in left)
+    text = _WINDOW.search(line.rest)
+    parts = dict(
+        word.split("=", 1) for word in (text[1].split() if text else []) if "=" in word
+    )
+
+    def numbers(key: str, default: str) -> list[str]:
+        given = parts.get(key)
+        return given.split("x") if given else [default] * spatial
+
+    return [
+        (
+            kernel[right.index(str(index))],
+            int(numbers("stride", "1")[index]),
+            int(numbers("pad", "0_0")[index].split("_")[0]),
+            int(numbers("lhs_dilate", "1")[index]),
+            int(numbers("rhs_dilate", "1")[index]),
+        )
+        for index in range(spatial)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _meetings(
+    size: int, out: int, window: int, stride: int, pad: int, dilate: int, spread: int
+) -> int:
+    """How many (output, kernel) positions along a dimension fall on an input."""
+    starts = np.arange(out, dtype=np.int64) * stride - pad
+    count = 0
+    for k in range(window):
+        at = starts + k * spread
+        count += int(
+            np.count_nonzero(
+                (at >= 0) & (at <= (size - 1) * dilate) & (at % dilate == 0)
+            )
+        )
+    return count

@@ -1,0 +1,323 @@
+"""The text of a compiled program, taken apart into computations and instructions.
+
+Every line of a computation must be an instruction with a known opcode; anything else
+is refused, so that no later count can miss what was dropped here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from whalejax.meshes.problems import WhaleError
+
+
+class HloError(WhaleError):
+    """A compiled program, or a part of one, that this reader does not understand."""
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""Element type and dimensions."""
+
+COLLECTIVES = frozenset(
+    {
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+    }
+)
+"""Kinds of collectives that are counted."""
+
+_ASYNC = ("-start", "-update", "-done")
+
+_PLAIN = frozenset(
+    """
+    abs add add-dependency after-all and async-done async-start async-update atan2
+    batch-norm-grad batch-norm-inference batch-norm-training bitcast bitcast-convert
+    broadcast call cbrt ceil cholesky clamp collective-broadcast compare complex
+    concatenate conditional constant convert convolution copy copy-done copy-start
+    cosine count-leading-zeros custom-call divide domain dot dynamic-reshape
+    dynamic-slice dynamic-update-slice erf exponential exponential-minus-one fft floor
+    fusion gather get-dimension-size get-tuple-element imag infeed iota is-finite log
+    log-plus-one logistic map maximum minimum multiply negate not opt-barrier
+    optimization-barrier or outfeed pad parameter partition-id popcnt power real recv
+    recv-done reduce reduce-precision reduce-window remainder replica-id reshape reverse
+    rng rng-bit-generator rng-get-and-update-state round-nearest-afz round-nearest-even
+    rsqrt scatter select select-and-scatter send send-done set-dimension-size shift-left
+    shift-right-arithmetic shift-right-logical sign sine slice slice-done slice-start
+    sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple
+    while xor dynamic-slice-start dynamic-slice-done dynamic-update-slice-start
+    dynamic-update-slice-done
+    """.split()
+)
+
+_KNOWN = (
+    _PLAIN | COLLECTIVES | {kind + suffix for kind in COLLECTIVES for suffix in _ASYNC}
+)
+
+_ITEMSIZES = {"pred": 1, "token": 0, "c64": 8, "c128": 16}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r'op_name="([^"]*)"')
+_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+_REPLICAS = re.compile(r"replica_count=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One instruction.
+
+    Attributes:
+        name, opcode: of the instruction.
+        result: its type, as text.
+        operands: names of what it reads, in order.
+        inside: the text between its parentheses.
+        rest: what follows them: attributes, metadata and the backend's own.
+        root: it is what its computation returns.
+    """
+
+    name: str
+    opcode: str
+    result: str
+    operands: tuple[str, ...]
+    inside: str
+    rest: str
+    root: bool
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Type and dimensions of each array it gives, nested tuples flattened."""
+        return shapes_of(self.result)
+
+    @property
+    def op_name(self) -> str:
+        """The name stack of the operation behind it, or empty."""
+        found = _NAME.search(self.rest)
+        return found[1] if found else ""
+
+    def computation(self, key: str) -> str:
+        """The computation that an attribute names.
+
+        Raises:
+            HloError: it names none.
+        """
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
+        if found is None:
+            raise HloError(f"{self.opcode} {self.name} names no computation {key}=")
+        return found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """Instructions in the order of the text.
+
+    Attributes:
+        name: of the computation.
+        lines: its instructions, by name.
+    """
+
+    name: str
+    lines: dict[str, Line] = field(default_factory=dict)
+
+    def root(self) -> Line:
+        """What it returns."""
+        for line in reversed(self.lines.values()):
+            if line.root:
+                return line
+        return next(reversed(self.lines.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+        computations: by name.
+        entry: name of the one that runs.
+        num_devices: partitions times replicas.
+        tables: rows of the file, location and frame tables, by number.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+    num_devices: int
+    tables: Mapping[str, Mapping[int, str]]
+
+    def computation(self, name: str) -> Computation:
+        """A computation by its name.
+
+        Raises:
+            HloError: there is none.
+        """
+        found = self.computations.get(name)
+        if found is None:
+            raise HloError(f"the program text has no computation {name!r}")
+        return found
+
+    def places(self, line: Line) -> tuple[str, ...]:
+        """Lines of the source behind an instruction, as ``file:line``.
+
+        Innermost first; empty where the compiler kept none.
+        """
+        plain = _SOURCE.search(line.rest)
+        if plain is not None:
+            return (f"{plain[1]}:{plain[2]}",)
+        found: list[str] = []
+        frame = _FRAME.search(line.rest)
+        number = int(frame[1]) if frame else 0
+        seen: set[int] = set()
+        while number and number not in seen:
+            seen.add(number)
+            row = _numbers(self.tables["StackFrames"].get(number, ""))
+            place = self._place(row.get("file_location_id", 0))
+            if place:
+                found.append(place)
+            number = row.get("parent_frame_id", 0) - self._offset
+        return tuple(found)
+
+    @property
+    def _offset(self) -> int:
+        """Some compilers print parents one too high: the first frame as its own."""
+        first = _numbers(self.tables["StackFrames"].get(1, ""))
+        return int(first.get("parent_frame_id") == 1)
+
+    def _place(self, location: int) -> str:
+        row = _numbers(self.tables["FileLocations"].get(location, ""))
+        file = self.tables["FileNames"].get(row.get("file_name_id", 0), "")
+        return f"{file.strip(chr(34))}:{row.get('line', 0)}" if file else ""
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+def read(text: str) -> Module:
+    """Take the text of a compiled program apart.
+
+    Args:
+        text: ``compiled.as_text()``.
+
+    Raises:
+        HloError: a line or an opcode that is not known, or no entry computation.
+
+    >>> module = read(
+    ...     "ENTRY %main (x: f32[4]) -> f32[4] {\\n"
+    ...     "  %x = f32[4]{0} parameter(0)\\n"
+    ...     "  ROOT %y = f32[4]{0} negate(%x)\\n"
+    ...     "}"
+    ... )
+    >>> module.computation(module.entry).root().operands
+    ('x',)
+    """
+    if "ENTRY " not in text:
+        raise HloError("the program text has no ENTRY computation; expected HLO text")
+    computations: dict[str, Computation] = {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    entry, table = "", None
+    current: Computation | None = None
+    for raw in text.splitlines():
+        stripped = raw.strip()
+        if not stripped or stripped.startswith("HloModule"):
+            continue
+        if current is not None:
+            if stripped.startswith("}"):
+                current = None
+            else:
+                line = _line(raw)
+                current.lines[line.name] = line
+            continue
+        head = _COMPUTATION.match(raw)
+        if head is not None:
+            current = computations.setdefault(head[1], Computation(head[1]))
+            entry = head[1] if raw.startswith("ENTRY") else entry
+        elif stripped in tables:
+            table = tables[stripped]
+        elif table is not None and stripped[0].isdigit():
+            number, _, row = stripped.partition(" ")
+            table[int(number)] = row
+        else:
+            raise HloError(f"this line of the program text is not known: {raw:.120}")
+    return Module(computations, entry, _num_devices(text), tables)
+
+
+def _num_devices(text: str) -> int:
+    head = text[: text.find("\n")] if text.startswith("HloModule") else ""
+    counts = (_PARTITIONS.search(head), _REPLICAS.search(head))
+    return math.prod(int(found[1]) for found in counts if found is not None)
+
+
+def _line(raw: str) -> Line:
+    match = _INSTRUCTION.match(raw)
+    if match is None:
+        raise HloError(f"this line of the program text is not known: {raw:.120}")
+    root, name, result, opcode, tail = match.groups()
+    if opcode not in _KNOWN:
+        raise HloError(f"the opcode {opcode!r} of {name} is not known")
+    inside, rest = _parted(tail)
+    return Line(
+        name=name,
+        opcode=opcode,
+        result=result,
+        operands=tuple(_OPERAND.findall(inside)),
+        inside=inside,
+        rest=rest,
+        root=bool(root),
+    )
+
+
+def _parted(tail: str) -> tuple[str, str]:
+    """What stands before and behind the parenthesis that closes the operands."""
+    if "(" not in tail:
+        inside, _, rest = tail.partition(")")
+        return inside, rest
+    depth, quoted = 1, False
+    for at, character in enumerate(tail):
+        if character == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += (character == "(") - (character == ")")
+            if depth == 0:
+                return tail[:at], tail[at + 1 :]
+    return tail, ""
+
+
+def shapes_of(text: str) -> tuple[Shape, ...]:
+    """Element types and dimensions in the text of a type.
+
+    >>> shapes_of("(f32[8]{0}, bf16[4,3]{1,0}, f32[])")
+    (('f32', (8,)), ('bf16', (4, 3)), ('f32', ()))
+    """
+    return tuple(
+        (dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
+        for dtype, dims in _SHAPE.findall(text)
+    )
+
+
+def nbytes_of(shapes: tuple[Shape, ...]) -> int:
+    """Bytes of some arrays, without padding.
+
+    Raises:
+        HloError: an element type that is not known.
+
+    >>> nbytes_of((("bf16", (4, 3)), ("pred", ())))
+    25
+    """
+    return sum(math.prod(dims) * _itemsize(dtype) for dtype, dims in shapes)
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype in _ITEMSIZES:
+        return _ITEMSIZES[dtype]
+    digits = re.search(r"\d+", dtype)
+    if digits is None:
+        raise HloError(f"HLO element type {dtype!r} is not known")
+    return max(1, int(digits[0]) // 8)

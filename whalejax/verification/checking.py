@@ -1,0 +1,108 @@
+"""From a plan to its ``Verification``: compile, compare, offer what would fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from whalejax.adapters import Adapter
+from whalejax.planner.plan import Plan, PlanError
+from whalejax.verification.comparison import Verification, compared, replaced
+from whalejax.verification.processes import VerifyError, run
+from whalejax.verification.targets import Target, target_of
+from whalejax.verification.worker import Request
+
+
+def check(
+    plan: Plan,
+    adapter: Adapter,
+    batch: Any,
+    *,
+    optimizer: Any,
+    batch_axes: Any,
+    topology: str | None,
+    timeout_seconds: float,
+    again: Callable[..., Plan],
+) -> Verification:
+    """Compile a plan for a topology and set both beside each other.
+
+    Args:
+        plan: a runnable plan.
+        adapter: its model, without values.
+        batch: the global batch, abstract.
+        optimizer: an optax transformation.
+        batch_axes: as given to ``wh.plan``.
+        topology: text of a cluster; the plan's own if None.
+        timeout_seconds: how long the compiler may take.
+        again: plans the same model under changes.
+
+    Raises:
+        PlanError: an estimate, or a plan for another number of devices.
+        WhaleError: the compiler is not to be had, died or took too long.
+    """
+    if not plan.runnable:
+        raise PlanError(
+            "this plan is an estimate (runnable=False): there is no program to "
+            "compile. Plan again without runnable=False"
+        )
+    if not 0 < timeout_seconds < math.inf:
+        raise VerifyError(
+            f"timeout is {timeout_seconds}; expected a number of seconds above 0"
+        )
+    target = target_of(plan, topology)
+    gpu_target, extra_paths = _compiler(target)
+    request = Request(
+        plan=plan.document(),
+        target=target,
+        adapter=adapter,
+        optimizer=optimizer,
+        batch=batch,
+        batch_axes=batch_axes,
+        gpu_target=gpu_target,
+    )
+    answer = run(request, limit_seconds=timeout_seconds, extra_paths=extra_paths)
+    found = compared(plan, target, answer)
+    if found.failure and not found.memory[-1].compiled:
+        raise VerifyError(
+            f"the compiler for {target.words} refused the program: {found.failure}"
+        )
+    return found if found.fits else replaced(found, _next(plan, found, again))
+
+
+def _compiler(target: Target) -> tuple[str, Sequence[str]]:
+    """The GPU's properties and the packages that its compiler stands in.
+
+    Raises:
+        VerifyError: the compiler is missing; the message names what installs it.
+    """
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise VerifyError(
+            f"compiling for {target.words} needs the TPU compiler. Install the extra "
+            "whalejax[tpu-compile]; it needs no TPU"
+        )
+    if target.platform == "gpu":
+        from whalejax.verification.gpu import packages, properties
+
+        return properties(target), packages()
+    return "", ()
+
+
+def _next(plan: Plan, found: Verification, again: Callable[..., Plan]) -> Plan | None:
+    """The best plan that leaves as much room as this one turned out to lack."""
+    needed, predicted = found.peak.compiled, plan.memory.total_bytes
+    capacity = found.capacity_bytes
+    if not needed or not capacity or predicted <= 0:
+        return None
+    # What the prediction was off for this plan it may be off for the next.
+    room = int(capacity * min(1.0, predicted / needed))
+    try:
+        return again(
+            cluster=plan.cluster.with_memory(room),
+            mesh=None,
+            zero=None,
+            num_micro_batches=None,
+        )
+    except PlanError:
+        return None

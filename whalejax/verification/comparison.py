@@ -1,0 +1,348 @@
+"""What a plan predicts beside what the compiled program does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.planner.layout import shards
+from whalejax.planner.plan import Plan
+from whalejax.verification.processes import Answer
+from whalejax.verification.targets import Target
+
+
+CLOSE = 0.05
+"""Relative difference up to which traffic counts as planned."""
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A number that was predicted and compiled.
+
+    Attributes:
+        name: what it is.
+        predicted, compiled: None where there is none.
+        unit: ``"bytes"``, ``"flops"`` or ``"seconds"``.
+        predicted_count, compiled_count: of a collective, its executions.
+    """
+
+    name: str
+    predicted: float | None
+    compiled: float | None
+    unit: str = "bytes"
+    predicted_count: int | None = None
+    compiled_count: int | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Predicted over compiled, less one; None where one of them is missing."""
+        if self.predicted is None or self.compiled is None:
+            return None
+        if self.compiled == 0:
+            return 0.0 if self.predicted == 0 else math.inf
+        return self.predicted / self.compiled - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something in the compiled program that the plan does not say.
+
+    Attributes:
+        what: in words.
+        nbytes: that it moves or holds in one step on one device; 0 where not known.
+        name: name stack of the operation behind it.
+        place: the user's line behind it, as ``file:line``, or empty.
+    """
+
+    what: str
+    nbytes: int = 0
+    name: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """A plan held against the program that its compiler makes of it.
+
+    Attributes:
+        plan_hash: of the plan.
+        target: what it was compiled for.
+        device_kind: what the compiler calls the device.
+        versions: of JAX and the compiler.
+        fits: the compiler's word on whether the program fits the device; where the
+            compiler does not check, the comparison of peak and capacity.
+        capacity_bytes: of one device that programs may use; 0 where not known.
+        memory, collectives: by term; empty where nothing was compiled.
+        product_flops: of matrix products on one device in one step.
+        lower_seconds, compile_seconds: of the compilation.
+        host_peak_bytes: memory that compiling took on this machine.
+        refused: why traffic and products are not reported, or empty.
+        rematerializations: tensors that the compiler gathers whole to change their
+            layout.
+        unplanned: traffic that the plan does not predict.
+        failure: why there is no program, in the compiler's words, or empty.
+        better: the next plan that is expected to fit, if this one does not.
+    """
+
+    plan_hash: str
+    target: Target
+    device_kind: str
+    versions: Mapping[str, str]
+    fits: bool
+    capacity_bytes: int
+    memory: tuple[Quantity, ...] = ()
+    collectives: tuple[Quantity, ...] = ()
+    product_flops: Quantity | None = None
+    lower_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    host_peak_bytes: int = 0
+    refused: str = ""
+    rematerializations: tuple[Finding, ...] = ()
+    unplanned: tuple[Finding, ...] = ()
+    failure: str = ""
+    better: Plan | None = None
+
+    @property
+    def peak(self) -> Quantity:
+        """Peak memory of one device."""
+        return self.memory[-1]
+
+    def document(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        from whalejax.verification.report import document
+
+        return document(self)
+
+    def __str__(self) -> str:
+        from whalejax.verification.report import text
+
+        return text(self)
+
+
+def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
+    """Set a plan beside what was compiled of it."""
+    data = answer.data
+    capacity = data.get("capacity_bytes") or target.memory_bytes
+    common: dict[str, Any] = {
+        "plan_hash": plan.hash,
+        "target": target,
+        "device_kind": data.get("kind", ""),
+        "versions": data.get("versions", {}),
+        "host_peak_bytes": data["host_peak_bytes"],
+        "capacity_bytes": capacity,
+    }
+    if "failure" in data:
+        peak = Quantity(
+            name="peak",
+            predicted=plan.memory.total_bytes,
+            compiled=data.get("needed_bytes"),
+        )
+        return Verification(
+            **common,
+            fits=False,
+            memory=(peak,),
+            compile_seconds=data["seconds"],
+            failure=data["failure"],
+        )
+    memory = _memory(plan, data["memory"])
+    traffic = data["collectives"]
+    collectives = () if data["refused"] else _collectives(plan, traffic)
+    return Verification(
+        **common,
+        fits=not capacity or data["memory"]["peak"] <= capacity,
+        memory=memory,
+        collectives=collectives,
+        product_flops=Quantity(
+            name="products",
+            predicted=plan.product_flops,
+            compiled=data["product_flops"],
+            unit="flops",
+        ),
+        lower_seconds=data["lower_seconds"],
+        compile_seconds=data["compile_seconds"],
+        refused=data["refused"],
+        rematerializations=rematerializations(answer.words, traffic),
+        unplanned=_unplanned(plan, collectives, traffic),
+    )
+
+
+def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
+    terms = plan.memory
+    lying = terms.params_bytes + terms.optimizer_bytes + terms.state_bytes
+    predicted = {
+        "arguments": lying + batch_bytes(plan),
+        "temporaries": terms.temporary_bytes,
+        "peak": terms.total_bytes,
+    }
+    names = ("arguments", "outputs", "temporaries", "peak")
+    return tuple(
+        Quantity(name=name, predicted=predicted.get(name), compiled=compiled[name])
+        for name in names
+    )
+
+
+def batch_bytes(plan: Plan) -> int:
+    """Bytes of the global batch on one device."""
+    import numpy as np
+
+    from whalejax.batches import dtype_of
+
+    return sum(
+        math.prod(leaf.shape)
+        * np.dtype(dtype_of(leaf.dtype)).itemsize
+        // shards(leaf.spec, plan.axis_sizes)
+        for leaf in plan.batch
+    )
+
+
+# Traffic.
+
+
+def _collectives(
+    plan: Plan, traffic: Sequence[Mapping[str, Any]]
+) -> tuple[Quantity, ...]:
+    predicted: Counter[tuple[str, Axes]] = Counter()
+    predicted_count: Counter[tuple[str, Axes]] = Counter()
+    for c in plan.collectives:
+        times = c.times(plan.num_micro_batches)
+        key = c.kind, _ordered(c.axes, plan)
+        predicted[key] += c.payload_bytes * times
+        predicted_count[key] += times
+    compiled: Counter[tuple[str, Axes]] = Counter()
+    compiled_count: Counter[tuple[str, Axes]] = Counter()
+    for entry in traffic:
+        key = entry["kind"], _axes(entry)
+        compiled[key] += entry["payload_bytes"] * entry["count"]
+        compiled_count[key] += entry["count"]
+    keys = sorted(
+        {*predicted, *compiled}, key=lambda k: -max(predicted[k], compiled[k])
+    )
+    return tuple(
+        Quantity(
+            name=_name(kind, axes),
+            predicted=predicted[kind, axes],
+            compiled=compiled[kind, axes],
+            predicted_count=predicted_count[kind, axes],
+            compiled_count=compiled_count[kind, axes],
+        )
+        for kind, axes in keys
+    )
+
+
+def _ordered(axes: Iterable[str], plan: Plan) -> Axes:
+    return tuple(a for a in plan.axis_sizes if a in set(axes))
+
+
+def _axes(found: Mapping[str, Any]) -> Axes:
+    return ("other groups",) if found["axes"] is None else tuple(found["axes"])
+
+
+def by_axis(quantities: Sequence[Quantity]) -> dict[str, tuple[float, float]]:
+    """Predicted and compiled bytes by the axes they run over, kinds added up."""
+    found: dict[str, tuple[float, float]] = {}
+    for q in quantities:
+        axes = q.name.partition(" over ")[2]
+        before = found.get(axes, (0.0, 0.0))
+        found[axes] = before[0] + (q.predicted or 0), before[1] + (q.compiled or 0)
+    return found
+
+
+def _unplanned(
+    plan: Plan, quantities: Sequence[Quantity], traffic: Sequence[Mapping[str, Any]]
+) -> tuple[Finding, ...]:
+    """Collectives of kinds and axes that carry more than planned, the largest first.
+
+    Which of them they are is told by their sizes; the compiler joins and parts
+    collectives, so that this is a hint and the sums are the finding.
+    """
+    more = {
+        q.name: (q.compiled or 0) - (q.predicted or 0)
+        for q in quantities
+        if (q.compiled or 0) > (1 + CLOSE) * (q.predicted or 0)
+    }
+    total = sum(q.compiled or 0 for q in quantities)
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.collectives:
+        name = _name(c.kind, _ordered(c.axes, plan))
+        planned[name, c.payload_bytes] += c.times(plan.num_micro_batches)
+    findings = []
+    for found in sorted(traffic, key=lambda f: -f["payload_bytes"] * f["count"]):
+        name = _name(found["kind"], _axes(found))
+        times = found["count"] - planned[name, found["payload_bytes"]]
+        nbytes = min(more.get(name, 0), times * found["payload_bytes"])
+        if nbytes <= CLOSE * total:
+            continue
+        more[name] -= nbytes
+        findings.append(
+            Finding(
+                what=f"{name}, {times} times",
+                nbytes=int(nbytes),
+                name=found["name"],
+                place=_own(found["places"]),
+            )
+        )
+    return tuple(findings[:5])
+
+
+def _name(kind: str, axes: Axes) -> str:
+    return f"{kind} over {' × '.join(axes)}"
+
+
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) without"
+    r".*?HLO operation: %?(\S+) = (\S+)(.*)"
+)
+_NAME = re.compile(r'op_name="([^"]*)"')
+_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+
+
+def rematerializations(
+    words: str, traffic: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Finding, ...]:
+    """What the compiler warned that it gathers whole, each place once.
+
+    Args:
+        words: what the compiler wrote.
+        traffic: the program's collectives, whose places serve where the warning names
+            none.
+    """
+    found: dict[tuple[str, str], Finding] = {}
+    for match in _REMATERIALIZED.finditer(words):
+        before, after, _, shape, rest = match.groups()
+        name = _NAME.search(rest)
+        source = _SOURCE.search(rest)
+        stack = name[1] if name else ""
+        place = f"{source[1]}:{source[2]}" if source else _place_of(stack, traffic)
+        finding = Finding(
+            what=f"{shape} is gathered whole to go from {before} to {after}",
+            name=stack,
+            place=place,
+        )
+        found.setdefault((finding.what, stack), finding)
+    return tuple(found.values())
+
+
+def _place_of(name: str, traffic: Sequence[Mapping[str, Any]]) -> str:
+    for found in traffic:
+        if name and found["name"] == name:
+            return _own(found["places"])
+    return ""
+
+
+def _own(places: Sequence[str]) -> str:
+    """The innermost line that is no library's; of all lines if there is none."""
+    own = [p for p in places if "site-packages" not in p and "/whalejax/" not in p]
+    models = [p for p in places if "/models/" in p]
+    return next(iter([*own, *models, *places]), "")
+
+
+def replaced(verification: Verification, better: Plan | None) -> Verification:
+    """The same with a plan that is expected to fit."""
+    return dataclasses.replace(verification, better=better)

@@ -1,0 +1,126 @@
+"""The GPU compiler: a folder of its own, and the GPUs that it can compile for.
+
+The compiler is JAX's CUDA plugin with NVIDIA's libraries. They would change what a
+user's environment runs on, so they never stand in it: ``set_up`` makes a second
+environment, and only the process that compiles sees its packages, after all others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.meshes.cache import directory
+from whalejax.verification.processes import VerifyError
+from whalejax.verification.targets import Target
+
+
+PLUGIN: Final = "jax-cuda12-plugin"
+_PACKAGES: Final = "lib/python*/site-packages"
+_SECONDS: Final = 3600
+_LIBRARIES: Final = {"major": 9, "minor": 10, "patch": 0}
+"""Version of cuDNN to compile for; the plugin's own would be asked of a GPU."""
+
+
+def folder() -> Path:
+    """Where the second environment stands; one for each version of JAX and Python."""
+    jax = importlib.metadata.version("jax")
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return directory() / f"gpu-jax{jax}-python{python}"
+
+
+def packages() -> Sequence[str]:
+    """The folder of its packages.
+
+    Raises:
+        VerifyError: it was not set up.
+    """
+    found = [str(p.parent) for p in folder().glob(f"{_PACKAGES}/jax_plugins")]
+    if not found:
+        raise VerifyError(
+            "compiling for GPUs needs JAX's CUDA plugin, in an environment of its own. "
+            "Make it once with whalejax verify --setup-gpu (1.4 GB to download, 5 GB "
+            "on disk); it needs no GPU"
+        )
+    return found
+
+
+def set_up() -> Path:
+    """Make the second environment, unless it is there.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        VerifyError: it cannot be made; with the installer's last words.
+    """
+    where = folder()
+    if list(where.glob(f"{_PACKAGES}/jax_plugins")):
+        return where
+    where.parent.mkdir(parents=True, exist_ok=True)
+    wanted = f"{PLUGIN}[with-cuda]=={importlib.metadata.version('jax')}"
+    pip = [str(where / "bin" / "python"), "-m", "pip", "install", "--no-input"]
+    for command in (
+        [sys.executable, "-m", "venv", str(where)],
+        [*pip, "--quiet", wanted],
+    ):
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            raise VerifyError(
+                f"{' '.join(command)} failed:\n{done.stderr.strip()[-1500:]}"
+            )
+    return where
+
+
+def properties(target: Target) -> str:
+    """A GPU as the compiler reads it: its target configuration, as protobuf text.
+
+    Args:
+        target: a GPU one.
+
+    >>> from whalejax.verification.targets import Target
+    >>> target = Target(platform="gpu", words="h100:8", kind="h100",
+    ...                 topology="1x1x8", slices=1, num_devices=8, memory_bytes=0)
+    >>> properties(target).splitlines()[-1]
+    'device_description_str: "NVIDIA H100 80GB HBM3"'
+    """
+    package = importlib.resources.files("whalejax.verification")
+    kinds = tomllib.loads((package / "gpus.toml").read_text(encoding="utf-8"))
+    facts: dict[str, Any] = dict(kinds[target.kind])
+    name = facts.pop("name")
+    capability = {key: facts.pop(key) for key in ("major", "minor")}
+    links = facts.pop("active_links")
+    lines = [f"{key}: {value}" for key, value in facts.items()]
+    lines += [
+        f"cuda_compute_capability {{ {_fields(capability)} }}",
+        f"device_interconnect_info {{ active_links: {links} }}",
+        'device_vendor: "NVIDIA Corporation"',
+        f'name: "{name}"',
+    ]
+    return "\n".join(
+        [
+            "gpu_device_info {",
+            *(f"  {line}" for line in lines),
+            "}",
+            'platform_name: "CUDA"',
+            f"dnn_version_info {{ {_fields(_LIBRARIES)} }}",
+            f'device_description_str: "{name}"',
+        ]
+    )
+
+
+def _fields(values: dict[str, int]) -> str:
+    return " ".join(f"{key}: {value}" for key, value in values.items())

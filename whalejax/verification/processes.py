@@ -1,0 +1,164 @@
+"""A process that compiles, watched: it ends in time, and its last words are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whalejax.meshes.problems import WhaleError
+from whalejax.verification.targets import Target
+from whalejax.verification.worker import Request
+
+
+DEFAULT_LIMIT_SECONDS = 1800.0
+"""How long a compilation may take, unless the caller says otherwise."""
+
+_LAST_WORDS = 2000
+_NOISE = (
+    "could not determine TPU",
+    "unexpected worker hostname",
+    "Source Location Trace",
+    "libtpu_init_utils",
+    "Logging before InitGoogle",
+)
+
+
+class VerifyError(WhaleError):
+    """A plan that could not be compiled for reasons of the compiler or the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of a compilation.
+
+    Attributes:
+        data: the worker's answer.
+        words: what the compiler wrote meanwhile.
+    """
+
+    data: Mapping[str, Any]
+    words: str
+
+
+def run(
+    request: Request, *, limit_seconds: float, extra_paths: Sequence[str] = ()
+) -> Answer:
+    """Compile in a process of its own.
+
+    Args:
+        request: what to compile.
+        limit_seconds: the process is ended after so long.
+        extra_paths: folders of packages that it needs and this process lacks.
+
+    Raises:
+        VerifyError: it did not end in time, or died; with its last words.
+    """
+    import cloudpickle
+
+    with tempfile.TemporaryDirectory(prefix="whalejax-verify-") as folder:
+        asked, answered = Path(folder, "request"), Path(folder, "answer")
+        said = Path(folder, "words")
+        asked.write_bytes(cloudpickle.dumps(request))
+        with said.open("wb") as words:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _WORKER, str(asked), str(answered)],
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                env=_environment(request.target, extra_paths),
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(limit_seconds)
+            except subprocess.TimeoutExpired as error:
+                raise VerifyError(
+                    f"compiling for {request.target.words} did not end in "
+                    f"{limit_seconds:.0f} s and was stopped; --timeout gives it "
+                    f"longer. {_last(said)}"
+                ) from error
+            finally:
+                _end(process)
+        text = said.read_text(errors="replace")
+        if not answered.exists():
+            raise VerifyError(
+                f"the compiler for {request.target.words} ended its process "
+                f"({_status(status)}) without an answer. {_last(said)}"
+            )
+        return Answer(data=json.loads(answered.read_text()), words=text)
+
+
+_UNTIMED = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+"""Without a GPU there is nothing to time kernels on, and products that are not timed
+are better left to the library: the compiler's own first guess fails for some sizes."""
+
+_WORKER = "whalejax.verification.worker"
+
+
+def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
+    """The environment of the worker: this process's packages, and no device of its own.
+
+    A GPU program is compiled by the plugin of another environment, which comes last:
+    whatever this one has too is taken from here.
+    """
+    found = dict(os.environ)
+    paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
+    found["PYTHONPATH"] = os.pathsep.join([*paths, *extra_paths])
+    if target.platform == "local":
+        import jax
+
+        if jax.default_backend() == "cpu":
+            _virtual_devices(found, target.num_devices)
+        # The device's memory may be taken by this process.
+        found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        return found
+    found["JAX_PLATFORMS"] = "cpu"
+    if target.platform == "tpu":
+        found["TPU_SKIP_MDS_QUERY"] = "1"
+        found["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    else:
+        flags = found.get("XLA_FLAGS", "")
+        found["XLA_FLAGS"] = f"{flags} {_UNTIMED}".strip()
+    return found
+
+
+def _virtual_devices(environment: dict[str, str], count: int) -> None:
+    name = "--xla_force_host_platform_device_count"
+    flags = environment.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if not flag.startswith(name)]
+    environment["XLA_FLAGS"] = " ".join([*kept, f"{name}={count}"])
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a process and of those it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _status(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-status).name}"
+    return f"signal {-status}"
+
+
+def _last(said: Path) -> str:
+    lines = [
+        line
+        for line in said.read_text(errors="replace").splitlines()
+        if line.strip() and not any(noise in line for noise in _NOISE)
+    ]
+    words = "\n".join(lines)[-_LAST_WORDS:]
+    return f"Its last words:\n{words}" if words else "It said nothing"

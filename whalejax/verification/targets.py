@@ -1,0 +1,156 @@
+"""What a plan can be compiled for: the TPU and GPU compilers' names of a cluster.
+
+The text for a target is that of a cluster (``v5p:4x4x4``, ``h100:2x8``, ``local``);
+this module knows which of them a compiler can be had for, and how it calls them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final
+
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.catalogue import entries
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.plan import Plan, PlanError
+
+
+TPU_NAMES: Final = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e"}
+"""Kinds of the catalogue to the names of libtpu."""
+
+GPU_KINDS: Final = ("h100",)
+"""Kinds of the catalogue whose properties ``gpu_targets`` holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What to compile for.
+
+    Attributes:
+        platform: ``"tpu"``, ``"gpu"``, or ``"local"`` for the devices of this machine.
+        words: how the user writes it.
+        kind: of device, as the catalogue names it; empty for local ones.
+        topology: what the compiler calls it.
+        slices: TPU slices joined by a network.
+        num_devices: in all.
+        memory_bytes: of one device, as the catalogue has it; 0 where not known.
+    """
+
+    platform: str
+    words: str
+    kind: str
+    topology: str
+    slices: int
+    num_devices: int
+    memory_bytes: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return dataclasses.asdict(self)
+
+
+def known() -> str:
+    """The topologies that can be compiled for, in words."""
+    tpus = ", ".join(
+        f"{name}:{'x'.join('4' * _dims(name))}" for name in sorted(TPU_NAMES)
+    )
+    gpus = ", ".join(f"{name}:8 and {name}:2x8" for name in GPU_KINDS)
+    return f"{tpus} (any size that exists), {gpus}, and local"
+
+
+def target_of(plan: Plan, topology: str | None = None) -> Target:
+    """What to compile a plan for.
+
+    Args:
+        plan: the plan.
+        topology: text of a cluster; the plan's own cluster if left out.
+
+    Raises:
+        WhaleError: a topology that is not known, or that no compiler can be had for.
+        PlanError: it has another number of devices than the plan.
+    """
+    if topology is None:
+        found = _target(plan.cluster, plan.cluster.describe())
+    elif topology.strip().lower() == "local":
+        found = _local(plan.num_devices)
+    else:
+        try:
+            cluster = parse_cluster(topology)
+        except WhaleError as error:
+            raise WhaleError(
+                f"--topology {topology}: {error}\nThere are compilers for {known()}"
+            ) from error
+        found = _target(cluster, topology)
+    if found.platform != "local" and found.num_devices != plan.cluster.num_devices:
+        raise PlanError(
+            f"this plan is for {plan.cluster.num_devices} devices "
+            f"({plan.cluster.describe()}), and {found.words} has {found.num_devices}. "
+            "Plan again for it, or give a topology of as many devices"
+        )
+    return found
+
+
+def _target(cluster: Cluster, words: str) -> Target:
+    names = [kind.name for kind in cluster.kinds]
+    if cluster.platform == "cpu":
+        return _local(cluster.num_devices)
+    if len(names) > 1:
+        raise WhaleError(
+            f"{words} has devices of several kinds ({', '.join(names)}); a program is "
+            "compiled for one kind. Give a --topology of one of them"
+        )
+    shape: dict[str, Any] = {
+        "words": words,
+        "kind": names[0],
+        "num_devices": cluster.num_devices,
+        "memory_bytes": cluster.memory_bytes,
+    }
+    if names[0] in TPU_NAMES:
+        lengths = "x".join(map(str, _lengths(cluster)))
+        return Target(
+            platform="tpu",
+            topology=f"{TPU_NAMES[names[0]]}:{lengths}",
+            slices=len(cluster.nodes),
+            **shape,
+        )
+    if names[0] in GPU_KINDS:
+        counts = {node.count for node in cluster.nodes}
+        if len(counts) > 1:
+            raise WhaleError(
+                f"{words} has nodes of {sorted(counts)} devices; nodes must be alike"
+            )
+        return Target(
+            platform="gpu",
+            topology=f"1x{len(cluster.nodes)}x{counts.pop()}",
+            slices=1,
+            **shape,
+        )
+    raise WhaleError(
+        f"there is no compiler to be had for {words} (kind {names[0]}). There are "
+        f"compilers for {known()}"
+    )
+
+
+def _local(num_devices: int) -> Target:
+    return Target(
+        platform="local",
+        words="local",
+        kind="",
+        topology="",
+        slices=1,
+        num_devices=num_devices,
+        memory_bytes=0,
+    )
+
+
+def _dims(name: str) -> int:
+    torus = entries()[name].torus
+    return 2 if torus is None else torus.dims
+
+
+def _lengths(cluster: Cluster) -> tuple[int, ...]:
+    """Lengths of the torus, outermost first; the compiler wants those of 1 last."""
+    found = [level.size for level in reversed(cluster.levels) if level.torus]
+    return (*found, *[1] * (_dims(cluster.kinds[0].name) - len(found)))
