@@ -139,6 +139,7 @@ def _compiler(table: Table) -> CompilerProfile:
         merge_partials=table.boolean("merge_partials"),
         reduce_scatter=table.boolean("reduce_scatter"),
         copies_kernels=table.boolean("copies_kernels", default=False),
+        fuses_products=table.boolean("fuses_products", default=False),
     )
     table.done()
     return profile

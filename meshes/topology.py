@@ -75,17 +75,22 @@ class CompilerProfile:
             all-reduce and a slice.
         copies_kernels: turns every kernel of a convolution round in memory, for the
             gradient of its input, and keeps it.
+        fuses_products: computes what a product reads inside it, so that the results of
+            elementwise operations before it need not stand in memory.
     """
 
     merge_partials: bool
     reduce_scatter: bool
     copies_kernels: bool = False
+    fuses_products: bool = False
 
 
 # TPU and CPU as counted in compiled programs. GPU is an assumption: XLA has the same
 # passes for it, but no program of ours was counted on one yet.
 COMPILERS: Mapping[Platform, CompilerProfile] = {
-    "tpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
+    "tpu": CompilerProfile(
+        merge_partials=True, reduce_scatter=True, fuses_products=True
+    ),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
     "cpu": CompilerProfile(
         merge_partials=False, reduce_scatter=False, copies_kernels=True

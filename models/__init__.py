@@ -31,6 +31,7 @@ _NAMES: Final = {
     "gpt-xl": ("gpt", "xl"),
     "gpt-test": ("gpt", "test"),
     "llama-7b": ("llama", "7b"),
+    "llama-8b": ("llama", "8b"),
     "llama-70b": ("llama", "70b"),
     "llama-405b": ("llama", "405b"),
     "llama-test": ("llama", "test"),

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from whalejax.meshes import WhaleError
+
 
 Array: TypeAlias = jax.Array
 
@@ -147,6 +149,32 @@ class CausalSelfAttention(nnx.Module):
         else:
             query, key, value = self.query(x), self.key(x), self.value(x)
         return self.output(causal_attention(query, key, value))
+
+
+REMATS = ("none", "dots", "full")
+"""What a model may recompute in the backward pass."""
+
+
+def rematted(call: Callable[..., Any], remat: str | bool) -> Callable[..., Any]:
+    """A block's call, computed again in the backward pass.
+
+    Args:
+        call: takes the block first.
+        remat: ``"none"``; ``"dots"`` keeps the results of products with weights;
+            ``"full"`` keeps what the block is given. True and False mean full and none.
+
+    Raises:
+        WhaleError: any other text.
+    """
+    policy = ("none", "full")[remat] if isinstance(remat, bool) else remat
+    if policy not in REMATS:
+        raise WhaleError(f"remat is {remat!r}; expected one of {', '.join(REMATS)}")
+    if policy == "none":
+        return call
+    if policy == "full":
+        return nnx.remat(call)
+    kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return nnx.remat(call, policy=kept)
 
 
 def stacked_blocks(

@@ -13,7 +13,7 @@ reads bytes. It runs on one device as it is; two lines annotate it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from whalejax.models._layers import (
     CausalSelfAttention,
     cross_entropy,
     embedding,
+    rematted,
     stacked_blocks,
     when,
 )
@@ -53,7 +54,7 @@ class GPTConfig:
         tied_embedding: the head is the embedding table, transposed.
         fused_qkv: one attention kernel for query, key and value.
         scan_layers: stack the blocks' parameters and scan over them.
-        remat: recompute each block in the backward pass.
+        remat: what each block recomputes in the backward pass: none, dots or full.
         annotated: put the marks in.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
@@ -69,7 +70,7 @@ class GPTConfig:
     tied_embedding: bool = False
     fused_qkv: bool = False
     scan_layers: bool = False
-    remat: bool = False
+    remat: str | bool = "none"
     annotated: bool = True
     dtype: str | None = None
     param_dtype: str = "float32"
@@ -201,9 +202,7 @@ class GPT(nnx.Module):
         return self.head(hidden)
 
     def _run_blocks(self, x: Array) -> Array:
-        apply: Callable[[Block, Array], Array] = Block.__call__
-        if self.config.remat:
-            apply = nnx.remat(apply)
+        apply = rematted(Block.__call__, self.config.remat)
         if not self.config.scan_layers:
             for block in self.blocks:
                 x = apply(block, x)

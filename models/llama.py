@@ -23,6 +23,7 @@ from whalejax.models._layers import (
     causal_attention,
     cross_entropy,
     embedding,
+    rematted,
     stacked_blocks,
 )
 from whalejax.models._names import change, pick
@@ -43,6 +44,7 @@ class LlamaConfig:
         layers: number of blocks.
         rope_base: wavelength of the slowest rotation, over 2 pi.
         scan_layers: stack the blocks' parameters and scan over them.
+        remat: what each block recomputes in the backward pass: none, dots or full.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
     """
@@ -56,6 +58,7 @@ class LlamaConfig:
     layers: int = 2
     rope_base: float = 10_000.0
     scan_layers: bool = True
+    remat: str | bool = "none"
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -70,6 +73,16 @@ SIZES: Final[Mapping[str, LlamaConfig]] = {
         kv_heads=32,
         mlp=11_008,
         layers=32,
+    ),
+    "8b": LlamaConfig(
+        vocab=128_256,
+        sequence=8192,
+        embed=4096,
+        heads=32,
+        kv_heads=8,
+        mlp=14_336,
+        layers=32,
+        rope_base=500_000.0,
     ),
     "70b": LlamaConfig(
         vocab=32_000,
@@ -193,16 +206,17 @@ class Llama(nnx.Module):
     def __call__(self, tokens: Array) -> Array:
         """Logits ``[batch, sequence, vocab]`` of ``tokens`` ``[batch, sequence]``."""
         x = self.tokens(tokens)
+        apply = rematted(Block.__call__, self.config.remat)
         if self.config.scan_layers:
             scanned = nnx.scan(
-                lambda carry, block: block(carry),
+                lambda carry, block: apply(block, carry),
                 in_axes=(nnx.Carry, 0),
                 out_axes=nnx.Carry,
             )
             x = scanned(x, self.blocks)  # type: ignore[no-untyped-call]
         else:
             for block in self.blocks:
-                x = block(x)
+                x = apply(block, x)
         logits: Array = self.head(self.norm(x))
         return logits
 

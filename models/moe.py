@@ -18,7 +18,8 @@ over samples: a part of the batch has another one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -35,6 +36,7 @@ from whalejax.models._layers import (
     CausalSelfAttention,
     cross_entropy,
     embedding,
+    rematted,
     stacked_blocks,
     when,
     widened,
@@ -68,6 +70,7 @@ class MoEConfig:
         annotated: put the mark in; needs ``logical_names`` for its ``axis``.
         scan_layers: stack the blocks' parameters and scan over them; their dimensions
             then bear no names.
+        remat: what each block recomputes in the backward pass: none, dots or full.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
     """
@@ -85,6 +88,7 @@ class MoEConfig:
     logical_names: bool = True
     annotated: bool = True
     scan_layers: bool = False
+    remat: str | bool = "none"
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -239,21 +243,26 @@ class MoE(nnx.Module):
         x = self.tokens(tokens)
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)[None]
         loads: list[Load] = []
+        apply = rematted(Block.__call__, self.config.remat)
         if self.config.scan_layers:
             scanned = nnx.scan(
-                _scanned, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0)
+                functools.partial(_scanned, apply),
+                in_axes=(nnx.Carry, 0),
+                out_axes=(nnx.Carry, 0),
             )
             x, load = scanned(x, self.blocks)
             loads.append(Load(balance=jnp.mean(load[0]), dropped=jnp.mean(load[1])))
         else:
             for block in self.blocks:
-                x, routing = block(x)
+                x, routing = apply(block, x)
                 loads.append(Load(balance=routing.balance, dropped=routing.dropped))
         return self.head(self.norm(x)), tuple(loads)
 
 
-def _scanned(x: Array, block: Block) -> tuple[Array, tuple[Array, Array]]:
-    y, routing = block(x)
+def _scanned(
+    apply: Callable[..., tuple[Array, Routing]], x: Array, block: Block
+) -> tuple[Array, tuple[Array, Array]]:
+    y, routing = apply(block, x)
     return y, (routing.balance, routing.dropped)
 
 

@@ -141,6 +141,7 @@ class Op:
         trip: how often it runs in one forward pass (the product of scan lengths).
         task_graph: index into ``Graph.task_graphs``.
         remat: id of the innermost checkpointed region around it, or None.
+        kept: that region's policy keeps its results for the backward pass.
         scope: name stack as text, for reports.
         unknown: no rule is known for the primitive; all its dimensions stay whole.
         kernel: id of the fused kernel it is part of, or None. Values between the
@@ -161,6 +162,7 @@ class Op:
     trip: int = 1
     task_graph: int = 0
     remat: int | None = None
+    kept: bool = False
     scope: str = ""
     unknown: bool = False
     kernel: int | None = None
@@ -224,6 +226,23 @@ class BatchReduction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """A value that every turn of a loop keeps for the backward pass.
+
+    The loop's own differentiation decides what is kept, and compilers keep it as it is.
+
+    Attributes:
+        tensor: id of a tensor of the loop's body with the same dimensions.
+        nbytes: of one turn's, unsharded.
+        trip: how many turns.
+    """
+
+    tensor: int
+    nbytes: int
+    trip: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """A captured forward loss.
 
@@ -241,6 +260,7 @@ class Graph:
         undeclared_marks: text of marks that were entered and cover no operation.
         whole: ids of what the loss gives beside itself (statistics, metrics); every
             device holds all of it.
+        stacked: what loops keep for the backward pass.
     """
 
     tensors: tuple[Tensor, ...]
@@ -255,11 +275,31 @@ class Graph:
     unknown_primitives: tuple[str, ...] = ()
     undeclared_marks: tuple[str, ...] = field(default=())
     whole: tuple[int, ...] = ()
+    stacked: tuple[Stacked, ...] = ()
 
     @property
     def params(self) -> tuple[Tensor, ...]:
         """The trained leaves, in the order of the parameter tree."""
         return tuple(t for t in self.tensors if t.kind == "param")
+
+    def runs_again(self) -> tuple[bool, ...]:
+        """For every operation: the backward pass of its region computes it again.
+
+        That is what the backward pass reads, and what this is made of; the result of
+        a region is there already.
+        """
+        needed: set[tuple[int | None, int]] = set()
+        found = [False] * len(self.ops)
+        for index in reversed(range(len(self.ops))):
+            op = self.ops[index]
+            if op.remat is None:
+                continue
+            slots = op.operands + op.results
+            needed.update((op.remat, slots[slot]) for slot in op.saves)
+            if not op.kept and any((op.remat, t) in needed for t in op.results):
+                found[index] = True
+                needed.update((op.remat, t) for t in op.operands)
+        return tuple(found)
 
     def weight_tensors(self) -> tuple[bool, ...]:
         """For every tensor: it depends on parameters and on nothing else."""

@@ -290,6 +290,7 @@ def _signature(op: Op) -> tuple[Any, ...]:
         op.flops,
         op.saves,
         op.remat is None,
+        op.kept,
         len(op.operands),
         len(op.results),
         op.unknown,

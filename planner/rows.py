@@ -237,6 +237,7 @@ class _Builder:
         self.readers: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         self.home: list[int | None] = [None] * count
         self.whole = frozenset(graph.whole)
+        self.again = graph.runs_again()
         self.fusing = [self._fuses(op) for op in graph.ops]
         for index, op in enumerate(graph.ops):
             for slot, t in enumerate(op.operands):
@@ -282,7 +283,7 @@ class _Builder:
             reads=self._reads(op),
             writes=self._writes(op),
             transcendental=op.kind in _TRANSCENDENTAL,
-            remat=op.remat is not None,
+            remat=self.again[index],
             fused=op.kernel is not None,
             scope="",
         )
@@ -410,7 +411,7 @@ class _Builder:
             uses=tuple(replace(use, readers=n) for use, n in uses.items()),
             fused=self._lies(tensor),
             count=0,
-            remat=maker is not None and ops[maker].remat is not None,
+            remat=maker is not None and self.again[maker],
             read_remat=any(self._again(ops[index], tensor) for index, _ in readers),
             scope="",
         )

@@ -18,7 +18,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
@@ -54,6 +54,7 @@ from whalejax.planner.memory import (
     memory_of,
     residents,
 )
+from whalejax.planner.peaks import moments, peak_of
 from whalejax.planner.pins import pinned_axes
 from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
 from whalejax.planner.rows import Rows, build_rows
@@ -209,6 +210,13 @@ class Search:
             copies_kernels=cluster.compiler.copies_kernels,
         )
         self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
+        self.moments = moments(
+            graph,
+            dims,
+            self.rows.weight,
+            self.facts,
+            fuses_products=cluster.compiler.fuses_products,
+        )
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self.named_axes = pinned_axes(graph)
@@ -372,21 +380,25 @@ class Search:
         """The fewest micro-batches that fit, or the most that there can be."""
         found: tuple[int, MemoryTerms] | None = None
         for count in self._micro_batches(mesh, tables):
-            memory = memory_of(
-                self.facts,
-                layouts,
-                self.residents,
-                tables,
-                self._setting(mesh, count),
-                state_bytes=self.request.state_bytes,
-                cast_bytes=self.request.cast_bytes,
-                accumulates=count > 1,
-            )
+            memory = self._memory(layouts, tables, self._setting(mesh, count))
             found = (count, memory)
             if memory.total_bytes <= self.cluster.memory_bytes:
                 break
         assert found is not None  # one micro-batch is always possible
         return found
+
+    def _memory(
+        self, layouts: Sequence[LeafLayout], tables: Mapping[int, Table], s: Setting
+    ) -> MemoryTerms:
+        request = self.request
+        common: dict[str, Any] = {
+            "state_bytes": request.state_bytes,
+            "cast_bytes": request.cast_bytes,
+            "accumulates": s.num_micro_batches * self.graph.num_micro_batches > 1,
+        }
+        if self.cluster.platform == "cpu":
+            return memory_of(self.facts, layouts, self.residents, tables, s, **common)
+        return peak_of(self.facts, layouts, self.moments, tables, s, **common)
 
     def _setting(self, mesh: Mapping[str, int], count: int) -> Setting:
         # The graph was traced at one part of its batch; what is searched is how many

@@ -106,6 +106,86 @@ def scan_parts(equation: Any) -> ScanParts:
     )
 
 
+def is_kept(equation: Any, policy: Any) -> bool:
+    """Whether a checkpoint policy keeps an equation's results.
+
+    Args:
+        equation: inside the checkpointed region.
+        policy: of the region; None keeps nothing.
+    """
+    if policy is None:
+        return False
+    avals = [atom.aval for atom in equation.invars]
+    try:
+        answer = policy(equation.primitive, *avals, **equation.params)
+    except Exception:  # a policy of the user's that asks for more than is here
+        return False
+    # Answers are truth values, or objects that say whether and where to keep it.
+    return answer is not False and "Recompute" not in type(answer).__name__
+
+
+def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """What one turn of a scan keeps for its backward pass, as JAX decides it.
+
+    Weights, and what depends on them alone, are left out: they are kept elsewhere.
+
+    Returns:
+        Shape and dtype of each kept value.
+    """
+    parts = scan_parts(equation)
+    avals = [atom.aval for atom in equation.invars]
+    flows = [
+        i >= parts.num_consts and is_inexact(aval.dtype) for i, aval in enumerate(avals)
+    ]
+
+    def kept(*arguments: Any) -> list[Any]:
+        def moving(*given: Any) -> list[Any]:
+            values = iter(given)
+            merged = [
+                next(values) if f else a for f, a in zip(flows, arguments, strict=True)
+            ]
+            return [x for x in bind(equation, merged) if is_inexact(x.dtype)]
+
+        inputs = [a for f, a in zip(flows, arguments, strict=True) if f]
+        leaves: list[Any] = jax.tree.leaves(jax.vjp(moving, *inputs)[1])
+        return leaves
+
+    traced, _ = open_jaxpr(trace(kept, [abstract(a.shape, a.dtype) for a in avals]))
+    scans = [e for e in traced.eqns if recursion(e) == "scan"]
+    if not scans:
+        return []
+    (inner,) = inner_jaxprs(scans[0])
+    parts = scan_parts(scans[0])
+    body, _ = open_jaxpr(inner)
+    flags = [
+        parts.num_consts <= i < parts.num_consts + parts.num_carries
+        for i in range(len(body.invars))
+    ]
+    given = len(equation.outvars) - scan_parts(equation).num_carries
+    outs = body.outvars[parts.num_carries + given :]
+    moved = _depending(inner, flags)[-len(outs) :] if outs else []
+    return [
+        (tuple(var.aval.shape), var.aval.dtype)
+        for var, depends in zip(outs, moved, strict=True)
+        if depends
+    ]
+
+
+def _depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr depend on the flagged inputs, calls looked into."""
+    body, _ = open_jaxpr(jaxpr)
+    data = {var for var, flag in zip(body.invars, flags, strict=True) if flag}
+    for one in body.eqns:
+        here = [not is_literal(a) and a in data for a in one.invars]
+        results = [any(here)] * len(one.outvars)
+        if recursion(one) in ("inline", "remat"):
+            (inner,) = inner_jaxprs(one)
+            if len(open_jaxpr(inner)[0].invars) == len(here):
+                results = _depending(inner, here)
+        data.update(v for v, flag in zip(one.outvars, results, strict=True) if flag)
+    return [not is_literal(v) and v in data for v in body.outvars]
+
+
 def while_parts(equation: Any) -> tuple[int, int]:
     """How many constants a while's condition and body take, in this order."""
     return int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])

@@ -63,7 +63,9 @@ def test_properties_of_mixed_devices() -> None:
 
 
 def test_compilers_by_platform() -> None:
-    assert cluster("v5e:8").compiler == PROFILE
+    assert cluster("v5e:8").compiler == dataclasses.replace(
+        PROFILE, fuses_products=True
+    )
     assert cluster("h100:8").compiler == PROFILE
     assert cluster("cpu:8").compiler == CompilerProfile(
         merge_partials=False, reduce_scatter=False, copies_kernels=True

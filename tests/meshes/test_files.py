@@ -98,6 +98,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
         merge_partials=draw(st.booleans()),
         reduce_scatter=draw(st.booleans()),
         copies_kernels=draw(st.booleans()),
+        fuses_products=draw(st.booleans()),
     )
     return Cluster(nodes=tuple(nodes), levels=tuple(levels), compiler=profile)
 

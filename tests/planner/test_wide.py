@@ -180,9 +180,8 @@ def test_a_plain_case_costs_what_a_plain_plan_costs() -> None:
             assert case.step_seconds == pytest.approx(
                 scored.time.step_seconds, rel=1e-4
             )
-            assert case.memory_bytes == pytest.approx(
-                scored.memory.total_bytes, rel=1e-4
-            )
+            # The wide search adds up what need not be there at the same moment.
+            assert scored.memory.total_bytes <= case.memory_bytes * (1 + 1e-4)
             compared += 1
     assert compared
 

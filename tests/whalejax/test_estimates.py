@@ -14,6 +14,7 @@ import pytest
 import whalejax as wh
 from whalejax import cli, models
 from whalejax.jobs import abstract_model
+from whalejax.planner.plan import PLAN_VERSION
 
 
 def llama(**changes: Any) -> tuple[wh.Job, Any, Any]:
@@ -143,7 +144,7 @@ def test_the_command_line_estimates(
     ).split()
     assert cli.main(arguments) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["whalejax_plan"] == 2
+    assert document["whalejax_plan"] == PLAN_VERSION
 
 
 def test_a_pipeline_mark_is_obeyed() -> None:

@@ -265,7 +265,7 @@ def test_bf16_keeps_masters_and_halves_activations() -> None:
     half = planned("gpt-test", job=job, precision="bf16", **options)
     assert half.precision == "bf16"
     assert half.memory.params_bytes == full.memory.params_bytes
-    assert half.memory.activations_bytes < 0.75 * full.memory.activations_bytes
+    assert half.memory.temporary_bytes < 0.75 * full.memory.temporary_bytes
     assert half.time.compute_seconds < full.time.compute_seconds
 
 
@@ -357,8 +357,8 @@ def test_a_million_classes_need_the_hybrid() -> None:
     assert text.startswith("no plan fits: the nearest (data 8")
     lacking = int(text.split("(")[2].split(" bytes")[0])
     head = 4 * 2048 * 1_000_000
-    # Parameters, gradients and momentum of the head alone.
-    assert lacking > 2 * head
+    # The head alone is twice a device's memory, and its gradient as much again.
+    assert lacking > 1.4 * head
     plan = planned("resnet50", job=job, **options)
     assert plan.axis_sizes == {"tensor": 8}
     assert plan.leaf("classifier.kernel").compute_spec == ((), ("tensor",))

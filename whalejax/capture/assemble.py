@@ -114,6 +114,7 @@ def graph_of(
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
         whole=tuple(dict.fromkeys(v for v in others if v is not None)),
+        stacked=tuple(walk.stacked),
     )
 
 
@@ -150,6 +151,7 @@ def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, .
             trip=draft.trip,
             task_graph=region,
             remat=draft.remat,
+            kept=draft.kept,
             scope=draft.scope,
             unknown=draft.behaviour.unknown,
         )

@@ -5,8 +5,9 @@ It is apart from the walk because regions and gradients read it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from whalejax.annotations import parse_scope
 from whalejax.capture.behaviour import Behaviour
@@ -55,6 +56,7 @@ class OpDraft:
     behaviour: Behaviour
     trip: int
     remat: int | None
+    kept: bool
     labels: tuple[Label, ...]
     scope: str
 
@@ -68,6 +70,7 @@ class Context:
     scope: str = ""
     trip: int = 1
     remat: int | None = None
+    policy: Callable[..., Any] | None = None
 
     def inside(self, position: Position, index: int) -> Context:
         """The surroundings inside a call's inner jaxpr."""

@@ -13,6 +13,7 @@ A loop's carries and slices are tied together by operations of kind ``scan`` and
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from whalejax.capture.drafts import (
     without_literals,
 )
 from whalejax.capture.rules import behaviour
-from whalejax.planner.graph import Factor, TensorKind
+from whalejax.planner.graph import Factor, Stacked, TensorKind
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Walk:
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results.
         loops: (carry as produced, carry as consumed) pairs of every loop.
+        stacked: what the turns of outermost scans keep for their backward pass.
         notes: what could not be counted, in words.
     """
 
@@ -53,6 +55,7 @@ class Walk:
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     loops: list[tuple[int, int]] = field(default_factory=list)
+    stacked: list[Stacked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _constants: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _dtypes: dict[Any, tuple[str, int, bool]] = field(default_factory=dict)
@@ -166,7 +169,8 @@ class Walk:
         if rule.parts is not None:
             self._equal_parts(rule.parts, view, position, operands, results, here)
         else:
-            self._emit(view.name, position, operands, results, rule, here)
+            kept = _compat.is_kept(equation, here.policy)
+            self._emit(view.name, position, operands, results, rule, here, kept=kept)
         return results
 
     def _emit(
@@ -177,6 +181,8 @@ class Walk:
         results: Sequence[int],
         rule: Behaviour,
         here: Context,
+        *,
+        kept: bool = False,
     ) -> None:
         self.ops.append(
             OpDraft(
@@ -187,6 +193,7 @@ class Walk:
                 behaviour=without_literals(rule, operands, len(results)),
                 trip=here.trip,
                 remat=here.remat,
+                kept=kept,
                 labels=here.labels,
                 scope=here.scope,
             )
@@ -244,7 +251,8 @@ class Walk:
     ) -> tuple[Value, ...]:
         number, self._remats = self._remats, self._remats + 1
         (inner,) = inner_jaxprs(equation)
-        context = replace(here.inside(position, 0), remat=number)
+        policy = equation.params["policy"]
+        context = replace(here.inside(position, 0), remat=number, policy=policy)
         return self._body(inner, operands, context)
 
     def _scan(
@@ -269,6 +277,8 @@ class Walk:
                 self._tie("scan", position, [stacked], one, here, shift=1)
         context = replace(here.inside(position, 0), trip=here.trip * parts.length)
         produced = self._body(inner, (*consts, *entering), context)
+        if here.trip == 1 and here.remat is None and parts.length > 1:
+            self._keep(equation, [*consts, *range(entering[0], len(self.tensors))])
         results = [self._tensor(v.aval) for v in equation.outvars]
         self._close("scan", position, produced, carried, results, here)
         stacks = results[parts.num_carries :]
@@ -284,6 +294,20 @@ class Walk:
             rule = Behaviour(factors=(factor,), stops_gradient=True)
             self._emit("scan", position, layers, [], rule, here)
         return tuple(results)
+
+    def _keep(self, equation: Any, inside: Sequence[Value]) -> None:
+        """Write down what the turns of a scan keep, each like a tensor of its body."""
+        alike: dict[tuple[int, ...], int] = {}
+        length = _compat.scan_parts(equation).length
+        for index in inside:
+            if index is not None and self.tensors[index].inexact:
+                alike.setdefault(self.tensors[index].shape, index)
+        for shape, dtype in _compat.scan_residuals(equation):
+            # What a loop inside keeps is stacked once more.
+            like = alike.get(shape, alike.get(shape[1:]))
+            if like is not None:
+                nbytes = math.prod(shape) * _compat.itemsize_bytes(dtype)
+                self.stacked.append(Stacked(tensor=like, nbytes=nbytes, trip=length))
 
     def _while(
         self,

@@ -1,0 +1,539 @@
+"""The fullest moment of a step: what is in memory at once, from forward to backward.
+
+A step is cut into spans of operations that follow each other: each loop is one. While
+the backward pass is in a span, memory holds what the forward pass kept for it and for
+all before it, the gradients of all behind it, and what the span itself works with. The
+peak is the largest of these sums; between the ends of a span they are not told apart.
+
+What is kept is what fusions cannot rebuild. Loops keep what their differentiation says,
+as it is: compilers do not reach across their turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from whalejax.planner.cost import Setting
+from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.graph import LOOPS, Graph, Op
+from whalejax.planner.layout import Table, shards
+from whalejax.planner.leaves import LeafFacts, LeafLayout
+from whalejax.planner.memory import CHEAP, REPEATED, Kept, kept_bytes
+from whalejax.planner.plan import MemoryTerms
+
+
+_PIECES = 12
+"""Into how many spans the operations outside loops are cut, at most."""
+
+_LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+"""Elementwise operations that expand into so many that no fusion repeats them."""
+
+_SMALL = 16
+"""Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
+
+_WORKING = 2.0
+"""Largest operand or result of a product, times this, is what its backward pass works
+with: the gradients on both sides of what lies between it and the next product."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Operations that follow each other: a half-open range of their numbers."""
+
+    first: int
+    end: int
+    loop: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """What memory holds in each span: of the forward pass, then of the backward pass.
+
+    Attributes:
+        kinds: the different tensors.
+        saved: for each span, how many of each kind are kept.
+        working: for each span, what it may work with, how many of each kind: one of
+            the rows at a time.
+        gradients: for each span, how many parameters of each group have their gradient.
+        held: for each span and group, whether it computes with such a parameter, which
+            is there whole at a time if it lies in shards.
+        made: for each span and group, whether it makes such a parameter's gradient.
+        turns: for each group, by how many turns of a loop its parameters are shared
+            out, one part to each.
+    """
+
+    kinds: tuple[Kept, ...]
+    saved: np.ndarray
+    working: tuple[np.ndarray, ...]
+    gradients: np.ndarray
+    held: np.ndarray
+    made: np.ndarray
+    turns: np.ndarray
+
+
+def moments(
+    graph: Graph,
+    dims: Dimensions,
+    weight: Sequence[bool],
+    facts: LeafFacts,
+    *,
+    fuses_products: bool,
+) -> Moments:
+    """Find what memory holds.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        weight: for every tensor, whether it depends on parameters alone.
+        facts: the parameters.
+        fuses_products: see ``meshes.CompilerProfile``.
+    """
+    timeline = _Timeline(graph, weight, fuses_products)
+    found = _Kinds(graph, dims)
+    spans = timeline.spans
+    saved = [found.count(timeline.made_before(span.end)) for span in spans]
+    saved += [found.count(timeline.saved_before(span.end)) for span in spans]
+    working = [[found.count(row) for row in timeline.ahead(span)] for span in spans]
+    working += [[found.count(row) for row in timeline.behind(span)] for span in spans]
+    last, users = timeline.parameters(facts)
+    gradients = np.zeros((2 * len(spans), len(facts.groups)))
+    for leaf, group in enumerate(facts.group_of):
+        for place, span in enumerate(spans, start=len(spans)):
+            gradients[place, group] += last[leaf] >= span.first
+    held = np.zeros((2 * len(spans), len(facts.groups)))
+    made = np.zeros_like(held)
+    for leaf, group in enumerate(facts.group_of):
+        for place, span in enumerate(spans):
+            here = [graph.ops[at] for at in users[leaf] if span.first <= at < span.end]
+            if here:
+                held[place, group] = 1
+                # Behind a product it is read again, and its gradient is made.
+                if any(op.matmul is not None for op in here):
+                    held[place + len(spans), group] = 1
+                made[place + len(spans), group] = 1
+    return Moments(
+        kinds=tuple(found.kinds),
+        saved=np.array([found.full(row) for row in saved]),
+        working=tuple(
+            np.array([found.full(row) for row in rows] or [found.full({})])
+            for rows in working
+        ),
+        gradients=gradients,
+        held=held,
+        made=made,
+        turns=np.array(timeline.turns(facts)),
+    )
+
+
+Entry = tuple[int, int, int]
+"""A tensor, its bytes (unsharded), and the TaskGraph that lays it out."""
+
+
+@dataclass
+class _Kinds:
+    """Different kinds of tensors, in order of appearance."""
+
+    graph: Graph
+    dims: Dimensions
+    kinds: list[Kept] = field(default_factory=list)
+    places: dict[Any, int] = field(default_factory=dict)
+
+    def count(self, entries: Mapping[Entry, float]) -> dict[int, float]:
+        """How many of each kind."""
+        found: Counter[int] = Counter()
+        for (tensor, nbytes, home), times in entries.items():
+            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, home
+            if key not in self.places:
+                self.places[key] = len(self.kinds)
+                self.kinds.append(
+                    Kept(
+                        layout=key[0],
+                        sizes=key[1],
+                        nbytes=nbytes,
+                        task_graph=home,
+                        count=1,
+                    )
+                )
+            found[self.places[key]] += times  # type: ignore[assignment]
+        return found  # type: ignore[return-value]
+
+    def full(self, row: Mapping[int, float]) -> np.ndarray:
+        """The same with a place for every kind."""
+        found = np.zeros(len(self.kinds))
+        for place, times in row.items():
+            found[place] = times
+        return found
+
+
+class _Timeline:
+    """What the forward pass keeps and when it is let go."""
+
+    def __init__(
+        self, graph: Graph, weight: Sequence[bool], fuses_products: bool
+    ) -> None:
+        self.graph = graph
+        self.weight = weight
+        self.multiplied = {
+            t
+            for op in (() if fuses_products else graph.ops)
+            if op.matmul is not None
+            for t in op.operands
+        }
+        self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
+        self.data = self._data()
+        self.spans = self._spans()
+        self.hard = self._hard()
+        self.saved = self._saved()
+
+    def _data(self) -> list[bool]:
+        """For every tensor: it depends on the batch."""
+        found = [t.kind == "batch" for t in self.graph.tensors]
+        for op in self.graph.ops:
+            if any(found[t] for t in op.operands):
+                for t in op.results:
+                    found[t] = True
+        return found
+
+    def _spans(self) -> list[_Span]:
+        ops = self.graph.ops
+        cuts = [0]
+        for i in range(1, len(ops)):
+            if (ops[i].trip > 1) != (ops[i - 1].trip > 1):
+                cuts.append(i)
+        cuts.append(len(ops))
+        outside = sum(op.trip == 1 for op in ops)
+        step = max(1, math.ceil(outside / _PIECES))
+        found = []
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            if first < end and ops[first].trip > 1:
+                found.append(_Span(first, end, True))
+                continue
+            found += [
+                _Span(at, min(end, at + step), False) for at in range(first, end, step)
+            ]
+        return found
+
+    # What is kept.
+
+    def _value(self, tensor: int) -> bool:
+        """It is computed from data, not a leaf of the program or a weight."""
+        kind = self.graph.tensors[tensor].kind
+        return kind == "value" and self.data[tensor] and not self.weight[tensor]
+
+    def sources(self, tensor: int, region: int | None = None) -> set[int]:
+        """The tensors from which fusions rebuild a value; itself if none can.
+
+        Args:
+            tensor: the value.
+            region: do not go beyond this checkpointed region.
+        """
+        found: set[int] = set()
+        seen: set[int] = set()
+        stack = [tensor]
+        while stack:
+            t = stack.pop()
+            if t in seen or not self._value(t):
+                continue
+            seen.add(t)
+            op = self.graph.ops[self.maker[t]] if t in self.maker else None
+            stays = op is None or op.remat != region or not _repeats(op)
+            if op is None or stays or t in self.multiplied:
+                found.add(t)
+            else:
+                stack.extend(op.operands)
+        return found
+
+    def _hard(self) -> set[int]:
+        """What stands in memory because something that does not fuse reads it."""
+        found: set[int] = set()
+        for op in self.graph.ops:
+            for t in op.operands if _hard(op) else ():
+                found |= self.sources(t, op.remat)
+        return found
+
+    def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
+        """Without what is computed again from what is kept anyway.
+
+        Args:
+            kept: tensor to the number of the first operation that reads it.
+            region: the checkpointed region they are in, or None.
+        """
+        ops = self.graph.ops
+
+        def again(t: int) -> bool:
+            op = ops[self.maker[t]] if t in self.maker else None
+            repeated = op is not None and op.elementwise and op.kind not in _LONG
+            return repeated and t not in self.multiplied
+
+        firm = {t for t in kept if not again(t)} | self.hard
+        found = {t: first for t, first in kept.items() if not again(t)}
+        for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
+            if t in found:
+                continue
+            base: set[int] = set()
+            for operand in ops[self.maker[t]].operands:
+                base |= self.sources(operand, region)
+            size = self.graph.tensors[t].nbytes
+            base = {b for b in base if self.graph.tensors[b].nbytes * _SMALL > size}
+            if base <= firm:
+                for b in base:
+                    found[b] = min(found.get(b, first), first)
+            else:
+                found[t] = first
+            firm.add(t)
+        return found
+
+    def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """(Tensor, copy) to first reader, bytes and TaskGraph, outside regions."""
+        ops, tensors = self.graph.ops, self.graph.tensors
+        kept: dict[int, int] = {}
+        stacked = bool(self.graph.stacked)
+        for i, op in enumerate(ops):
+            if stacked and op.trip > 1:
+                continue
+            slots = op.operands + op.results
+            if op.kept:
+                kept.update(dict.fromkeys(op.results, i))
+            if op.remat is None:
+                for slot in op.saves:
+                    for t in self.sources(slots[slot]):
+                        kept.setdefault(t, i)
+                continue
+            for t in op.operands:
+                made = ops[self.maker[t]].remat if t in self.maker else None
+                if made != op.remat and self._value(t):
+                    for b in self.sources(t):
+                        kept.setdefault(b, i)
+        kept = self._lean(kept, None)
+        home = self._homes()
+        found = {}
+        for t, first in kept.items():
+            times = ops[self.maker[t]].trip if t in self.maker else 1
+            found[t, 0] = first, tensors[t].nbytes * times, home.get(t, 0)
+        loop = next((s.first for s in self.spans if s.loop), 0)
+        for copy, one in enumerate(self.graph.stacked, start=1):
+            at = max(self.maker.get(one.tensor, loop), loop)
+            first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
+            found[one.tensor, copy] = (
+                first,
+                one.nbytes * one.trip,
+                home.get(one.tensor, 0),
+            )
+        return found
+
+    def _homes(self) -> dict[int, int]:
+        """The TaskGraph of each tensor: of its maker, or of its first reader."""
+        found: dict[int, int] = {}
+        for op in self.graph.ops:
+            for t in (*op.results, *op.operands):
+                found.setdefault(t, op.task_graph)
+        return found
+
+    def saved_before(self, end: int) -> Counter[Entry]:
+        """What is still kept while the backward pass is before an operation."""
+        found: Counter[Entry] = Counter()
+        for (tensor, _), (first, nbytes, home) in self.saved.items():
+            if first < end:
+                found[tensor, nbytes, home] += 1
+        return found
+
+    def made_before(self, end: int) -> Counter[Entry]:
+        """What is kept already while the forward pass is before an operation."""
+        found: Counter[Entry] = Counter()
+        for (tensor, copy), (first, nbytes, home) in self.saved.items():
+            made = first if copy else self.maker.get(tensor, 0)
+            if made < end:
+                found[tensor, nbytes, home] += 1
+        return found
+
+    # What a span works with.
+
+    def ahead(self, span: _Span) -> Iterator[dict[Entry, float]]:
+        """What the forward pass holds beside what is kept: what cannot fuse."""
+        kept = {tensor for tensor, _ in self.saved}
+        rows = []
+        for op in self.graph.ops[span.first : span.end]:
+            if _hard(op):
+                there = [t for t in op.operands if self._value(t) and t not in kept]
+                rows.append({self._entry(t, op): 1.0 for t in there})
+        yield from _undominated(rows)
+
+    def behind(self, span: _Span) -> Iterator[dict[Entry, float]]:
+        """What the backward pass of each product holds beside what is kept."""
+        rows: dict[Any, dict[Entry, float]] = {}
+        inside: dict[int | None, dict[int, int]] = {}
+        slice_of = self._slice(span)
+        for i in range(span.first, span.end):
+            op = self.graph.ops[i]
+            if op.remat is not None:
+                if op.remat not in inside:
+                    inside[op.remat] = self._rebuilt(op.remat)
+            if op.matmul is None:
+                continue
+            alive = {
+                t: first for t, first in inside.get(op.remat, {}).items() if first <= i
+            }
+            for t in (*op.operands[:2], *op.results):
+                if not self._value(t):
+                    continue
+                row = dict.fromkeys((self._entry(kept, op) for kept in alive), 1.0)
+                for entry in slice_of:
+                    row[entry] = row.get(entry, 0.0) + 1.0
+                here = self._entry(t, op)
+                row[here] = row.get(here, 0.0) + _WORKING
+                rows[tuple(sorted(row.items()))] = row
+        yield from _undominated(list(rows.values()))
+
+    def _entry(self, tensor: int, op: Op) -> Entry:
+        return tensor, self.graph.tensors[tensor].nbytes, op.task_graph
+
+    def _slice(self, span: _Span) -> list[Entry]:
+        """One turn of the largest value that a loop keeps, cut out of its stack."""
+        if not span.loop or not self.graph.stacked:
+            return []
+        largest = max(self.graph.stacked, key=lambda s: s.nbytes)
+        home = self._homes().get(largest.tensor, 0)
+        return [(largest.tensor, largest.nbytes, home)]
+
+    def _rebuilt(self, region: int) -> dict[int, int]:
+        """What a checkpointed region keeps when it runs again, by first reader."""
+        kept: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            if op.remat != region:
+                continue
+            slots = op.operands + op.results
+            for slot in op.saves:
+                for t in self.sources(slots[slot], region):
+                    maker = self.graph.ops[self.maker[t]] if t in self.maker else op
+                    if t in self.maker and maker.remat == region and not maker.kept:
+                        kept.setdefault(t, i)
+        return self._lean(kept, region)
+
+    # Parameters.
+
+    def turns(self, facts: LeafFacts) -> list[int]:
+        """For each group of parameters, the length of the loop that slices them."""
+        shapes = self.graph.tensors
+        same = {t.id: t.id for t in facts.tensors}
+        sliced: set[int] = set()
+        for op in self.graph.ops:
+            if len(op.operands) != 1 or len(op.results) != 1:
+                continue
+            leaf, before = same.get(op.operands[0]), shapes[op.operands[0]].shape
+            after = shapes[op.results[0]].shape
+            if leaf is not None and op.kind in LOOPS and after == before[1:]:
+                sliced.add(leaf)
+            elif leaf is not None and op.elementwise and after == before:
+                same[op.results[0]] = leaf
+        found = [1] * len(facts.groups)
+        for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
+            if tensor.id in sliced:
+                found[group] = tensor.shape[0]
+        return found
+
+    def parameters(self, facts: LeafFacts) -> tuple[list[int], list[list[int]]]:
+        """For each parameter: its last reader, and all that are no weights' own."""
+        place = {t.id: i for i, t in enumerate(facts.tensors)}
+        of: dict[int, set[int]] = {t: {i} for t, i in place.items()}
+        users: list[list[int]] = [[] for _ in facts.tensors]
+        for i, op in enumerate(self.graph.ops):
+            leaves = {leaf for t in op.operands for leaf in of.get(t, ())}
+            if not leaves:
+                continue
+            if all(self.weight[t] for t in op.operands):
+                for t in op.results:
+                    of.setdefault(t, set()).update(leaves)
+            else:
+                for leaf in leaves:
+                    users[leaf].append(i)
+        return [max(places, default=-1) for places in users], users
+
+
+def _repeats(op: Op) -> bool:
+    """Fusions compute it again rather than keep its result."""
+    return op.reshape or op.kind in REPEATED or op.kind in CHEAP
+
+
+def _hard(op: Op) -> bool:
+    """What it reads has to stand in memory: it fuses with nothing before it."""
+    fuses = op.elementwise or op.reshape or op.kind.startswith("reduce")
+    return not (fuses or op.matmul is not None or op.kind in LOOPS)
+
+
+def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:
+    for i, row in enumerate(rows):
+        larger = (
+            other
+            for j, other in enumerate(rows)
+            if j != i and all(other.get(e, 0) >= n for e, n in row.items())
+        )
+        if not any(other != row or rows.index(other) < i for other in larger):
+            yield row
+
+
+def peak_of(
+    facts: LeafFacts,
+    layouts: Sequence[LeafLayout],
+    found: Moments,
+    tables: Mapping[int, Table],
+    s: Setting,
+    *,
+    state_bytes: int,
+    cast_bytes: float,
+    accumulates: bool,
+) -> MemoryTerms:
+    """Memory on one device at the fullest moment of a step.
+
+    Args:
+        facts: the parameters.
+        layouts: of each of their groups.
+        found: what memory holds when.
+        tables: compute table of each TaskGraph.
+        s: mesh and micro-batches.
+        state_bytes: bytes of what is not trained.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        accumulates: gradients of several micro-batches are summed.
+    """
+    params = state = casts = 0.0
+    gradients, gathered, fresh = (np.zeros(len(layouts)) for _ in range(3))
+    summed = 0.0
+    for place, ((group, count), layout) in enumerate(
+        zip(facts.groups, layouts, strict=True)
+    ):
+        nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
+        params += count * nbytes / shards(layout.param, s.mesh)
+        state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
+        gradients[place] = nbytes * cast_bytes / shards(layout.gradient, s.mesh)
+        summed += count * nbytes / shards(layout.gradient, s.mesh)
+        if cast_bytes != 1.0:
+            casts += count * nbytes * cast_bytes / shards(layout.param, s.mesh)
+        one = nbytes * cast_bytes / whole / found.turns[place]
+        if layout.compute != layout.param:
+            gathered[place] = one
+        if layout.compute != layout.gradient:
+            fresh[place] = one
+    kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
+    saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
+    born = found.gradients @ gradients
+    working = np.array(
+        [(rows @ kinds).max() if found.kinds else 0.0 for rows in found.working]
+    )
+    working += casts
+    working += (found.held * gathered + found.made * fresh).max(axis=1, initial=0.0)
+    if accumulates:
+        working, born = working + born, np.full(len(born), summed)
+    fullest = int(np.argmax(saved + born + working))
+    return MemoryTerms(
+        params_bytes=int(params),
+        gradients_bytes=int(born[fullest]),
+        optimizer_bytes=int(state) + facts.optimizer_other_bytes,
+        state_bytes=state_bytes,
+        activations_bytes=int(saved[fullest]),
+        working_bytes=int(working[fullest]),
+    )
