@@ -138,8 +138,10 @@ def _compiler(table: Table) -> CompilerProfile:
     profile = CompilerProfile(
         merge_partials=table.boolean("merge_partials"),
         reduce_scatter=table.boolean("reduce_scatter"),
+        reduces_in_parts=table.boolean("reduces_in_parts", default=True),
         copies_kernels=table.boolean("copies_kernels", default=False),
         fuses_products=table.boolean("fuses_products", default=False),
+        lanes=table.integer("lanes", default=1),
     )
     table.done()
     return profile

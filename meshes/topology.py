@@ -73,23 +73,34 @@ class CompilerProfile:
             over the axes of several dimensions at a time.
         reduce_scatter: emits reduce-scatter where the result is sharded, instead of an
             all-reduce and a slice.
+        reduces_in_parts: reduces a gradient that is sharded over some of the axes that
+            it is summed over by scattering it over these and reducing the parts over
+            the others, not by reducing the whole over all and cutting it.
         copies_kernels: turns every kernel of a convolution round in memory, for the
             gradient of its input, and keeps it.
         fuses_products: computes what a product reads inside it, so that the results of
             elementwise operations before it need not stand in memory.
+        lanes: memory holds arrays in tiles, of which one side is this long; 1 where
+            it holds them as they are.
     """
 
     merge_partials: bool
     reduce_scatter: bool
+    reduces_in_parts: bool = True
     copies_kernels: bool = False
     fuses_products: bool = False
+    lanes: int = 1
 
 
 # TPU and CPU as counted in compiled programs. GPU is an assumption: XLA has the same
 # passes for it, but no program of ours was counted on one yet.
 COMPILERS: Mapping[Platform, CompilerProfile] = {
     "tpu": CompilerProfile(
-        merge_partials=True, reduce_scatter=True, fuses_products=True
+        merge_partials=True,
+        reduce_scatter=True,
+        reduces_in_parts=False,
+        fuses_products=True,
+        lanes=128,
     ),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
     "cpu": CompilerProfile(

@@ -8,16 +8,19 @@ Broadcasts and casts are not counted: the compiler repeats them where they are r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op
-from whalejax.planner.layout import Table, shards, spec_of
+from whalejax.planner.layout import Spec, Table, shards, spec_of
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.plan import MemoryTerms
 
@@ -62,6 +65,7 @@ class Kept:
         count: how many.
         made: what made it: ``"product"`` of a value with a weight, ``"name"`` for one
             that the model names for checkpointing, or ``""``.
+        ends: of its dimensions only the first or the last can lie in lanes.
     """
 
     layout: Layout
@@ -70,6 +74,7 @@ class Kept:
     task_graph: int
     count: int
     made: str = ""
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,8 +273,28 @@ def kept_bytes(
         nbytes = entry.nbytes * entry.count / shards(spec, s.mesh)
         if roles_of(entry.layout) & s.batch_roles:
             nbytes /= s.num_micro_batches
+        if s.cluster.compiler.lanes > 1:
+            nbytes *= _padding(entry, spec, s)
         found.append(nbytes)
     return found
+
+
+def _padding(entry: Kept, spec: Spec, s: Setting) -> Any:
+    """By how much a tensor grows where one dimension fills whole lanes.
+
+    The dimension is the one that wastes least.
+    """
+    lanes = s.cluster.compiler.lanes
+    sizes = []
+    for roles, atoms, axes in zip(entry.layout, entry.sizes, spec, strict=True):
+        size = math.prod(atoms) / math.prod(s.mesh[a] for a in axes)
+        if s.batch_roles.intersection(roles):
+            size /= s.num_micro_batches
+        sizes.append(size)
+    if entry.ends:
+        sizes = [*sizes[:1], *sizes[-1:]]
+    wasted = [np.ceil(n / lanes) * lanes / np.maximum(n, 1.0) for n in sizes]
+    return functools.reduce(np.minimum, wasted) if wasted else 1.0
 
 
 def memory_of(

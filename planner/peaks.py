@@ -11,6 +11,7 @@ as it is: compilers do not reach across their turns.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 
 from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import LOOPS, Graph, Op
+from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.memory import CHEAP, REPEATED, Kept, kept_bytes
@@ -144,9 +145,14 @@ class _Kinds:
     kinds: list[Kept] = field(default_factory=list)
     places: dict[Any, int] = field(default_factory=dict)
 
+    @functools.cached_property
+    def ends(self) -> bool:
+        """Convolutions decide the layouts: batch or channels lie in lanes."""
+        return any(op.kind == CONVOLUTION for op in self.graph.ops)
+
     def count(self, entries: Mapping[Entry, float]) -> dict[int, float]:
         """How many of each kind."""
-        found: Counter[int] = Counter()
+        found: dict[int, float] = {}
         for (tensor, nbytes, home), times in entries.items():
             key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, home
             if key not in self.places:
@@ -158,10 +164,12 @@ class _Kinds:
                         nbytes=nbytes,
                         task_graph=home,
                         count=1,
+                        ends=self.ends,
                     )
                 )
-            found[self.places[key]] += times  # type: ignore[assignment]
-        return found  # type: ignore[return-value]
+            place = self.places[key]
+            found[place] = found.get(place, 0.0) + times
+        return found
 
     def full(self, row: Mapping[int, float]) -> np.ndarray:
         """The same with a place for every kind."""
@@ -187,6 +195,7 @@ class _Timeline:
         }
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
         self.data = self._data()
+        self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
         self.spans = self._spans()
         self.hard = self._hard()
         self.saved = self._saved()
@@ -226,28 +235,32 @@ class _Timeline:
         kind = self.graph.tensors[tensor].kind
         return kind == "value" and self.data[tensor] and not self.weight[tensor]
 
-    def sources(self, tensor: int, region: int | None = None) -> set[int]:
+    def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
         """The tensors from which fusions rebuild a value; itself if none can.
+
+        A sum of several is not taken apart: what adds them up would grow with depth.
 
         Args:
             tensor: the value.
             region: do not go beyond this checkpointed region.
         """
-        found: set[int] = set()
-        seen: set[int] = set()
-        stack = [tensor]
-        while stack:
-            t = stack.pop()
-            if t in seen or not self._value(t):
-                continue
-            seen.add(t)
-            op = self.graph.ops[self.maker[t]] if t in self.maker else None
-            stays = op is None or op.remat != region or not _repeats(op)
-            if op is None or stays or t in self.multiplied:
-                found.add(t)
-            else:
-                stack.extend(op.operands)
-        return found
+        key = tensor, region
+        if key not in self._sources:
+            self._sources[key] = self._found(tensor, region)
+        return self._sources[key]
+
+    def _found(self, tensor: int, region: int | None) -> frozenset[int]:
+        if not self._value(tensor):
+            return frozenset()
+        op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
+        stays = op is None or op.remat != region or not _repeats(op)
+        if op is None or stays or tensor in self.multiplied:
+            return frozenset({tensor})
+        found = frozenset[int]().union(*(self.sources(t, region) for t in op.operands))
+        size = self.graph.tensors[tensor].nbytes
+        large = [t for t in found if self.graph.tensors[t].nbytes * _SMALL > size]
+        summed = op.kind in ("add", "add_any") and len(large) > 1
+        return frozenset({tensor}) if summed else found
 
     def _hard(self) -> set[int]:
         """What stands in memory because something that does not fuse reads it."""
@@ -429,8 +442,9 @@ class _Timeline:
             after = shapes[op.results[0]].shape
             if leaf is not None and op.kind in LOOPS and after == before[1:]:
                 sliced.add(leaf)
-            elif leaf is not None and op.elementwise and after == before:
-                same[op.results[0]] = leaf
+            elif leaf is not None and (op.elementwise or op.reshape):
+                if after[:1] == before[:1]:
+                    same[op.results[0]] = leaf
         found = [1] * len(facts.groups)
         for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
             if tensor.id in sliced:

@@ -65,7 +65,7 @@ def combined_gradients(
 
     XLA combines the all-reduces of a step's end into one. Where it can reduce-scatter
     and gradients are stored in shards, the axes that shard them take half the traffic
-    and the others reduce what is left.
+    and the others reduce what is left; or, by the compiler, all axes reduce at once.
 
     Args:
         gradients: one reduction for each parameter and use, over the batch axes.
@@ -79,7 +79,9 @@ def combined_gradients(
     found: list[Collective] = []
     for axes, payload in totals.items():
         scattered = tuple(a for a in axes if a in sharding)
-        if not (s.cluster.compiler.reduce_scatter and scattered):
+        compiler = s.cluster.compiler
+        at_once = len(axes) > 1 and not compiler.reduces_in_parts
+        if at_once or not (compiler.reduce_scatter and scattered):
             found.append(_reduction("all-reduce", axes, payload))
             continue
         found.append(_reduction("reduce-scatter", scattered, payload))

@@ -469,6 +469,11 @@ def _gradient_seconds(cases: Cases, shares: dict[int, Array], parts: Array) -> A
             seconds = cases.collective(
                 "reduce-scatter", scattered, payload * parts, once * parts
             ) + cases.collective("all-reduce", left, payload / pieces, once)
+            if not cases.cluster.compiler.reduces_in_parts:
+                times = np.where(pieces > 1, parts, 1.0)
+                args = "all-reduce", axes, payload * times, once * times
+                several = sum((cases.mesh[a] > 1) * 1 for a in axes) > 1
+                seconds = np.where(several, cases.collective(*args), seconds)
             found = found + seconds * chosen
     return found * (1 - cases.hidden.overlap_gradients)
 

@@ -97,8 +97,10 @@ def _clusters(draw: st.DrawFn) -> Cluster:
     profile = CompilerProfile(
         merge_partials=draw(st.booleans()),
         reduce_scatter=draw(st.booleans()),
+        reduces_in_parts=draw(st.booleans()),
         copies_kernels=draw(st.booleans()),
         fuses_products=draw(st.booleans()),
+        lanes=draw(st.sampled_from((1, 128))),
     )
     return Cluster(nodes=tuple(nodes), levels=tuple(levels), compiler=profile)
 

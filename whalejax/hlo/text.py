@@ -60,10 +60,11 @@ _KNOWN = (
 )
 
 _ITEMSIZES = {"pred": 1, "token": 0, "c64": 8, "c128": 16}
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_BARE_OPERAND = re.compile(r"(?:^|,\s*)([A-Za-z_][\w.\-]*)(?=,|$)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -267,7 +268,7 @@ def _line(raw: str) -> Line:
         name=name,
         opcode=opcode,
         result=result,
-        operands=tuple(_OPERAND.findall(inside)),
+        operands=tuple((_OPERAND if "%" in inside else _BARE_OPERAND).findall(inside)),
         inside=inside,
         rest=rest,
         root=bool(root),

@@ -205,34 +205,39 @@ def batch_bytes(plan: Plan) -> int:
 # Traffic.
 
 
+def planned_bytes(plan: Plan) -> Counter[str]:
+    """Payload bytes of a step by kind and mesh axes, as a plan predicts them."""
+    found: Counter[str] = Counter()
+    for c in plan.collectives:
+        name = _name(c.kind, _ordered(c.axes, plan))
+        found[name] += c.payload_bytes * c.times(plan.num_micro_batches)
+    return found
+
+
 def _collectives(
     plan: Plan, traffic: Sequence[Mapping[str, Any]]
 ) -> tuple[Quantity, ...]:
-    predicted: Counter[tuple[str, Axes]] = Counter()
-    predicted_count: Counter[tuple[str, Axes]] = Counter()
+    predicted = planned_bytes(plan)
+    predicted_count: Counter[str] = Counter()
     for c in plan.collectives:
-        times = c.times(plan.num_micro_batches)
-        key = c.kind, _ordered(c.axes, plan)
-        predicted[key] += c.payload_bytes * times
-        predicted_count[key] += times
-    compiled: Counter[tuple[str, Axes]] = Counter()
-    compiled_count: Counter[tuple[str, Axes]] = Counter()
+        name = _name(c.kind, _ordered(c.axes, plan))
+        predicted_count[name] += c.times(plan.num_micro_batches)
+    compiled: Counter[str] = Counter()
+    compiled_count: Counter[str] = Counter()
     for entry in traffic:
-        key = entry["kind"], _axes(entry)
-        compiled[key] += entry["payload_bytes"] * entry["count"]
-        compiled_count[key] += entry["count"]
-    keys = sorted(
-        {*predicted, *compiled}, key=lambda k: -max(predicted[k], compiled[k])
-    )
+        name = _name(entry["kind"], _axes(entry))
+        compiled[name] += entry["payload_bytes"] * entry["count"]
+        compiled_count[name] += entry["count"]
+    names = {*predicted, *compiled}
     return tuple(
         Quantity(
-            name=_name(kind, axes),
-            predicted=predicted[kind, axes],
-            compiled=compiled[kind, axes],
-            predicted_count=predicted_count[kind, axes],
-            compiled_count=compiled_count[kind, axes],
+            name=name,
+            predicted=predicted[name],
+            compiled=compiled[name],
+            predicted_count=predicted_count[name],
+            compiled_count=compiled_count[name],
         )
-        for kind, axes in keys
+        for name in sorted(names, key=lambda n: -max(predicted[n], compiled[n]))
     )
 
 
@@ -244,28 +249,23 @@ def _axes(found: Mapping[str, Any]) -> Axes:
     return ("other groups",) if found["axes"] is None else tuple(found["axes"])
 
 
-def by_axis(quantities: Sequence[Quantity]) -> dict[str, tuple[float, float]]:
-    """Predicted and compiled bytes by the axes they run over, kinds added up."""
-    found: dict[str, tuple[float, float]] = {}
-    for q in quantities:
-        axes = q.name.partition(" over ")[2]
-        before = found.get(axes, (0.0, 0.0))
-        found[axes] = before[0] + (q.predicted or 0), before[1] + (q.compiled or 0)
-    return found
-
-
 def _unplanned(
     plan: Plan, quantities: Sequence[Quantity], traffic: Sequence[Mapping[str, Any]]
 ) -> tuple[Finding, ...]:
-    """Collectives of kinds and axes that carry more than planned, the largest first.
+    """Collectives over axes that carry more than planned, the largest first.
 
     Which of them they are is told by their sizes; the compiler joins and parts
     collectives, so that this is a hint and the sums are the finding.
     """
+    sums: dict[str, list[float]] = {}
+    for q in quantities:
+        pair = sums.setdefault(q.name.partition(" over ")[2], [0.0, 0.0])
+        pair[0] += q.predicted or 0
+        pair[1] += q.compiled or 0
     more = {
-        q.name: (q.compiled or 0) - (q.predicted or 0)
-        for q in quantities
-        if (q.compiled or 0) > (1 + CLOSE) * (q.predicted or 0)
+        axes: compiled - predicted
+        for axes, (predicted, compiled) in sums.items()
+        if compiled > (1 + CLOSE) * predicted
     }
     total = sum(q.compiled or 0 for q in quantities)
     planned: Counter[tuple[str, int]] = Counter()
@@ -276,10 +276,11 @@ def _unplanned(
     for found in sorted(traffic, key=lambda f: -f["payload_bytes"] * f["count"]):
         name = _name(found["kind"], _axes(found))
         times = found["count"] - planned[name, found["payload_bytes"]]
-        nbytes = min(more.get(name, 0), times * found["payload_bytes"])
+        axes = name.partition(" over ")[2]
+        nbytes = min(more.get(axes, 0), times * found["payload_bytes"])
         if nbytes <= CLOSE * total:
             continue
-        more[name] -= nbytes
+        more[axes] -= nbytes
         findings.append(
             Finding(
                 what=f"{name}, {times} times",
@@ -299,6 +300,7 @@ _REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) without"
     r".*?HLO operation: %?(\S+) = (\S+)(.*)"
 )
+_LIBRARIES = ("site-packages", "dist-packages", "/whalejax/", "/lib/python")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 
@@ -338,9 +340,10 @@ def _place_of(name: str, traffic: Sequence[Mapping[str, Any]]) -> str:
 
 def _own(places: Sequence[str]) -> str:
     """The innermost line that is no library's; of all lines if there is none."""
-    own = [p for p in places if "site-packages" not in p and "/whalejax/" not in p]
-    models = [p for p in places if "/models/" in p]
-    return next(iter([*own, *models, *places]), "")
+    plain = [p for p in places if not p.startswith("<")]
+    own = [p for p in plain if not any(part in p for part in _LIBRARIES)]
+    models = [p for p in plain if "/models/" in p and "site-packages" not in p]
+    return next(iter([*own, *models, *plain]), "")
 
 
 def replaced(verification: Verification, better: Plan | None) -> Verification:

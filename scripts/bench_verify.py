@@ -1,0 +1,394 @@
+"""Predicted against compiled: memory and traffic of whole training steps.
+
+Every program is planned under a layout that is given, and compiled by the real TPU or
+GPU compiler. What the compilers said is kept in ``verified.json`` beside this script,
+with their versions and the date; without options the predictions are made anew and
+held against that. Programs whose name hashes to 0 modulo 3 are judges: no constant was
+ever fitted to them.
+
+    python scripts/bench_verify.py [--refresh] [--only TEXT] [--verbose]
+
+``--refresh`` compiles (those whose name holds TEXT, or which are not in the file yet);
+it takes most of an hour, and needs the extra tpu-compile and, for GPUs, whalejax verify
+--setup-gpu. The last line is one JSON object:
+judge_mean_memory_error and judge_max_memory_error (relative, of peak memory),
+false_fits (predicted to fit, and do not), traffic_within (part of all pairs of a
+program and mesh axes whose bytes are within 5 %), and the same for GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import whalejax as wh
+from whalejax import jobs, models
+from whalejax.verification.comparison import CLOSE, Verification, planned_bytes
+
+
+FILE = Path(__file__).with_name("verified.json")
+ROOMY = 2**43
+"""Bytes of a device on which everything can be planned."""
+SECONDS = 3600.0
+LEAST = 0.001
+"""Part of a program's traffic below which mesh axes are not counted."""
+
+LLAMA_1B = {
+    "vocab": 128_256,
+    "embed": 2048,
+    "heads": 16,
+    "kv_heads": 8,
+    "mlp": 8192,
+    "layers": 16,
+}
+MOE_8X = {
+    "vocab": 32_768,
+    "embed": 2048,
+    "heads": 16,
+    "mlp": 8192,
+    "experts": 8,
+    "layers": 16,
+    "scan_layers": True,
+}
+MOE_1T = {
+    "vocab": 32_768,
+    "embed": 6144,
+    "heads": 48,
+    "mlp": 24_576,
+    "experts": 64,
+    "layers": 52,
+    "scan_layers": True,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A training step: a model, a topology, a layout.
+
+    Attributes:
+        label: what it is called, with the layout.
+        topology: what it is compiled for.
+        model: the reference model.
+        options: of the model.
+        batch: samples in the global batch.
+        mesh: sizes of all axes that are not 1.
+        zero: level over ``data``.
+    """
+
+    label: str
+    topology: str
+    model: str
+    options: Mapping[str, Any]
+    batch: int
+    mesh: Mapping[str, int]
+    zero: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unlike every other."""
+        mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items())
+        zero = f"-zero{self.zero}" if self.zero else ""
+        words = [str(self.options.get("remat", "none"))]
+        words += [
+            f"{key}{self.options[key]}" for key in ("sequence",) if key in self.options
+        ]
+        if self.options.get("scan_layers") is False:
+            words.append("unrolled")
+        return f"{self.label} {self.topology} {mesh}{zero} {' '.join(words)}"
+
+    @property
+    def judges(self) -> bool:
+        """Nothing was fitted to it."""
+        return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
+
+
+def llama(
+    size: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
+) -> Program:
+    """A Llama, 1B or one of the reference sizes."""
+    zero = options.pop("zero", 0)
+    if size == "1b":
+        return Program(
+            "llama-1b",
+            topology,
+            "llama-test",
+            {**LLAMA_1B, **options},
+            batch,
+            mesh,
+            zero,
+        )
+    name = f"llama-{size}"
+    return Program(name, topology, name, options, batch, mesh, zero)
+
+
+def sparse(
+    label: str,
+    sizes: Mapping[str, Any],
+    topology: str,
+    batch: int,
+    mesh: dict[str, int],
+    **options: Any,
+) -> Program:
+    """A mixture of experts."""
+    return Program(
+        label, topology, "moe", {**sizes, "annotated": False, **options}, batch, mesh
+    )
+
+
+TPU = (
+    llama("1b", "v5e:4x4", 32, {"fsdp": 16}, remat="full", sequence=2048),
+    llama("1b", "v5e:4x4", 16, {"data": 4, "tensor": 4}, sequence=1024),
+    llama("1b", "v5e:4x4", 16, {"data": 16}, remat="dots", sequence=1024, zero=1),
+    llama("1b", "v5e:4x4", 32, {"data": 2, "fsdp": 8}, remat="full", sequence=2048),
+    llama(
+        "1b",
+        "v5e:4x4",
+        16,
+        {"fsdp": 8, "tensor": 2},
+        remat="full",
+        sequence=1024,
+        scan_layers=False,
+        layers=8,
+    ),
+    llama("8b", "v5e:4x4", 16, {"fsdp": 16}, remat="full", sequence=2048),
+    llama("8b", "v5e:4x4", 16, {"fsdp": 4, "tensor": 4}, remat="full", sequence=2048),
+    llama("8b", "v5e:16x16", 256, {"fsdp": 256}, remat="full", sequence=4096),
+    llama(
+        "8b", "v5e:16x16", 256, {"data": 16, "fsdp": 16}, remat="dots", sequence=2048
+    ),
+    llama(
+        "70b", "v5e:16x16", 64, {"fsdp": 32, "tensor": 8}, remat="full", sequence=4096
+    ),
+    llama("70b", "v5e:16x16", 256, {"fsdp": 256}, remat="full", sequence=2048),
+    llama("8b", "v5p:2x2x4", 32, {"fsdp": 16}, remat="dots", sequence=4096),
+    llama("8b", "v5p:2x2x4", 16, {"fsdp": 4, "tensor": 4}, sequence=2048),
+    llama("1b", "v5p:2x2x4", 64, {"data": 16}, sequence=2048),
+    sparse("moe-8x", MOE_8X, "v5p:2x2x4", 64, {"data": 2, "expert": 8}, sequence=1024),
+    sparse(
+        "moe-8x",
+        MOE_8X,
+        "v5p:2x2x4",
+        64,
+        {"fsdp": 4, "expert": 4},
+        sequence=1024,
+        remat="full",
+    ),
+    llama(
+        "70b", "v5p:4x4x4", 64, {"fsdp": 16, "tensor": 4}, remat="full", sequence=4096
+    ),
+    llama("70b", "v5p:4x4x4", 64, {"fsdp": 64}, remat="dots", sequence=2048),
+    llama(
+        "405b",
+        "v5p:8x8x16",
+        256,
+        {"fsdp": 128, "tensor": 8},
+        remat="full",
+        sequence=4096,
+    ),
+    sparse(
+        "moe-1t",
+        MOE_1T,
+        "v5p:8x8x16",
+        1024,
+        {"fsdp": 16, "expert": 64},
+        sequence=2048,
+        remat="full",
+    ),
+    llama(
+        "405b",
+        "v5p:16x16x16",
+        512,
+        {"fsdp": 512, "tensor": 8},
+        remat="full",
+        sequence=4096,
+    ),
+    llama("8b", "v6e:4x4", 16, {"fsdp": 16}, remat="full", sequence=4096),
+    llama("1b", "v6e:4x4", 32, {"data": 16}, sequence=1024, zero=2),
+    llama("8b", "v6e:4x4", 32, {"fsdp": 8, "tensor": 2}, remat="dots", sequence=2048),
+    llama(
+        "70b", "v6e:16x16", 128, {"fsdp": 64, "tensor": 4}, remat="full", sequence=4096
+    ),
+    sparse(
+        "moe-8x",
+        MOE_8X,
+        "v6e:16x16",
+        512,
+        {"fsdp": 32, "expert": 8},
+        sequence=2048,
+        remat="dots",
+    ),
+    Program("bert-large", "v6e:4x4", "bert-large", {}, 256, {"data": 16}),
+)
+
+GPU = (
+    llama("8b", "h100:8", 8, {"fsdp": 8}, remat="full", sequence=2048),
+    llama("8b", "h100:8", 16, {"fsdp": 4, "tensor": 2}, remat="dots", sequence=2048),
+    llama("8b", "h100:2x8", 32, {"fsdp": 16}, remat="full", sequence=4096),
+    llama("8b", "h100:2x8", 64, {"fsdp": 8, "tensor": 2}, sequence=4096),
+    llama("1b", "h100:8", 32, {"data": 8}, remat="full", sequence=2048, zero=1),
+    llama("70b", "h100:2x8", 16, {"fsdp": 16}, remat="full", sequence=2048),
+    sparse("moe-8x", MOE_8X, "h100:2x8", 64, {"data": 2, "expert": 8}, sequence=1024),
+)
+
+
+def planned(program: Program) -> wh.Plan:
+    """The plan of a program, whether it fits or not."""
+    job = models.job(program.model, **program.options)
+    cluster = wh.cluster(program.topology).with_memory(ROOMY)
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, program.batch),
+        optimizer=job.optimizer,
+        cluster=cluster,
+        mesh=program.mesh,
+        zero=program.zero,
+        num_micro_batches=1,
+        precision="bf16",
+    )
+
+
+def compiled(program: Program) -> dict[str, Any]:
+    """What the compiler makes of a program, as it is kept."""
+    found: Verification = planned(program).verify(
+        program.topology, timeout_seconds=SECONDS
+    )
+    document = found.document()
+    kept = ("versions", "fits", "failure", "refused", "lower_seconds")
+    kept += ("compile_seconds", "host_peak_bytes", "capacity_bytes")
+    return {
+        "date": datetime.date.today().isoformat(),
+        **{key: document[key] for key in kept},
+        "failure": document["failure"][:300],
+        "memory": {q["name"]: q["compiled"] for q in document["memory"]},
+        "collectives": {
+            q["name"]: [q["compiled_count"], q["compiled"]]
+            for q in document["collectives"]
+        },
+        "product_flops": (document["product_flops"] or {}).get("compiled"),
+    }
+
+
+@dataclass(frozen=True)
+class Line:
+    """A program's prediction beside what was compiled.
+
+    Attributes:
+        program: which.
+        predicted, measured: peak bytes.
+        fits, predicted_fits: the compiler's word and ours.
+        traffic: by mesh axes, predicted and compiled bytes.
+    """
+
+    program: Program
+    predicted: float
+    measured: float
+    fits: bool
+    predicted_fits: bool
+    traffic: Mapping[str, tuple[float, float]]
+
+    @property
+    def error(self) -> float:
+        """Relative, of peak memory."""
+        return self.predicted / self.measured - 1
+
+
+def line_of(program: Program, kept: Mapping[str, Any]) -> Line:
+    """Predict a program anew and set it beside what was kept of it."""
+    plan = planned(program)
+    usable = wh.cluster(program.topology).memory_bytes
+    found: dict[str, list[float]] = {}
+    for name, nbytes in planned_bytes(plan).items():
+        found.setdefault(name.partition(" over ")[2], [0.0, 0.0])[0] += nbytes
+    for name, (_, nbytes) in kept["collectives"].items():
+        found.setdefault(name.partition(" over ")[2], [0.0, 0.0])[1] += nbytes
+    total = sum(pair[1] for pair in found.values())
+    return Line(
+        program=program,
+        predicted=plan.memory.total_bytes,
+        measured=kept["memory"]["peak"],
+        fits=kept["fits"],
+        predicted_fits=plan.memory.total_bytes <= usable,
+        traffic={
+            axes: (ours, theirs)
+            for axes, (ours, theirs) in found.items()
+            if max(ours, theirs) > LEAST * total
+        },
+    )
+
+
+def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
+    """Print the lines; the figures of all of them."""
+    pairs = close = 0
+    for line in lines:
+        word = "judge" if line.program.judges else ""
+        fits = {(True, True): "fits", (False, False): "does not fit"}.get(
+            (line.fits, line.predicted_fits),
+            "FALSE FIT" if line.predicted_fits else "false refusal",
+        )
+        print(
+            f"{line.error:+7.1%}  {line.predicted / 1e9:7.2f} of "
+            f"{line.measured / 1e9:7.2f} GB  {fits:13} {line.program.name}  {word}"
+        )
+        for axes, (ours, theirs) in line.traffic.items() if line.fits else ():
+            off = abs(ours / theirs - 1) if theirs else float("inf")
+            pairs, close = pairs + 1, close + (off <= CLOSE)
+            if off > CLOSE or verbose:
+                print(f"         {axes}: {ours / 1e9:.3f} of {theirs / 1e9:.3f} GB")
+    measured = [line for line in lines if line.fits]
+    judges = [abs(line.error) for line in measured if line.program.judges]
+    others = [abs(line.error) for line in measured if not line.program.judges]
+    return {
+        "programs": len(lines),
+        "judges": sum(line.program.judges for line in lines),
+        "judge_mean_memory_error": round(statistics.fmean(judges), 4)
+        if judges
+        else None,
+        "judge_max_memory_error": round(max(judges, default=0.0), 4),
+        "other_mean_memory_error": round(statistics.fmean(others), 4)
+        if others
+        else None,
+        "other_max_memory_error": round(max(others, default=0.0), 4),
+        "false_fits": sum(x.predicted_fits and not x.fits for x in lines),
+        "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
+        "traffic_pairs": pairs,
+        "traffic_within": round(close / max(1, pairs), 4),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--refresh", action="store_true")
+    parser.add_argument("--only", metavar="TEXT", default="")
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    kept = json.loads(FILE.read_text()) if FILE.exists() else {}
+    chosen = [p for p in (*TPU, *GPU) if arguments.only in p.name]
+    for program in chosen if arguments.refresh else ():
+        if program.name in kept and not arguments.only:
+            continue
+        try:
+            kept[program.name] = compiled(program)
+        except wh.WhaleError as error:
+            print(f"{program.name}: {str(error)[:300]}", flush=True)
+            continue
+        seconds = kept[program.name]["compile_seconds"]
+        print(f"compiled in {seconds:.0f} s: {program.name}", flush=True)
+        FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    lines = {p: line_of(p, kept[p.name]) for p in chosen if p.name in kept}
+    tpu = summary([lines[p] for p in TPU if p in lines], arguments.verbose)
+    print()
+    gpu = summary([lines[p] for p in GPU if p in lines], arguments.verbose)
+    print(json.dumps({**tpu, **{f"gpu_{key}": value for key, value in gpu.items()}}))
+
+
+if __name__ == "__main__":
+    main()

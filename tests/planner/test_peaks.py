@@ -1,0 +1,131 @@
+"""The fullest moment of a step, on programs whose memory can be told by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.planner.graphs import Program
+from tests.planner.plans import plan_of
+from whalejax.meshes import cluster
+from whalejax.planner.graph import Graph, Stacked
+from whalejax.planner.plan import MemoryTerms
+
+
+DEVICES = 4
+BATCH, WIDTH = 4096, 128
+VALUE = 4 * BATCH * WIDTH // DEVICES
+"""Bytes of one value on one device."""
+
+
+def memory(graph: Graph, machine: str = "v5e:2x2") -> MemoryTerms:
+    """Memory of a program where every device does the same."""
+    count = cluster(machine).num_devices
+    return plan_of(
+        graph, machine, mesh={"data": count}, zero=0, num_micro_batches=1
+    ).memory
+
+
+def gelu(p: Program, x: int) -> int:
+    """Something like it: the input is read twice, and the result costs a tanh."""
+    bent = p.unary("tanh", x)
+    result = p.add(x, bent, kind="mul")
+    p.keeps(0, 1)
+    return result
+
+
+def feed_forward() -> Graph:
+    p = Program()
+    x = p.batch("x", BATCH, WIDTH)
+    x = p.einsum("bi,ij->bj", x, p.param("up", WIDTH, WIDTH))
+    x = p.einsum("bi,ij->bj", gelu(p, x), p.param("down", WIDTH, WIDTH))
+    x = p.einsum("bi,ij->bj", x, p.param("head", WIDTH, WIDTH))
+    return p.graph(p.einsum("bj->", x))
+
+
+def test_what_fusions_compute_again_is_not_kept() -> None:
+    # Before the nonlinearity, after "down": what else there is follows from these.
+    assert memory(feed_forward()).activations_bytes == 2 * VALUE
+
+
+def test_a_library_product_needs_its_operand_in_memory() -> None:
+    # The nonlinearity's result too.
+    assert memory(feed_forward(), "h100:4").activations_bytes == 3 * VALUE
+
+
+def residual(layers: int) -> Graph:
+    p = Program()
+    x = p.batch("x", BATCH, WIDTH)
+    x = p.einsum("bi,ij->bj", x, p.param("in", WIDTH, WIDTH))
+    for i in range(layers):
+        y = p.einsum("bi,ij->bj", x, p.param(f"up.{i}", WIDTH, WIDTH))
+        x = p.add(x, y)
+    x = p.einsum("bi,ij->bj", x, p.param("head", WIDTH, WIDTH))
+    return p.graph(p.einsum("bj->", x))
+
+
+def test_the_sums_of_a_residual_stream_are_kept_once_each() -> None:
+    found = [memory(residual(n)).activations_bytes for n in (2, 3, 7)]
+    assert found[1] - found[0] == VALUE
+    assert found[2] - found[1] == 4 * VALUE
+
+
+def test_a_loop_keeps_what_its_differentiation_says() -> None:
+    graph = residual(1)
+    kept = next(op.results[0] for op in graph.ops if op.kind == "add")
+    stacked = Stacked(tensor=kept, nbytes=DEVICES * VALUE // 2, trip=5)
+    looped = dataclasses.replace(
+        graph,
+        stacked=(stacked,),
+        ops=tuple(
+            dataclasses.replace(op, trip=5) if 0 < i < 3 else op
+            for i, op in enumerate(graph.ops)
+        ),
+    )
+    # Five turns' halves, and what stands outside: the sum that the head reads.
+    assert memory(looped).activations_bytes == 5 * VALUE // 2 + 5 * VALUE
+
+
+def cross_entropy(widened: bool) -> Graph:
+    """Scores of which one is looked up, and all are summed as exponentials."""
+    p = Program("bfloat16", 2)
+    x = p.batch("x", BATCH, WIDTH)
+    scores = p.einsum("bi,iv->bv", x, p.param("head", WIDTH, 8 * WIDTH))
+    if widened:
+        scores = p.cast(scores, "float32", 4)
+    picked = p.gather(scores, p.batch("index", BATCH))
+    total = p.einsum("bv->b", p.unary("exp", scores))
+    return p.graph(p.add(p.einsum("bv->", picked), p.einsum("b->", total)))
+
+
+def test_what_a_lookup_reads_stands_in_memory_in_its_own_type() -> None:
+    narrow, wide = memory(cross_entropy(False)), memory(cross_entropy(True))
+    scores = 2 * BATCH * 8 * WIDTH // DEVICES
+    # The scores, and their gradients on both sides of the nonlinearity.
+    assert narrow.temporary_bytes - narrow.gradients_bytes == 2 * scores
+    # Going forward: the scores as they are made, and twice as wide.
+    assert wide.temporary_bytes - wide.gradients_bytes == 3 * scores
+
+
+@pytest.mark.parametrize(("width", "padded"), [(128, 128), (96, 96), (130, 130)])
+def test_a_dimension_that_fills_lanes_is_found(width: int, padded: int) -> None:
+    p = Program()
+    x = p.batch("x", BATCH, width)
+    x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", width, width)))
+    x = p.einsum("bi,ij->bj", x, p.param("out", width, width))
+    found = memory(p.graph(p.einsum("bj->", x)))
+    # The batch, a multiple of 128, lies in lanes.
+    assert found.working_bytes == 2 * 4 * BATCH * padded // DEVICES
+
+
+def test_a_tensor_without_such_a_dimension_grows() -> None:
+    def working(machine: str) -> int:
+        p = Program()
+        x = p.batch("x", 4 * 96, 200)
+        x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", 200, 200)))
+        x = p.einsum("bi,ij->bj", x, p.param("out", 200, 200))
+        return memory(p.graph(p.einsum("bj->", x)), machine).working_bytes
+
+    # 200 becomes 256: less waste than 96 becoming 128.
+    assert working("v5e:2x2") == working("h100:4") * 256 // 200
