@@ -141,6 +141,7 @@ def _compiler(table: Table) -> CompilerProfile:
         reduces_in_parts=table.boolean("reduces_in_parts", default=True),
         copies_kernels=table.boolean("copies_kernels", default=False),
         fuses_products=table.boolean("fuses_products", default=False),
+        narrow_products=table.boolean("narrow_products", default=False),
         lanes=table.integer("lanes", default=1),
     )
     table.done()

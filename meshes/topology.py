@@ -80,6 +80,8 @@ class CompilerProfile:
             gradient of its input, and keeps it.
         fuses_products: computes what a product reads inside it, so that the results of
             elementwise operations before it need not stand in memory.
+        narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
+            it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
             it holds them as they are.
     """
@@ -89,6 +91,7 @@ class CompilerProfile:
     reduces_in_parts: bool = True
     copies_kernels: bool = False
     fuses_products: bool = False
+    narrow_products: bool = False
     lanes: int = 1
 
 
@@ -100,6 +103,7 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         reduce_scatter=True,
         reduces_in_parts=False,
         fuses_products=True,
+        narrow_products=True,
         lanes=128,
     ),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),

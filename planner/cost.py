@@ -399,7 +399,8 @@ class _Path:
         exchanged = tuple(a for a in mesh if a in old and new.get(a, old[a]) != old[a])
         kept = math.prod(mesh[a] for a in old if a not in gathered)
         again = 2 if self.flow.read_remat and phase == "forward" else 1
-        local = self.nbytes / kept
+        narrow = self.flow.multiplied and self.s.cluster.compiler.narrow_products
+        local = self.nbytes / kept / (2 if narrow else 1)
         self._add("all-to-all", exchanged, phase, "border", local, again)
         self._add("all-gather", gathered, phase, "border", local, again)
 

@@ -235,11 +235,13 @@ class Stacked:
         tensor: id of a tensor of the loop's body with the same dimensions.
         nbytes: of one turn's, unsharded.
         trip: how many turns.
+        multiplied: it is float32, and products alone read it.
     """
 
     tensor: int
     nbytes: int
     trip: int
+    multiplied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +302,23 @@ class Graph:
                 found[index] = True
                 needed.update((op.remat, t) for t in op.operands)
         return tuple(found)
+
+    def only_multiplied(self) -> tuple[bool, ...]:
+        """For every tensor: it is float32, and products alone read it."""
+        read = [False] * len(self.tensors)
+        found = [t.dtype == "float32" for t in self.tensors]
+        found[self.loss] = False
+        for t in self.whole:
+            found[t] = False
+        for op in reversed(self.ops):
+            passes = op.reshape or op.kind in ("transpose", "copy", *LOOPS)
+            for t in op.operands:
+                read[t] = True
+                if passes and op.results:
+                    found[t] = found[t] and all(found[r] for r in op.results)
+                elif not passes:
+                    found[t] = found[t] and op.kind in ("dot_general", CONVOLUTION)
+        return tuple(f and r for f, r in zip(found, read, strict=True))
 
     def weight_tensors(self) -> tuple[bool, ...]:
         """For every tensor: it depends on parameters and on nothing else."""

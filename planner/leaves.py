@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, Reading, lying
 from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
@@ -42,6 +43,7 @@ class LeafGroup:
         pinned: the dimension that metadata puts on ``fsdp``, or None.
         gathers: in a micro-batch, where it is stored in shards: once for each form in
             which the forward pass reads it, and again where the backward pass needs it.
+        multiplied: they are float32, and products alone read them.
         nbytes: of one of them.
         optimizer_bytes: optimizer state that follows one of them.
     """
@@ -54,8 +56,13 @@ class LeafGroup:
     order: tuple[int, ...]
     pinned: int | None
     gathers: int
+    multiplied: bool
     nbytes: int
     optimizer_bytes: int
+
+    def moved_bytes(self, compiler: CompilerProfile) -> float:
+        """Bytes of one of them as it is brought to those who compute with it."""
+        return self.nbytes / (2 if self.multiplied and compiler.narrow_products else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +119,7 @@ class LeafFacts:
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
         gathers, storage = _gathers(graph, reading.weight), reading.storage
+        multiplied = graph.only_multiplied()
         rank = {role: place for place, role in enumerate(storage)}
         groups: dict[LeafGroup, int] = {}
         counts: Counter[int] = Counter()
@@ -128,6 +136,7 @@ class LeafFacts:
                 order=_order(pinned, dims.layouts[t.id], rank),
                 pinned=pinned,
                 gathers=gathers[t.id],
+                multiplied=multiplied[t.id],
                 nbytes=t.nbytes,
                 optimizer_bytes=optimizer.by_path.get(t.path, 0),
             )

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op
+from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.memory import CHEAP, REPEATED, Kept, kept_bytes
@@ -84,7 +85,7 @@ def moments(
     weight: Sequence[bool],
     facts: LeafFacts,
     *,
-    fuses_products: bool,
+    compiler: CompilerProfile,
 ) -> Moments:
     """Find what memory holds.
 
@@ -93,9 +94,9 @@ def moments(
         dims: its logical dimensions.
         weight: for every tensor, whether it depends on parameters alone.
         facts: the parameters.
-        fuses_products: see ``meshes.CompilerProfile``.
+        compiler: what it computes inside products, and in which type.
     """
-    timeline = _Timeline(graph, weight, fuses_products)
+    timeline = _Timeline(graph, weight, compiler)
     found = _Kinds(graph, dims)
     spans = timeline.spans
     saved = [found.count(timeline.made_before(span.end)) for span in spans]
@@ -183,19 +184,22 @@ class _Timeline:
     """What the forward pass keeps and when it is let go."""
 
     def __init__(
-        self, graph: Graph, weight: Sequence[bool], fuses_products: bool
+        self, graph: Graph, weight: Sequence[bool], compiler: CompilerProfile
     ) -> None:
         self.graph = graph
         self.weight = weight
         self.multiplied = {
             t
-            for op in (() if fuses_products else graph.ops)
+            for op in (() if compiler.fuses_products else graph.ops)
             if op.matmul is not None
             for t in op.operands
         }
+        self.halves = compiler.narrow_products
+        self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
         self.data = self._data()
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
+        self.homes = self._homes()
         self.spans = self._spans()
         self.hard = self._hard()
         self.saved = self._saved()
@@ -304,7 +308,7 @@ class _Timeline:
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """(Tensor, copy) to first reader, bytes and TaskGraph, outside regions."""
-        ops, tensors = self.graph.ops, self.graph.tensors
+        ops = self.graph.ops
         kept: dict[int, int] = {}
         stacked = bool(self.graph.stacked)
         for i, op in enumerate(ops):
@@ -324,18 +328,18 @@ class _Timeline:
                     for b in self.sources(t):
                         kept.setdefault(b, i)
         kept = self._lean(kept, None)
-        home = self._homes()
+        home = self.homes
         found = {}
         for t, first in kept.items():
             times = ops[self.maker[t]].trip if t in self.maker else 1
-            found[t, 0] = first, tensors[t].nbytes * times, home.get(t, 0)
+            found[t, 0] = first, self._nbytes(t) * times, home.get(t, 0)
         loop = next((s.first for s in self.spans if s.loop), 0)
         for copy, one in enumerate(self.graph.stacked, start=1):
             at = max(self.maker.get(one.tensor, loop), loop)
             first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
             found[one.tensor, copy] = (
                 first,
-                one.nbytes * one.trip,
+                one.nbytes // (1 + self._halved(one)) * one.trip,
                 home.get(one.tensor, 0),
             )
         return found
@@ -374,7 +378,7 @@ class _Timeline:
         for op in self.graph.ops[span.first : span.end]:
             if _hard(op):
                 there = [t for t in op.operands if self._value(t) and t not in kept]
-                rows.append({self._entry(t, op): 1.0 for t in there})
+                rows.append({self._entry(t): 1.0 for t in there})
         yield from _undominated(rows)
 
     def behind(self, span: _Span) -> Iterator[dict[Entry, float]]:
@@ -395,24 +399,35 @@ class _Timeline:
             for t in (*op.operands[:2], *op.results):
                 if not self._value(t):
                     continue
-                row = dict.fromkeys((self._entry(kept, op) for kept in alive), 1.0)
+                row = dict.fromkeys((self._entry(kept) for kept in alive), 1.0)
                 for entry in slice_of:
                     row[entry] = row.get(entry, 0.0) + 1.0
-                here = self._entry(t, op)
-                row[here] = row.get(here, 0.0) + _WORKING
+                here = self._entry(t)
+                wide = self.graph.tensors[t].dtype == "float32"
+                # Of the two, products read one.
+                share = 0.75 if self.halves and wide and not self.narrow[t] else 1.0
+                row[here] = row.get(here, 0.0) + _WORKING * share
                 rows[tuple(sorted(row.items()))] = row
         yield from _undominated(list(rows.values()))
 
-    def _entry(self, tensor: int, op: Op) -> Entry:
-        return tensor, self.graph.tensors[tensor].nbytes, op.task_graph
+    def _entry(self, tensor: int) -> Entry:
+        return tensor, self._nbytes(tensor), self.homes.get(tensor, 0)
+
+    def _nbytes(self, tensor: int) -> int:
+        return self.graph.tensors[tensor].nbytes // (1 + self.narrow[tensor])
+
+    def _halved(self, one: Stacked) -> bool:
+        """A loop keeps a value in the type in which products read it."""
+        return self.halves and one.multiplied
 
     def _slice(self, span: _Span) -> list[Entry]:
         """One turn of the largest value that a loop keeps, cut out of its stack."""
         if not span.loop or not self.graph.stacked:
             return []
         largest = max(self.graph.stacked, key=lambda s: s.nbytes)
-        home = self._homes().get(largest.tensor, 0)
-        return [(largest.tensor, largest.nbytes, home)]
+        home = self.homes.get(largest.tensor, 0)
+        nbytes = largest.nbytes // (1 + self._halved(largest))
+        return [(largest.tensor, nbytes, home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
         """What a checkpointed region keeps when it runs again, by first reader."""
@@ -529,7 +544,7 @@ def peak_of(
             casts += count * nbytes * cast_bytes / shards(layout.param, s.mesh)
         one = nbytes * cast_bytes / whole / found.turns[place]
         if layout.compute != layout.param:
-            gathered[place] = one
+            gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
         if layout.compute != layout.gradient:
             fresh[place] = one
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])

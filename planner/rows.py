@@ -143,6 +143,7 @@ class Flow:
         count: how often in one forward pass.
         remat: the operation runs again in the backward pass.
         read_remat: a reader does, so that bringing the value there is repeated.
+        multiplied: it is float32, and products alone read it.
         scope: one place where it is read or made.
     """
 
@@ -156,6 +157,7 @@ class Flow:
     count: int
     remat: bool
     read_remat: bool
+    multiplied: bool
     scope: str
 
     @property
@@ -238,8 +240,14 @@ class _Builder:
         self.home: list[int | None] = [None] * count
         self.whole = frozenset(graph.whole)
         self.again = graph.runs_again()
+        self.multiplied = graph.only_multiplied()
         self.fusing = [self._fuses(op) for op in graph.ops]
+        read = {t for op in graph.ops if op.results for t in op.operands} | self.whole
         for index, op in enumerate(graph.ops):
+            # Flax's loops hand their slices back, and nobody reads them.
+            idle = op.kind in LOOPS and len(op.operands) == 1 == len(op.results)
+            if idle and op.results[0] not in read:
+                continue
             for slot, t in enumerate(op.operands):
                 self.readers[t].append((index, slot))
                 if self.home[t] is None:
@@ -413,6 +421,7 @@ class _Builder:
             count=0,
             remat=maker is not None and self.again[maker],
             read_remat=any(self._again(ops[index], tensor) for index, _ in readers),
+            multiplied=self.multiplied[tensor],
             scope="",
         )
         if not around:

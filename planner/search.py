@@ -215,7 +215,7 @@ class Search:
             dims,
             self.rows.weight,
             self.facts,
-            fuses_products=cluster.compiler.fuses_products,
+            compiler=cluster.compiler,
         )
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)

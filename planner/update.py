@@ -47,7 +47,8 @@ def storage_collectives(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         axes = _added(layout.compute, layout.param)
         if axes:
-            payload = int(group.nbytes * cast_bytes / shards(layout.compute, s.mesh))
+            moved = group.moved_bytes(s.cluster.compiler) * cast_bytes
+            payload = int(moved / shards(layout.compute, s.mesh))
             during[axes, payload] += group.gathers * count
         axes = _added(layout.param, layout.optimizer)
         if axes:

@@ -124,13 +124,13 @@ def is_kept(equation: Any, policy: Any) -> bool:
     return answer is not False and "Recompute" not in type(answer).__name__
 
 
-def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any]]:
+def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any, bool]]:
     """What one turn of a scan keeps for its backward pass, as JAX decides it.
 
     Weights, and what depends on them alone, are left out: they are kept elsewhere.
 
     Returns:
-        Shape and dtype of each kept value.
+        Shape and dtype of each kept value, and whether only products read it.
     """
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
@@ -164,11 +164,35 @@ def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any]]:
     given = len(equation.outvars) - scan_parts(equation).num_carries
     outs = body.outvars[parts.num_carries + given :]
     moved = _depending(inner, flags)[-len(outs) :] if outs else []
+    readers = _readers(inner)
+    products = {"dot_general", "conv_general_dilated"}
     return [
-        (tuple(var.aval.shape), var.aval.dtype)
+        (
+            tuple(var.aval.shape),
+            var.aval.dtype,
+            bool(readers.get(var)) and readers[var] <= products,
+        )
         for var, depends in zip(outs, moved, strict=True)
         if depends
     ]
+
+
+def _readers(jaxpr: Any) -> dict[Any, set[str]]:
+    """Names of the primitives that read each variable of a jaxpr, calls looked into."""
+    body, _ = open_jaxpr(jaxpr)
+    found: dict[Any, set[str]] = {}
+    for one in body.eqns:
+        inside: list[set[str]] = [{one.primitive.name}] * len(one.invars)
+        if recursion(one) in ("inline", "remat"):
+            (inner,) = inner_jaxprs(one)
+            variables = open_jaxpr(inner)[0].invars
+            names = _readers(inner)
+            if len(variables) == len(inside):
+                inside = [names.get(v, set()) for v in variables]
+        for atom, names_of in zip(one.invars, inside, strict=True):
+            if not is_literal(atom):
+                found.setdefault(atom, set()).update(names_of)
+    return found
 
 
 def _depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:

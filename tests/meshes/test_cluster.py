@@ -64,7 +64,11 @@ def test_properties_of_mixed_devices() -> None:
 
 def test_compilers_by_platform() -> None:
     assert cluster("v5e:8").compiler == dataclasses.replace(
-        PROFILE, reduces_in_parts=False, fuses_products=True, lanes=128
+        PROFILE,
+        reduces_in_parts=False,
+        fuses_products=True,
+        narrow_products=True,
+        lanes=128,
     )
     assert cluster("h100:8").compiler == PROFILE
     assert cluster("cpu:8").compiler == CompilerProfile(

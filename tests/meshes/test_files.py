@@ -100,6 +100,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
         reduces_in_parts=draw(st.booleans()),
         copies_kernels=draw(st.booleans()),
         fuses_products=draw(st.booleans()),
+        narrow_products=draw(st.booleans()),
         lanes=draw(st.sampled_from((1, 128))),
     )
     return Cluster(nodes=tuple(nodes), levels=tuple(levels), compiler=profile)

@@ -15,7 +15,7 @@ from whalejax.planner.plan import MemoryTerms
 
 DEVICES = 4
 BATCH, WIDTH = 4096, 128
-VALUE = 4 * BATCH * WIDTH // DEVICES
+VALUE = 2 * BATCH * WIDTH // DEVICES
 """Bytes of one value on one device."""
 
 
@@ -36,7 +36,7 @@ def gelu(p: Program, x: int) -> int:
 
 
 def feed_forward() -> Graph:
-    p = Program()
+    p = Program("bfloat16", 2)
     x = p.batch("x", BATCH, WIDTH)
     x = p.einsum("bi,ij->bj", x, p.param("up", WIDTH, WIDTH))
     x = p.einsum("bi,ij->bj", gelu(p, x), p.param("down", WIDTH, WIDTH))
@@ -54,8 +54,20 @@ def test_a_library_product_needs_its_operand_in_memory() -> None:
     assert memory(feed_forward(), "h100:4").activations_bytes == 3 * VALUE
 
 
-def residual(layers: int) -> Graph:
+def test_float32_that_products_alone_read_is_kept_in_half_on_tpu() -> None:
     p = Program()
+    x = p.einsum("bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH))
+    x = p.einsum("bi,ij->bj", x, p.param("b", WIDTH, WIDTH))
+    x = p.einsum("bi,ij->bj", x, p.param("c", WIDTH, WIDTH))
+    graph = p.graph(p.einsum("bj->", x))
+    tpu, gpu = memory(graph), memory(graph, "h100:4")
+    # Two values: what the second and the third product read.
+    assert gpu.activations_bytes == 2 * tpu.activations_bytes == 2 * (2 * VALUE)
+    assert gpu.params_bytes == tpu.params_bytes
+
+
+def residual(layers: int) -> Graph:
+    p = Program("bfloat16", 2)
     x = p.batch("x", BATCH, WIDTH)
     x = p.einsum("bi,ij->bj", x, p.param("in", WIDTH, WIDTH))
     for i in range(layers):
@@ -110,18 +122,18 @@ def test_what_a_lookup_reads_stands_in_memory_in_its_own_type() -> None:
 
 @pytest.mark.parametrize(("width", "padded"), [(128, 128), (96, 96), (130, 130)])
 def test_a_dimension_that_fills_lanes_is_found(width: int, padded: int) -> None:
-    p = Program()
+    p = Program("bfloat16", 2)
     x = p.batch("x", BATCH, width)
     x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", width, width)))
     x = p.einsum("bi,ij->bj", x, p.param("out", width, width))
     found = memory(p.graph(p.einsum("bj->", x)))
     # The batch, a multiple of 128, lies in lanes.
-    assert found.working_bytes == 2 * 4 * BATCH * padded // DEVICES
+    assert found.working_bytes == 2 * 2 * BATCH * padded // DEVICES
 
 
 def test_a_tensor_without_such_a_dimension_grows() -> None:
     def working(machine: str) -> int:
-        p = Program()
+        p = Program("bfloat16", 2)
         x = p.batch("x", 4 * 96, 200)
         x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", 200, 200)))
         x = p.einsum("bi,ij->bj", x, p.param("out", 200, 200))

@@ -302,12 +302,15 @@ class Walk:
         for index in inside:
             if index is not None and self.tensors[index].inexact:
                 alike.setdefault(self.tensors[index].shape, index)
-        for shape, dtype in _compat.scan_residuals(equation):
+        for shape, dtype, multiplied in _compat.scan_residuals(equation):
             # What a loop inside keeps is stacked once more.
             like = alike.get(shape, alike.get(shape[1:]))
             if like is not None:
                 nbytes = math.prod(shape) * _compat.itemsize_bytes(dtype)
-                self.stacked.append(Stacked(tensor=like, nbytes=nbytes, trip=length))
+                narrow = multiplied and _compat.dtype_name(dtype) == "float32"
+                self.stacked.append(
+                    Stacked(tensor=like, nbytes=nbytes, trip=length, multiplied=narrow)
+                )
 
     def _while(
         self,
