@@ -248,23 +248,37 @@ class _Timeline:
             tensor: the value.
             region: do not go beyond this checkpointed region.
         """
-        key = tensor, region
-        if key not in self._sources:
-            self._sources[key] = self._found(tensor, region)
-        return self._sources[key]
+        stack = [tensor]
+        while stack:
+            one = stack[-1]
+            made_of = self._made_of(one, region)
+            open_ = [t for t in made_of if (t, region) not in self._sources]
+            if (one, region) in self._sources or not open_:
+                self._sources[one, region] = self._found(one, made_of, region)
+                stack.pop()
+            else:
+                stack.extend(open_)
+        return self._sources[tensor, region]
 
-    def _found(self, tensor: int, region: int | None) -> frozenset[int]:
+    def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
+        """Operands from which fusions make a value; nothing where none does."""
+        op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
+        if op is None or op.remat != region or tensor in self.multiplied:
+            return ()
+        return op.operands if self._value(tensor) and _repeats(op) else ()
+
+    def _found(
+        self, tensor: int, made_of: tuple[int, ...], region: int | None
+    ) -> frozenset[int]:
         if not self._value(tensor):
             return frozenset()
-        op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
-        stays = op is None or op.remat != region or not _repeats(op)
-        if op is None or stays or tensor in self.multiplied:
+        if not made_of:
             return frozenset({tensor})
-        found = frozenset[int]().union(*(self.sources(t, region) for t in op.operands))
+        found = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
         size = self.graph.tensors[tensor].nbytes
         large = [t for t in found if self.graph.tensors[t].nbytes * _SMALL > size]
-        summed = op.kind in ("add", "add_any") and len(large) > 1
-        return frozenset({tensor}) if summed else found
+        adds = self.graph.ops[self.maker[tensor]].kind in ("add", "add_any")
+        return frozenset({tensor}) if adds and len(large) > 1 else found
 
     def _hard(self) -> set[int]:
         """What stands in memory because something that does not fuse reads it."""

@@ -351,11 +351,11 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
         "judge_mean_memory_error": round(statistics.fmean(judges), 4)
         if judges
         else None,
-        "judge_max_memory_error": round(max(judges, default=0.0), 4),
+        "judge_max_memory_error": round(max(judges), 4) if judges else None,
         "other_mean_memory_error": round(statistics.fmean(others), 4)
         if others
         else None,
-        "other_max_memory_error": round(max(others, default=0.0), 4),
+        "other_max_memory_error": round(max(others), 4) if others else None,
         "false_fits": sum(x.predicted_fits and not x.fits for x in lines),
         "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
         "traffic_pairs": pairs,

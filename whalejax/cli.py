@@ -138,7 +138,7 @@ def _plan(command: PlanCommand) -> None:
         precision=command.precision,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
-        source=(command.model, *command.set),
+        source=(_lasting(command.model), *command.set),
     )
     if command.output is not None:
         plan.save(command.output)
@@ -161,6 +161,12 @@ def _show(command: ShowCommand) -> None:
         print(json.dumps(plan.document()))
     else:
         show.print_plan(plan, make_console(), all_rows=command.all)
+
+
+def _lasting(model: str) -> str:
+    """A model's name that holds in other folders too: files by their whole path."""
+    path, colon, function = model.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{function}" if colon else model
 
 
 def _check_output(output: Path | None) -> None:
@@ -186,6 +192,8 @@ def _verify(command: VerifyCommand) -> int:
         raise WhaleError(
             "PLAN.json is missing; expected a file that whalejax plan wrote"
         )
+    if command.set and command.model is None:
+        raise WhaleError("--set changes --model; give both, or neither")
     plan = Plan.load(command.plan)
     source = plan.source if command.model is None else (command.model, *command.set)
     if not source:
@@ -201,7 +209,10 @@ def _verify(command: VerifyCommand) -> int:
     if command.json:
         print(json.dumps(found.document()))
     else:
-        make_console().print(report.table(found))
+        console = make_console()
+        console.print(report.table(found))
+        if command.output is not None and found.better is not None:
+            console.print(f"written to {command.output}", markup=False)
     return 0 if found.fits else 1
 
 

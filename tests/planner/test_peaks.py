@@ -141,3 +141,12 @@ def test_a_tensor_without_such_a_dimension_grows() -> None:
 
     # 200 becomes 256: less waste than 96 becoming 128.
     assert working("v5e:2x2") == working("h100:4") * 256 // 200
+
+
+def test_a_long_chain_of_cheap_operations_is_followed() -> None:
+    p = Program("bfloat16", 2)
+    x = p.einsum("bi,ij->bj", p.batch("x", BATCH, WIDTH), p.param("a", WIDTH, WIDTH))
+    for _ in range(2000):
+        x = p.add(x, kind="neg")
+    x = p.einsum("bi,ij->bj", x, p.param("b", WIDTH, WIDTH))
+    assert memory(p.graph(p.einsum("bj->", x))).activations_bytes == VALUE

@@ -157,7 +157,9 @@ def test_devices_are_matched_by_family_and_memory(
     text: str, kind: str, gib: int
 ) -> None:
     found = read_device(text).entry.kind
-    assert (found.name, found.memory_bytes) == (kind, gib * 2**30)
+    assert found.name == kind
+    # Of a TPU's memory the compiler keeps some.
+    assert gib * 2**30 * 0.97 < found.memory_bytes <= gib * 2**30
 
 
 def test_cards_and_export_models_are_slower() -> None:

@@ -135,6 +135,15 @@ def test_a_counter_may_fall() -> None:
   ROOT %u = (s32[], s32[]) tuple(%n, %m)""",
             FROM_0_TO_8,
         ),
+        # Both sides move towards each other.
+        (
+            "  ROOT %p = pred[] compare(%c0, %c1), direction=LT",
+            """
+  %n = s32[] add(%c0, %one)
+  %m = s32[] subtract(%c1, %one)
+  ROOT %u = (s32[], s32[]) tuple(%n, %m)""",
+            FROM_0_TO_8,
+        ),
         # The start is not known.
         (
             """
@@ -154,7 +163,7 @@ def test_a_counter_may_fall() -> None:
             FROM_0_TO_8,
         ),
     ],
-    ids=["moving-bound", "unknown-start", "no-step"],
+    ids=["moving-bound", "both-move", "unknown-start", "no-step"],
 )
 def test_what_cannot_be_followed_is_refused(
     condition: str, body: str, init: str
@@ -178,7 +187,7 @@ def test_a_scan_of_jax_is_counted_without_its_stated_trip_count() -> None:
 def test_a_collective_that_fusions_carry_on_counts_once() -> None:
     gather = (
         "  ROOT %g{0} = f32[8]{{0}} all-gather(%p{0}), channel_id=3, "
-        "replica_groups={{{{0,1}}}}"
+        'replica_groups={{{{0,1}}}}, frontend_attributes={{{{chain_id="7"}}}}'
     )
     parts = [
         "\n".join(
@@ -196,8 +205,39 @@ def test_a_collective_that_fusions_carry_on_counts_once() -> None:
         ),
         "}",
     ]
-    found = hlo.collectives("\n".join([*parts, *entry]))
-    assert found.counts == {"all-gather": 1}
+    text = "\n".join([*parts, *entry])
+    assert hlo.collectives(text).counts == {"all-gather": 1}
+    # Without the mark of a chain they are three, whatever channel they share.
+    plain = text.replace("chain_id", "other_id")
+    assert hlo.collectives(plain).counts == {"all-gather": 3}
+
+
+def test_a_computation_that_is_called_twice_counts_twice() -> None:
+    text = """
+%g (p: f32[4]) -> f32[8] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %a = f32[8]{0} all-gather(%p), channel_id=1, replica_groups={{0,1}}, \
+frontend_attributes={chain_id="1"}
+}
+ENTRY %main (x: f32[4]) -> f32[8] {
+  %x = f32[4]{0} parameter(0)
+  %one = f32[8]{0} call(%x), to_apply=%g
+  ROOT %two = f32[8]{0} call(%x), to_apply=%g
+}"""
+    assert hlo.collectives(text).counts == {"all-gather": 2}
+
+
+def test_what_sends_uncounted_is_refused() -> None:
+    text = """
+ENTRY %main (x: f32[4]) -> token[] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %s = (f32[4]{0}, u32[], token[]) send(%x, %t), channel_id=1
+}"""
+    with pytest.raises(hlo.HloError, match="send s sends, and is not counted"):
+        hlo.collectives(text)
+    assert not hlo.collectives(
+        text.replace("channel_id=1", "channel_id=1, is_host_transfer=true")
+    ).instructions
 
 
 def test_an_all_reduce_that_a_fusion_cuts_is_a_reduce_scatter() -> None:

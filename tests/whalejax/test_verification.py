@@ -31,7 +31,7 @@ needs_tpu_compiler = pytest.mark.skipif(
     reason="the extra tpu-compile (libtpu) is not installed",
 )
 needs_gpu_compiler = pytest.mark.skipif(
-    not list(gpu.folder().glob("lib/python*/site-packages/jax_plugins")),
+    not (gpu.folder() / "ready").exists(),
     reason="the GPU compiler was not set up (whalejax verify --setup-gpu)",
 )
 
@@ -128,6 +128,7 @@ def test_the_local_compiler_answers_with_the_same_table() -> None:
     plan = planned("gpt-test", "cpu:8", mesh={"data": 2, "tensor": 4})
     found = plan.verify("local", timeout_seconds=300)
     assert found.fits and not found.refused
+    assert found.capacity_bytes == plan.cluster.memory_bytes
     predicted, compiled = zip(*traffic(found).values(), strict=True)
     # Clipping by the global norm adds a few numbers that belong to the optimizer.
     assert sum(predicted) == pytest.approx(sum(compiled), rel=1e-3)
@@ -227,6 +228,42 @@ def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
     with pytest.raises(VerifyError, match=r"did not end in 7 s(.|\n)*still thinking"):
         _plan_of(_hanging).verify(timeout_seconds=7)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+
+    def loss(w: Any, x: Any) -> Any:
+        with lock:
+            return (x @ w).mean()
+
+    with pytest.raises(VerifyError, match="cannot be sent to the process"):
+        _plan_of(loss).verify()
+
+
+def test_a_failing_model_is_not_blamed_on_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
+
+    def loss(w: Any, x: Any) -> Any:
+        if _in_a_worker():
+            raise ValueError("not today")
+        return (x @ w).mean()
+
+    with pytest.raises(VerifyError, match="tracing the model .*ValueError: not today"):
+        _plan_of(loss).verify()
+
+
+def test_another_model_is_the_plans_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    planned("mlp-test", "cpu:8", batch=32).save(file)
+    assert cli.main(["verify", str(file), "--model", "gpt-test"]) == 2
+    assert "made for another model or batch" in capsys.readouterr().err
+    assert cli.main(["verify", str(file), "--set", "layers=3"]) == 2
+    assert "--set changes --model" in capsys.readouterr().err
 
 
 def test_two_at_once_both_work() -> None:

@@ -7,6 +7,7 @@ its step, to its bound.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Execution:
         count: executions in one run of the program; 0 where a loop around it has an
             unknown trip count.
         caller: the innermost computation around it that is no fusion.
+        visit: another number each time that computation is entered.
         loop: the loop whose trip count is not known, or empty.
     """
 
@@ -66,6 +68,7 @@ class Execution:
     computation: Computation
     count: int
     caller: str
+    visit: int
     loop: str = ""
 
 
@@ -79,31 +82,45 @@ def executions(module: Module) -> Iterator[Execution]:
         module: from ``read``.
     """
     start = module.computation(module.entry)
-    yield from _visit(module, start, 1, start.name, "")
+    yield from _Visits(module).of(start, 1, "", (start.name, 0))
 
 
-def _visit(
-    module: Module, computation: Computation, count: int, caller: str, loop: str
-) -> Iterator[Execution]:
-    for line in computation.lines.values():
-        yield Execution(
-            line=line, computation=computation, count=count, caller=caller, loop=loop
-        )
-        if line.opcode == "while":
-            times = trips(module, computation, line)
-            unknown = loop or (line.name if times is None else "")
-            body = module.computation(line.computation("body"))
-            condition = module.computation(line.computation("condition"))
-            inner = count * (times or 0)
-            yield from _visit(module, body, inner, body.name, unknown)
-            yield from _visit(module, condition, inner + count, condition.name, unknown)
-        else:
+class _Visits:
+    """Walks through computations as often as they are entered."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.numbers = itertools.count(1)
+
+    def of(
+        self, computation: Computation, count: int, loop: str, caller: tuple[str, int]
+    ) -> Iterator[Execution]:
+        """The instructions of one, and of those that it calls."""
+        module = self.module
+        for line in computation.lines.values():
+            yield Execution(
+                line=line,
+                computation=computation,
+                count=count,
+                caller=caller[0],
+                visit=caller[1],
+                loop=loop,
+            )
+            if line.opcode == "while":
+                times = trips(module, computation, line)
+                unknown = loop or (line.name if times is None else "")
+                inner = count * (times or 0)
+                for key, runs in (("body", inner), ("condition", inner + count)):
+                    inside = module.computation(line.computation(key))
+                    yield from self.of(inside, runs, unknown, self._enter(inside))
+                continue
             for name in _called(line):
                 inside = module.computation(name)
-                fused = line.opcode == "fusion"
-                yield from _visit(
-                    module, inside, count, caller if fused else name, loop
-                )
+                here = caller if line.opcode == "fusion" else self._enter(inside)
+                yield from self.of(inside, count, loop, here)
+
+    def _enter(self, computation: Computation) -> tuple[str, int]:
+        return computation.name, next(self.numbers)
 
 
 def _called(line: Line) -> list[str]:
@@ -155,12 +172,14 @@ def _solved(
     compared: _Compared, before: Sequence[Any], after: Sequence[Any]
 ) -> int | None:
     left, right, direction = compared.left, compared.right, compared.direction
-    if isinstance(right, _Carried) and not _unchanged(right, after):
+    if isinstance(right, _Carried) and not _unchanged(_Carried(right.index), after):
         left, right = right, left
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(
             direction, direction
         )
     if isinstance(right, _Carried):
+        if not _unchanged(_Carried(right.index), after):
+            return None
         right = _plus(before[right.index], right.plus)
     if not isinstance(left, _Carried) or not isinstance(right, int):
         return None

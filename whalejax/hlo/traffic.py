@@ -27,6 +27,8 @@ from whalejax.hlo.text import (
 
 KINDS = tuple(sorted(COLLECTIVES))
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+"""Fusions that carry one asynchronous collective on, as TPU programs write it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,8 @@ class Collectives:
 def collectives(program: str | Module) -> Collectives:
     """The collectives of a compiled program.
 
-    An asynchronous one counts once: where it starts, or, where several fusions carry
-    it on under one channel, in the first of them. All branches of a conditional count,
+    An asynchronous one counts once: where it starts, or, where a chain of fusions
+    carries it on, in the first of them. All branches of a conditional count,
     although one of them runs.
 
     Args:
@@ -125,15 +127,18 @@ def collectives(program: str | Module) -> Collectives:
     """
     module = read(program) if isinstance(program, str) else program
     found: list[Instruction] = []
-    carried: set[tuple[str, str]] = set()
+    carried: set[tuple[int, str, str, str]] = set()
     uncounted: Counter[str] = Counter()
     for execution in executions(module):
         kind = execution.line.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
+            _refuse(execution.line)
             continue
-        channel = _CHANNEL.search(execution.line.rest)
-        if channel is not None and execution.computation.name != execution.caller:
-            key = (execution.caller, channel[1])
+        chain = _CHAIN.search(execution.line.rest)
+        if chain is not None:
+            channel = _CHANNEL.search(execution.line.rest)
+            number = channel[1] if channel else ""
+            key = execution.visit, chain[1], number, kind
             if key in carried:
                 continue
             carried.add(key)
@@ -146,6 +151,13 @@ def collectives(program: str | Module) -> Collectives:
             "they cannot be counted"
         )
     return Collectives(instructions=tuple(found))
+
+
+def _refuse(line: Line) -> None:
+    """Raise for what sends and is not counted."""
+    sends = line.opcode in ("send", "recv") and "is_host_transfer=true" not in line.rest
+    if sends or line.opcode == "collective-broadcast":
+        raise HloError(f"the {line.opcode} {line.name} sends, and is not counted")
 
 
 def _instruction(module: Module, kind: str, execution: Execution) -> Instruction:

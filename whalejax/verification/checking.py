@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from whalejax.adapters import Adapter
+from whalejax.meshes import Cluster
+from whalejax.meshes import cluster as parse_cluster
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.verification.comparison import Verification, compared, replaced
 from whalejax.verification.processes import VerifyError, run
@@ -63,12 +66,16 @@ def check(
         gpu_target=gpu_target,
     )
     answer = run(request, limit_seconds=timeout_seconds, extra_paths=extra_paths)
+    failure, phase = answer.data.get("failure"), answer.data.get("phase")
+    if phase == "asking":
+        raise PlanError(str(failure))
+    if failure and "needed_bytes" not in answer.data:
+        raise VerifyError(f"{phase} for {target.words} failed: {failure}")
     found = compared(plan, target, answer)
-    if found.failure and not found.memory[-1].compiled:
-        raise VerifyError(
-            f"the compiler for {target.words} refused the program: {found.failure}"
-        )
-    return found if found.fits else replaced(found, _next(plan, found, again))
+    if found.fits:
+        return found
+    cluster = plan.cluster if topology is None else parse_cluster(topology)
+    return replaced(found, _next(plan, cluster, found, again))
 
 
 def _compiler(target: Target) -> tuple[str, Sequence[str]]:
@@ -89,7 +96,9 @@ def _compiler(target: Target) -> tuple[str, Sequence[str]]:
     return "", ()
 
 
-def _next(plan: Plan, found: Verification, again: Callable[..., Plan]) -> Plan | None:
+def _next(
+    plan: Plan, cluster: Cluster, found: Verification, again: Callable[..., Plan]
+) -> Plan | None:
     """The best plan that leaves as much room as this one turned out to lack."""
     needed, predicted = found.peak.compiled, plan.memory.total_bytes
     capacity = found.capacity_bytes
@@ -97,12 +106,9 @@ def _next(plan: Plan, found: Verification, again: Callable[..., Plan]) -> Plan |
         return None
     # What the prediction was off for this plan it may be off for the next.
     room = int(capacity * min(1.0, predicted / needed))
+    free: dict[str, Any] = {"mesh": None, "zero": None, "num_micro_batches": None}
     try:
-        return again(
-            cluster=plan.cluster.with_memory(room),
-            mesh=None,
-            zero=None,
-            num_micro_batches=None,
-        )
+        better = again(cluster=cluster.with_memory(room), **free)
     except PlanError:
         return None
+    return dataclasses.replace(better, source=plan.source)

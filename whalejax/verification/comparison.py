@@ -42,11 +42,9 @@ class Quantity:
 
     @property
     def difference(self) -> float | None:
-        """Predicted over compiled, less one; None where one of them is missing."""
-        if self.predicted is None or self.compiled is None:
-            return None
-        if self.compiled == 0:
-            return 0.0 if self.predicted == 0 else math.inf
+        """Predicted over compiled, less one; None where one of them is missing or 0."""
+        if not self.predicted or not self.compiled:
+            return 0.0 if self.predicted == self.compiled == 0 else None
         return self.predicted / self.compiled - 1
 
 

@@ -24,6 +24,9 @@ from whalejax.verification.targets import Target
 PLUGIN: Final = "jax-cuda12-plugin"
 _PACKAGES: Final = "lib/python*/site-packages"
 _SECONDS: Final = 3600
+_READY: Final = "ready"
+"""Written last: an installation that was cut short is made again."""
+
 _LIBRARIES: Final = {"major": 9, "minor": 10, "patch": 0}
 """Version of cuDNN to compile for; the plugin's own would be asked of a GPU."""
 
@@ -41,8 +44,8 @@ def packages() -> Sequence[str]:
     Raises:
         VerifyError: it was not set up.
     """
-    found = [str(p.parent) for p in folder().glob(f"{_PACKAGES}/jax_plugins")]
-    if not found:
+    found = [str(path) for path in folder().glob(_PACKAGES)]
+    if not (found and (folder() / _READY).exists()):
         raise VerifyError(
             "compiling for GPUs needs JAX's CUDA plugin, in an environment of its own. "
             "Make it once with whalejax verify --setup-gpu (1.4 GB to download, 5 GB "
@@ -61,8 +64,20 @@ def set_up() -> Path:
         VerifyError: it cannot be made; with the installer's last words.
     """
     where = folder()
-    if list(where.glob(f"{_PACKAGES}/jax_plugins")):
+    if (where / _READY).exists():
         return where
+    try:
+        _install(where)
+        (where / _READY).touch()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise VerifyError(
+            f"the GPU compiler cannot be installed in {where}: {error}. Set "
+            "WHALEJAX_CACHE to a folder with 5 GB of room"
+        ) from error
+    return where
+
+
+def _install(where: Path) -> None:
     where.parent.mkdir(parents=True, exist_ok=True)
     wanted = f"{PLUGIN}[with-cuda]=={importlib.metadata.version('jax')}"
     pip = [str(where / "bin" / "python"), "-m", "pip", "install", "--no-input"]
@@ -80,9 +95,9 @@ def set_up() -> Path:
         )
         if done.returncode:
             raise VerifyError(
-                f"{' '.join(command)} failed:\n{done.stderr.strip()[-1500:]}"
+                f"{' '.join(command)} failed:\n"
+                f"{(done.stdout + done.stderr).strip()[-1500:]}"
             )
-    return where
 
 
 def properties(target: Target) -> str:

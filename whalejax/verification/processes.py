@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -62,15 +63,16 @@ def run(
     Raises:
         VerifyError: it did not end in time, or died; with its last words.
     """
-    import cloudpickle
-
     with tempfile.TemporaryDirectory(prefix="whalejax-verify-") as folder:
         asked, answered = Path(folder, "request"), Path(folder, "answer")
         said = Path(folder, "words")
-        asked.write_bytes(cloudpickle.dumps(request))
+        asked.write_bytes(_pickled(request))
         with said.open("wb") as words:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _WORKER, str(asked), str(answered)],
+                [
+                    *(sys.executable, "-P", "-m", _WORKER),
+                    *(str(asked), str(answered), str(limit_seconds)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=subprocess.STDOUT,
@@ -103,6 +105,30 @@ are better left to the library: the compiler's own first guess fails for some si
 _WORKER = "whalejax.verification.worker"
 
 
+def _pickled(request: Request) -> bytes:
+    """The settings of JAX that decide what is traced, and then the request."""
+    import cloudpickle
+    import jax
+
+    settings = {name: getattr(jax.config, name) for name in _SETTINGS}
+    try:
+        sent: bytes = pickle.dumps(settings) + cloudpickle.dumps(request)
+        return sent
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        raise VerifyError(
+            f"the loss, the model or the optimizer cannot be sent to the process that "
+            f"compiles: {error}. Make what it holds (a lock, an open file) elsewhere"
+        ) from error
+
+
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
 def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
     """The environment of the worker: this process's packages, and no device of its own.
 
@@ -113,9 +139,7 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
     paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *extra_paths])
     if target.platform == "local":
-        import jax
-
-        if jax.default_backend() == "cpu":
+        if target.kind == "cpu":
             _virtual_devices(found, target.num_devices)
         # The device's memory may be taken by this process.
         found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -92,32 +92,35 @@ def _cells(q: Quantity) -> tuple[str, str, str]:
     return (
         _amount(q.predicted, q.unit, q.predicted_count),
         _amount(q.compiled, q.unit, q.compiled_count),
-        _percent(q.difference),
+        _percent(q),
     )
 
 
 def _amount(value: float | None, unit: str, count: int | None) -> str:
     if value is None:
         return "–"
-    words = f"{value / 1e12:.3f} TFLOP"
     if unit == "bytes":
-        words = gigabytes(int(value)) if value >= 1e7 else f"{value / 1e6:.3f} MB"
+        words = gigabytes(int(value)) if value >= 1e6 else f"{value / 1e3:.3g} kB"
+    else:
+        power = 12 if value >= 1e11 else 6
+        words = f"{value / 10**power:,.3f} {'TM'[power == 6]}FLOP"
     return words if count is None else f"{count} × = {words}"
 
 
-def _percent(difference: float | None) -> str:
-    if difference is None:
+def _percent(q: Quantity) -> str:
+    if q.difference is not None:
+        return f"{q.difference:+.1%}"
+    if q.predicted is None or q.compiled is None:
         return ""
-    if abs(difference) > 9.995:
-        return "not planned" if difference > 0 else "none"
-    return f"{difference:+.1%}"
+    return "not compiled" if q.predicted else "not planned"
 
 
 def _words(found: Verification) -> Iterator[RenderableType]:
     yield ""
     capacity = gigabytes(found.capacity_bytes) if found.capacity_bytes else ""
-    if found.fits and capacity:
-        yield Text(f"fits: a device has {capacity}")
+    if found.fits:
+        of = f"a device has {capacity}" if capacity else "its capacity is not known"
+        yield Text(f"fits: {of}" if capacity else of)
     elif not found.fits:
         yield Text(f"DOES NOT FIT: a device has {capacity}")
         yield Text(f"the compiler: {found.failure:.400}" if found.failure else "")

@@ -31,7 +31,7 @@ class Target:
     Attributes:
         platform: ``"tpu"``, ``"gpu"``, or ``"local"`` for the devices of this machine.
         words: how the user writes it.
-        kind: of device, as the catalogue names it; empty for local ones.
+        kind: of device, as the catalogue names it; empty for those of this machine.
         topology: what the compiler calls it.
         slices: TPU slices joined by a network.
         num_devices: in all.
@@ -74,13 +74,13 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
     if topology is None:
         found = _target(plan.cluster, plan.cluster.describe())
     elif topology.strip().lower() == "local":
-        found = _local(plan.num_devices)
+        found = _local(plan.cluster)
     else:
         try:
             cluster = parse_cluster(topology)
         except WhaleError as error:
             raise WhaleError(
-                f"--topology {topology}: {error}\nThere are compilers for {known()}"
+                f"topology {topology}: {error}\nThere are compilers for {known()}"
             ) from error
         found = _target(cluster, topology)
     if found.platform != "local" and found.num_devices != plan.cluster.num_devices:
@@ -95,7 +95,7 @@ def target_of(plan: Plan, topology: str | None = None) -> Target:
 def _target(cluster: Cluster, words: str) -> Target:
     names = [kind.name for kind in cluster.kinds]
     if cluster.platform == "cpu":
-        return _local(cluster.num_devices)
+        return _local(cluster)
     if len(names) > 1:
         raise WhaleError(
             f"{words} has devices of several kinds ({', '.join(names)}); a program is "
@@ -133,15 +133,17 @@ def _target(cluster: Cluster, words: str) -> Target:
     )
 
 
-def _local(num_devices: int) -> Target:
+def _local(cluster: Cluster) -> Target:
+    """The devices of this machine; virtual ones where the plan is for CPUs."""
+    is_cpu = cluster.platform == "cpu"
     return Target(
         platform="local",
         words="local",
-        kind="",
+        kind="cpu" if is_cpu else "",
         topology="",
         slices=1,
-        num_devices=num_devices,
-        memory_bytes=0,
+        num_devices=cluster.num_devices,
+        memory_bytes=cluster.memory_bytes if is_cpu else 0,
     )
 
 

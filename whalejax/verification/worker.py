@@ -1,4 +1,4 @@
-"""The process that compiles: ``python -m whalejax.verification.worker REQUEST ANSWER``.
+"""The process that compiles: ``python -m whalejax.verification.worker``.
 
 Compilers for hardware that is not here may abort or hang, so nothing of a user's own
 process is theirs. The request is a pickle of ``Request``; the answer is one JSON file,
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import resource
+import signal
 import sys
+import threading
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,34 +54,57 @@ _MEMORY = re.compile(
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def main(request_path: str, answer_path: str) -> None:
+def main(request_path: str, answer_path: str, limit_seconds: str) -> None:
     """Compile what a file asks for, and write down what came of it."""
     import cloudpickle
 
+    _end_with_parent(float(limit_seconds))
     started = time.monotonic()
+    phase = ["reading the model"]
     try:
         with open(request_path, "rb") as file:
+            _apply(pickle.load(file))
             request: Request = cloudpickle.load(file)
-        answer = _answer(request)
+        answer = _answer(request, phase)
     except Exception as error:  # the parent process says it in the user's words
-        answer = _failure(error)
+        answer = _failure(error, phase[-1])
     answer["seconds"] = time.monotonic() - started
-    answer["host_peak_bytes"] = (
-        1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    )
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer["host_peak_bytes"] = used * (1 if sys.platform == "darwin" else 1024)
     part = Path(f"{answer_path}.part")
     part.write_text(json.dumps(answer))
     os.replace(part, answer_path)
 
 
-def _answer(request: Request) -> dict[str, Any]:
+def _end_with_parent(limit_seconds: float) -> None:
+    """End this process when its parent is gone or the time is up, whatever it does."""
+    parent, end = os.getppid(), time.monotonic() + limit_seconds
+
+    def watch() -> None:
+        while os.getppid() == parent and time.monotonic() < end + 5:
+            time.sleep(1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _apply(settings: dict[str, Any]) -> None:
+    import jax
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
+
+
+def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
     import jax
 
     from whalejax.planner.plan import Plan
     from whalejax.train import step_of
 
     plan = Plan.from_document(request.plan)
+    phase.append("describing the topology")
     devices = _devices(request)[: plan.num_devices]
+    phase.append("tracing the model")
     start = time.monotonic()
     step = step_of(
         plan,
@@ -91,6 +116,7 @@ def _answer(request: Request) -> dict[str, Any]:
     )
     lowered = step.lower()
     between = time.monotonic()
+    phase.append("compiling")
     compiled = lowered.compile()
     done = time.monotonic()
     return {
@@ -98,7 +124,7 @@ def _answer(request: Request) -> dict[str, Any]:
         "versions": _versions(jax, request.target.platform),
         "lower_seconds": between - start,
         "compile_seconds": done - between,
-        "memory": _memory(compiled.memory_analysis()),
+        "memory": _memory(compiled.memory_analysis(), devices[0].platform),
         **_program(compiled.as_text(), plan.axis_sizes),
     }
 
@@ -117,6 +143,10 @@ def _devices(request: Request) -> list[Any]:
         name, platform = target.topology, "tpu"
         if target.slices > 1:
             options["num_slices"] = target.slices
+        lengths = [int(n) for n in name.partition(":")[2].split("x")]
+        if lengths[0] % 2 or lengths[1] % 2:  # less than a host of 2 x 2 chips
+            bounds = [*lengths, 1, 1][:3]
+            options["chips_per_host_bounds"] = tuple(bounds)
     else:
         name, platform = target.kind, "cuda"
         options = {"target_config": request.gpu_target, "topology": target.topology}
@@ -134,10 +164,13 @@ def _versions(jax: Any, platform: str) -> dict[str, str]:
     }
 
 
-def _memory(stats: Any) -> dict[str, int]:
+def _memory(stats: Any, platform: str) -> dict[str, int]:
     """Bytes on one device; what is aliased is an argument and an output."""
+    peak = stats.peak_memory_in_bytes
+    if platform == "cpu":  # that compiler allots all temporaries at once
+        peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return {
-        "peak": stats.peak_memory_in_bytes,
+        "peak": peak,
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
@@ -171,18 +204,27 @@ def _program(text: str, mesh: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure(error: Exception, phase: str) -> dict[str, Any]:
+    from whalejax.meshes.problems import WhaleError
+
     text = str(error)
-    words = traceback.format_exception_only(error)[-1].strip()
+    words = f"{type(error).__name__}: {text}"
     found = _MEMORY.search(text)
+    if isinstance(error, WhaleError):
+        return {"failure": text, "phase": "asking"}
     if found is None:
-        return {"failure": words, "trace": traceback.format_exc()}
+        return {"failure": words, "phase": phase}
     numbers = [g for g in found.groups() if g is not None]
     need, capacity = (
         int(float(numbers[i]) * _UNITS[numbers[i + 1].upper()]) for i in (0, 2)
     )
-    return {"failure": words, "needed_bytes": need, "capacity_bytes": capacity}
+    return {
+        "failure": words,
+        "phase": phase,
+        "needed_bytes": need,
+        "capacity_bytes": capacity,
+    }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])
