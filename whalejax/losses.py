@@ -92,7 +92,8 @@ class Job:
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``.
         make_model: builds the model; takes a key or nothing.
         batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
-            dimension 0 is walked through, over and over.
+            dimension 0 is walked through, over and over; shapes without values are
+            enough to plan.
         optimizer: an optax gradient transformation.
         batch_size: samples in a global batch, unless the command line says otherwise.
         name: what reports call it.
@@ -137,6 +138,8 @@ class Job:
                     f"{self.name}: batch{jax.tree_util.keystr(path)} has shape "
                     f"{np.shape(leaf)}; expected samples along dimension 0."
                 )
+            if isinstance(leaf, jax.ShapeDtypeStruct):  # enough to plan with
+                return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
             return leaf[(np.arange(size) + step * size) % leaf.shape[0]]
 
         return jax.tree_util.tree_map_with_path(rows, self.batch)

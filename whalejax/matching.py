@@ -88,6 +88,8 @@ def _is_part(leaf: Any) -> bool:
 
 def _problem(leaf: Any, planned: BatchLeaf) -> str:
     name = f"batch{planned.path}"
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return f"{name} is a shape without values; give arrays"
     shape = np.shape(leaf)
     dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
     if not _is_part(leaf) and shape != planned.shape:

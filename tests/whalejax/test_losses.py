@@ -111,6 +111,12 @@ def test_arrays_of_a_job_are_walked_through_over_and_over() -> None:
     assert job.batch_at(0, 7)["x"].tolist() == [0, 1, 2, 3, 4, 0, 1]
 
 
+def test_shapes_are_a_batch_to_plan_with() -> None:
+    shapes = {"x": jax.ShapeDtypeStruct((8, 3), jnp.float32)}
+    job = wh.Job(len, len, shapes, None)
+    assert job.batch_at(0, 4) == {"x": jax.ShapeDtypeStruct((4, 3), jnp.float32)}
+
+
 def test_a_job_calls_its_batch_function() -> None:
     job = wh.Job(len, len, lambda step, size: (step, size), None, batch_size=3)
     assert job.batch_at(5) == (5, 3)
