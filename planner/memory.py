@@ -25,10 +25,10 @@ from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.plan import MemoryTerms
 
 
-REPEATED = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "copy"})
+_REPEATED = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "copy"})
 """Operations the compiler repeats rather than keep their result."""
 
-CHEAP = REPEATED | frozenset(
+CHEAP = _REPEATED | frozenset(
     {
         "add",
         "add_any",
@@ -201,7 +201,7 @@ class _Kept:
             op = self.maker.get(t)
             rebuilt = op is not None and (
                 op.reshape
-                or op.kind in REPEATED
+                or op.kind in _REPEATED
                 or (op.kind in CHEAP and t not in self.exists)
             )
             if rebuilt and op is not None:
@@ -256,7 +256,7 @@ def _largest(
         t: (1, op.task_graph)
         for op in graph.ops
         for t in op.results
-        if not weight[t] and op.kind not in REPEATED and op.kind not in LOOPS
+        if not weight[t] and op.kind not in _REPEATED and op.kind not in LOOPS
     }
     order = sorted(entries, key=lambda t: -graph.tensors[t].nbytes)
     kept = fold_kept(graph, dims, {t: entries[t] for t in order[:keep]})

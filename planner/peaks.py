@@ -26,7 +26,7 @@ from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
-from whalejax.planner.memory import CHEAP, REPEATED, Kept, kept_bytes
+from whalejax.planner.memory import CHEAP, Kept, kept_bytes
 from whalejax.planner.plan import MemoryTerms
 
 
@@ -500,7 +500,7 @@ class _Timeline:
 
 def _repeats(op: Op) -> bool:
     """Fusions compute it again rather than keep its result."""
-    return op.reshape or op.kind in REPEATED or op.kind in CHEAP
+    return op.reshape or op.kind in CHEAP
 
 
 def _hard(op: Op) -> bool:

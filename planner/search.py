@@ -14,6 +14,7 @@ among equals the one that communicates less: predictions are not finer than that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ from whalejax.planner.memory import (
     memory_of,
     residents,
 )
-from whalejax.planner.peaks import moments, peak_of
+from whalejax.planner.peaks import Moments, moments, peak_of
 from whalejax.planner.pins import pinned_axes
 from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
 from whalejax.planner.rows import Rows, build_rows
@@ -203,25 +204,33 @@ class Search:
         self.cluster = cluster
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
-        self.residents: Residents = residents(
-            graph,
-            dims,
-            self.rows.weight,
-            copies_kernels=cluster.compiler.copies_kernels,
-        )
         self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
-        self.moments = moments(
-            graph,
-            dims,
-            self.rows.weight,
-            self.facts,
-            compiler=cluster.compiler,
-        )
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self.named_axes = pinned_axes(graph)
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
+
+    @functools.cached_property
+    def residents(self) -> Residents:
+        """What a pass holds, for compilers that hold all of it at once."""
+        return residents(
+            self.graph,
+            self.dims,
+            self.rows.weight,
+            copies_kernels=self.cluster.compiler.copies_kernels,
+        )
+
+    @functools.cached_property
+    def moments(self) -> Moments:
+        """What memory holds when, for the others."""
+        return moments(
+            self.graph,
+            self.dims,
+            self.rows.weight,
+            self.facts,
+            compiler=self.cluster.compiler,
+        )
 
     def run(self) -> list[Scored]:
         """Evaluate everything.

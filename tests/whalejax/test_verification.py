@@ -137,6 +137,14 @@ def test_the_local_compiler_answers_with_the_same_table() -> None:
     assert not found.unplanned
 
 
+def test_a_plan_for_other_hardware_compiles_here_too() -> None:
+    plan = planned("mlp-test", "v5e:2x2", batch=32)
+    found = plan.verify("local", timeout_seconds=300)
+    assert not found.refused and not found.failure
+    assert found.device_kind == "cpu"
+    assert "capacity is not known" in str(found)
+
+
 def test_the_model_line_behind_a_warning_is_named() -> None:
     words = (
         "W0000 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The "

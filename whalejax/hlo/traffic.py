@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whalejax.hlo.groups import Groups, axes_between, axes_of, groups_of, pairs_of
@@ -215,18 +215,3 @@ def _result(kind: str, line: Line) -> str:
         else:
             elements[-1] += character
     return elements[1]
-
-
-def by_axes(
-    found: Iterable[Instruction], mesh: Mapping[str, int]
-) -> Counter[tuple[str, tuple[str, ...] | None]]:
-    """Payload bytes, executions multiplied, by kind and mesh axes.
-
-    Args:
-        found: collectives.
-        mesh: axes and sizes, outermost first.
-    """
-    total: Counter[tuple[str, tuple[str, ...] | None]] = Counter()
-    for i in found:
-        total[i.kind, i.axes(mesh)] += i.count * i.payload_bytes
-    return total

@@ -12,7 +12,7 @@ from whalejax.adapters import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.verification.comparison import Verification, compared, replaced
+from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run
 from whalejax.verification.targets import Target, target_of
 from whalejax.verification.worker import Request
@@ -75,7 +75,7 @@ def check(
     if found.fits:
         return found
     cluster = plan.cluster if topology is None else parse_cluster(topology)
-    return replaced(found, _next(plan, cluster, found, again))
+    return dataclasses.replace(found, better=_next(plan, cluster, found, again))
 
 
 def _compiler(target: Target) -> tuple[str, Sequence[str]]:

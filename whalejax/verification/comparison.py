@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter
@@ -342,8 +341,3 @@ def _own(places: Sequence[str]) -> str:
     own = [p for p in plain if not any(part in p for part in _LIBRARIES)]
     models = [p for p in plain if "/models/" in p and "site-packages" not in p]
     return next(iter([*own, *models, *plain]), "")
-
-
-def replaced(verification: Verification, better: Plan | None) -> Verification:
-    """The same with a plan that is expected to fit."""
-    return dataclasses.replace(verification, better=better)

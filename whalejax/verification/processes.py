@@ -20,9 +20,6 @@ from whalejax.verification.targets import Target
 from whalejax.verification.worker import Request
 
 
-DEFAULT_LIMIT_SECONDS = 1800.0
-"""How long a compilation may take, unless the caller says otherwise."""
-
 _LAST_WORDS = 2000
 _NOISE = (
     "could not determine TPU",
@@ -139,8 +136,9 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
     paths = [p or os.getcwd() for p in sys.path if os.path.isdir(p or ".")]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *extra_paths])
     if target.platform == "local":
+        _virtual_devices(found, target.num_devices)
         if target.kind == "cpu":
-            _virtual_devices(found, target.num_devices)
+            found["JAX_PLATFORMS"] = "cpu"
         # The device's memory may be taken by this process.
         found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         return found
@@ -155,11 +153,11 @@ def _environment(target: Target, extra_paths: Sequence[str]) -> dict[str, str]:
 
 
 def _virtual_devices(environment: dict[str, str], count: int) -> None:
+    """As many CPU devices, for where there are no others."""
     name = "--xla_force_host_platform_device_count"
     flags = environment.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(name)]
     environment["XLA_FLAGS"] = " ".join([*kept, f"{name}={count}"])
-    environment["JAX_PLATFORMS"] = "cpu"
     environment.pop("JAX_NUM_CPU_DEVICES", None)
 
 
