@@ -117,6 +117,15 @@ class Cluster:
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def under(self, options: Mapping[str, str]) -> Cluster:
+        """The same with what its compiler does under some options.
+
+        Args:
+            options: of the compiler, as text.
+        """
+        compiler = self.compiler.under(options)
+        return dataclasses.replace(self, compiler=compiler)
+
     def describe(self) -> str:
         """One line: the devices, the nodes or torus, and the links."""
         groups = groupby(self.nodes, key=lambda node: node.kind)

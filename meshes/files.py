@@ -143,6 +143,8 @@ def _compiler(table: Table) -> CompilerProfile:
         fuses_products=table.boolean("fuses_products", default=False),
         narrow_products=table.boolean("narrow_products", default=False),
         lanes=table.integer("lanes", default=1),
+        scatters_whole_torus=table.boolean("scatters_whole_torus", default=True),
+        scatters_odd_tiles=table.boolean("scatters_odd_tiles", default=True),
     )
     table.done()
     return profile

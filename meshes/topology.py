@@ -6,6 +6,7 @@ which build clusters and the one which checks them share no more than these.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,12 @@ class CompilerProfile:
             it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
             it holds them as they are.
+        scatters_whole_torus: reduce-scatters over all chips of a torus at once, and
+            over several. If not, it reduces the whole and cuts it; of one torus only
+            where that has three lengths above 1, or two equal ones of 4 or more. Where
+            it has three of 4 or more, all-gathers too become all-reduces.
+        scatters_odd_tiles: reduce-scatters 16-bit values whose last dimension is left
+            with an odd number of tiles. If not, it reduces the whole and cuts it.
     """
 
     merge_partials: bool
@@ -93,6 +100,35 @@ class CompilerProfile:
     fuses_products: bool = False
     narrow_products: bool = False
     lanes: int = 1
+    scatters_whole_torus: bool = True
+    scatters_odd_tiles: bool = True
+
+    def under(self, options: Mapping[str, str]) -> CompilerProfile:
+        """What the compiler does under options that change collectives.
+
+        Args:
+            options: of the compiler, as text; those not known here change nothing.
+        """
+        found = self
+        for option, value in options.items():
+            if (option, value.lower()) in _OPTIONS:
+                changed = _OPTIONS[option, value.lower()]
+                found = dataclasses.replace(found, **changed)
+        return found
+
+
+KEEPS_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
+"""Option under which reduce-scatters over all chips of a torus stay what they are."""
+
+_OPTIONS: Mapping[tuple[str, str], Mapping[str, bool]] = {
+    (KEEPS_SCATTERS, "true"): {"scatters_whole_torus": True},
+    ("xla_tpu_enable_all_reduce_scatter_fusion", "false"): {"reduce_scatter": False},
+}
+"""Facts that options of the compiler change, as counted in programs compiled with them.
+
+By libtpu 0.0.42.1: a reduce-scatter over groups of every size, place and dimension was
+compiled alone, for tori from 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
+"""
 
 
 # TPU and CPU as counted in compiled programs. GPU is an assumption: XLA has the same
@@ -105,6 +141,8 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         fuses_products=True,
         narrow_products=True,
         lanes=128,
+        scatters_whole_torus=False,
+        scatters_odd_tiles=False,
     ),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
     "cpu": CompilerProfile(

@@ -7,6 +7,8 @@ outer ones what the inner ones have reduced or not yet gathered.
 
 Payloads are bytes on one device: what an all-reduce reduces, what an all-gather
 yields, what a reduce-scatter takes, what an all-to-all exchanges.
+
+What is asked for is not always what runs: see ``runs_as``.
 """
 
 from __future__ import annotations
@@ -90,6 +92,52 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
     return float(rounds * (wait + wire) * level.slowdown_of(kind))
 
 
+def runs_as(
+    kind: CollectiveKind, parts: Sequence[Part], cluster: Cluster
+) -> CollectiveKind:
+    """The collective that the compiler makes of one, by where it runs.
+
+    Args:
+        kind: the collective that is asked for.
+        parts: from ``axis_parts``.
+        cluster: the machine, with what its compiler does.
+
+    >>> from whalejax.meshes import cluster
+    >>> for text in ("v5e:4x4", "v5e:4x8"):
+    ...     whole = cluster(text)
+    ...     parts = axis_parts(("fsdp",), {"fsdp": whole.num_devices}, whole)
+    ...     print(runs_as("reduce-scatter", parts, whole))
+    all-reduce
+    reduce-scatter
+    """
+    pieces = [(part.size, part.level) for part in parts]
+    return "all-reduce" if _reduces_whole(kind, pieces, cluster) else kind
+
+
+def _reduces_whole(
+    kind: CollectiveKind, pieces: Sequence[tuple[Any, Level]], cluster: Cluster
+) -> Any:
+    """Whether a collective runs as an all-reduce; arrays of sizes give arrays."""
+    if cluster.compiler.scatters_whole_torus:
+        return False
+    lengths = [x.size for x in cluster.levels if x.torus and x.size > 1]
+    chips = math.prod((size for size, level in pieces if level.torus), start=1)
+    whole = chips == math.prod(lengths)
+    cubic = len(lengths) == 3
+    if kind == "all-gather":
+        return whole & (cubic and min(lengths) >= _LONG)
+    if kind != "reduce-scatter":
+        return False
+    square = len(lengths) == 2 and lengths[0] == lengths[1] >= _LONG
+    beyond = cluster.levels[-1]
+    apart = [size for size, level in pieces if level == beyond and not level.torus]
+    return (whole & (cubic or square)) | (math.prod(apart, start=1) > 1)
+
+
+_LONG = 4
+"""Chips along a torus from which the compiler takes other ways than on a short one."""
+
+
 def collective_seconds(
     kind: CollectiveKind,
     payload_bytes: float,
@@ -165,13 +213,28 @@ def _spans(stride: np.ndarray, size: np.ndarray, cluster: Cluster) -> Spans:
     return spans
 
 
-def span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+def span_rates(
+    kind: CollectiveKind, spans: Spans, cluster: Cluster
+) -> tuple[np.ndarray, np.ndarray]:
     """``collective_seconds`` on many meshes: for each payload byte, and for each time.
 
     Args:
-        kind: the collective.
+        kind: the collective that is asked for; what runs is counted.
         spans: from ``spans_of``.
+        cluster: the machine.
     """
+    per_byte, per_time = _span_rates(kind, spans)
+    turned = _reduces_whole(kind, spans, cluster)
+    if not np.any(turned):
+        return per_byte, per_time
+    whole_byte, whole_time = _span_rates("all-reduce", spans)
+    return (
+        np.where(turned, whole_byte, per_byte),
+        np.where(turned, whole_time, per_time),
+    )
+
+
+def _span_rates(kind: CollectiveKind, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     count = len(spans[0][0])
     per_byte, per_time = np.zeros(count), np.zeros(count)
     remaining = np.ones(count)

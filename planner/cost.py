@@ -9,6 +9,7 @@ synchronised batch statistics and the vocabulary-parallel loss are all instances
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from whalejax.planner.collectives import (
     CollectiveKind,
     axis_parts,
     collective_seconds,
+    runs_as,
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.fused import lying
@@ -451,11 +453,19 @@ class _Path:
             )
 
 
-def seconds_of(collective: Collective, s: Setting) -> float:
-    """Time of a folded collective in one micro-batch (all its repetitions)."""
+def as_run(collective: Collective, s: Setting) -> tuple[Collective, float]:
+    """What the compiler makes of a folded collective, and its time.
+
+    Returns:
+        The collective that runs, and the seconds of all its repetitions in one
+        micro-batch.
+    """
     parts = axis_parts(collective.axes, s.mesh, s.cluster)
-    once = collective_seconds(collective.kind, collective.payload_bytes, parts)
-    return once * collective.count
+    kind = runs_as(collective.kind, parts, s.cluster)
+    if kind != collective.kind:
+        collective = dataclasses.replace(collective, kind=kind)
+    once = collective_seconds(kind, collective.payload_bytes, parts)
+    return collective, once * collective.count
 
 
 def spec_shards(spec: Spec, s: Setting) -> int:

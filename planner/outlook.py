@@ -188,7 +188,9 @@ class _Rows:
         if not axes:
             return self.zeros
         if (kind, axes) not in self._rates:
-            self._rates[kind, axes] = self.rates(axes, lambda s: span_rates(kind, s))
+            self._rates[kind, axes] = self.rates(
+                axes, lambda s: span_rates(kind, s, self.cluster)
+            )
         per_byte, per_time = self._rates[kind, axes]
         found: Array = payload * per_byte + times * per_time
         return found

@@ -33,11 +33,11 @@ from whalejax.planner.cost import (
     Collective,
     RowCost,
     Setting,
+    as_run,
     flow_cost,
     row_cost,
     row_flops,
     row_hits,
-    seconds_of,
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import BatchReduction, Graph
@@ -61,6 +61,7 @@ from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
 from whalejax.planner.rows import Rows, build_rows
 from whalejax.planner.update import (
     combined_gradients,
+    odd_share,
     storage_collectives,
     update_seconds,
 )
@@ -443,16 +444,19 @@ class Search:
         found = [c for cost in costs for c in cost.collectives]
         gradients = [c for c in found if c.what == "gradient"]
         others = [c for c in found if c.what != "gradient"]
-        during = [
+        odd = odd_share(self.facts, layouts, s, self.request.cast_bytes)
+        asked = [
             *others,
             *storage.in_micro_batch,
-            *combined_gradients(gradients, zero, s),
+            *combined_gradients(gradients, zero, s, odd),
+            *storage.in_update,
         ]
+        run = []
         seconds: dict[str, float] = defaultdict(float)
-        for c in during:
-            seconds[c.what] += seconds_of(c, s) * count
-        for c in storage.in_update:
-            seconds[c.what] += seconds_of(c, s)
+        for collective in asked:
+            c, once = as_run(collective, s)
+            run.append(c)
+            seconds[c.what] += once * c.times(count) / c.count
         # On the CPU all devices share the cores, and nothing hides.
         hidden = constants().platforms.get(self.cluster.platform, WHOLE)
         launches = sum(cost.launches for cost in costs) * count
@@ -465,7 +469,7 @@ class Search:
             border_seconds=seconds["border"],
             update_seconds=update_seconds(self.facts, layouts, self.cluster, s),
         )
-        return terms, (*during, *storage.in_update)
+        return terms, tuple(run)
 
     def product_flops(self, scored: Scored) -> int:
         """FLOPs of matrix products on one device in one step."""

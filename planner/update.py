@@ -59,8 +59,35 @@ def storage_collectives(
     )
 
 
+def odd_share(
+    facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
+) -> float:
+    """Which part of sharded gradients the compiler reduces whole, for their tiles.
+
+    By bytes; see ``CompilerProfile.scatters_odd_tiles``.
+    """
+    compiler = s.cluster.compiler
+    if compiler.scatters_odd_tiles:
+        return 0.0
+    sharded = odd = 0.0
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        added = _added(layout.compute, layout.gradient)
+        if not added or len(group.shape) < 2:
+            continue
+        nbytes = group.nbytes * count / shards(layout.compute, s.mesh)
+        sharded += nbytes
+        last = layout.gradient[-1]
+        tiles, over = divmod(
+            group.shape[-1] // math.prod(s.mesh[a] for a in last), compiler.lanes
+        )
+        itemsize = group.nbytes * cast_bytes / math.prod(group.shape)
+        if not over and tiles % 2 and itemsize == 2 and set(added) & set(last):
+            odd += nbytes
+    return odd / max(1.0, sharded)
+
+
 def combined_gradients(
-    gradients: Sequence[Collective], zero: int, s: Setting
+    gradients: Sequence[Collective], zero: int, s: Setting, odd: float = 0.0
 ) -> tuple[Collective, ...]:
     """Gradient reductions as the compiler runs them: one for each set of axes.
 
@@ -72,6 +99,7 @@ def combined_gradients(
         gradients: one reduction for each parameter and use, over the batch axes.
         zero: ZeRO level over ``data``.
         s: mesh and cluster.
+        odd: from ``odd_share``.
     """
     totals: Counter[tuple[str, ...]] = Counter()
     for c in gradients:
@@ -85,12 +113,14 @@ def combined_gradients(
         if at_once or not (compiler.reduce_scatter and scattered):
             found.append(_reduction("all-reduce", axes, payload))
             continue
-        found.append(_reduction("reduce-scatter", scattered, payload))
+        whole = int(payload * odd)
+        found.append(_reduction("all-reduce", scattered, whole))
+        found.append(_reduction("reduce-scatter", scattered, payload - whole))
         left = tuple(a for a in axes if a not in sharding)
         parts = math.prod(s.mesh[a] for a in scattered)
         if left:
             found.append(_reduction("all-reduce", left, payload // parts))
-    return tuple(found)
+    return tuple(c for c in found if c.payload_bytes)
 
 
 def _reduction(

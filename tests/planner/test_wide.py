@@ -17,6 +17,7 @@ from whalejax.planner.balance import pieces_at, smallest_pace
 from whalejax.planner.collectives import (
     axis_parts,
     collective_seconds,
+    runs_as,
     span_rates,
     spans_of,
 )
@@ -186,9 +187,15 @@ def test_a_plain_case_costs_what_a_plain_plan_costs() -> None:
     assert compared
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all"])
 @pytest.mark.parametrize(
-    "text", ["h100:2x4", "v5e:2x4", "a100-80:3x4", "v5p:2x2x2", "threads"]
+    "kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("h100:2x4", "v5e:2x4", "v5e:4x4", "v5e:2x2x4", "a100-80:3x4"),
+        *("v5p:2x2x2", "v5p:4x4x4", "threads"),
+    ],
 )
 def test_rates_of_links_are_those_of_one_mesh(kind: str, text: str) -> None:
     machine = cluster("h100:8" if text == "threads" else text)
@@ -216,11 +223,12 @@ def test_rates_of_links_are_those_of_one_mesh(kind: str, text: str) -> None:
             MESH_AXES,
             machine,
         )
-        per_byte, per_time = span_rates(kind, spans)  # type: ignore[arg-type]
+        per_byte, per_time = span_rates(kind, spans, machine)  # type: ignore[arg-type]
         for index, sizes in enumerate(meshes):
             mesh = {axis: size_of(axis, sizes) for axis in order}
             parts = axis_parts(("data", "tensor"), mesh, machine)
-            expected = collective_seconds(kind, 1e6, parts) if parts else 0.0  # type: ignore[arg-type]
+            run = runs_as(kind, parts, machine)  # type: ignore[arg-type]
+            expected = collective_seconds(run, 1e6, parts) if parts else 0.0
             assert 1e6 * per_byte[index] + per_time[index] == pytest.approx(expected)
 
 
