@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
+from whalejax.meshes.topology import KEEPS_SCATTERS
 from whalejax.planner.choices import idle_marks
+from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.graph import BatchReduction, Graph
@@ -290,12 +292,32 @@ def _notes(
         notes.extend(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
+    notes += _torus_notes(search, best)
     whole = [leaf for leaf in leaves if leaf.note]
     if whole:
         names = ", ".join(leaf.path for leaf in whole[:3])
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
     return tuple(notes)
+
+
+def _torus_notes(search: Search, best: Scored) -> list[str]:
+    """Storage axes over whose piece of the torus the compiler reduces whole."""
+    axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
+    found = []
+    for axis in axes:
+        parts = axis_parts((axis,), best.mesh, search.cluster)
+        if runs_as("reduce-scatter", parts, search.cluster) != "all-reduce":
+            continue
+        gathers = runs_as("all-gather", parts, search.cluster) == "all-reduce"
+        also = " and gathers parameters by all-reduces too" if gathers else ""
+        found.append(
+            f"{axis} {best.mesh[axis]} spans the whole torus, over which this compiler "
+            f"reduces gradients whole{also}: twice the traffic. A tensor or expert "
+            f"axis beside it avoids that. So does the compiler option {KEEPS_SCATTERS}="
+            "true on paper: in compiled programs, never timed on a chip"
+        )
+    return found
 
 
 def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:

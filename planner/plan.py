@@ -27,7 +27,7 @@ from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Version of the file format."""
 
 
@@ -246,6 +246,8 @@ class Plan:
         product_flops: of matrix products, on one device in one step; 0 in estimates.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
+        compiler_options: options of the compiler that the step is compiled with, as
+            (name, value) texts.
         source: how the command line named the model: MODEL, then its NAME=VALUE
             options; empty for plans made from Python.
         question: what was planned, to be asked again. Not in files.
@@ -273,6 +275,7 @@ class Plan:
     product_flops: int = 0
     runnable: bool = True
     beyond: Beyond | None = None
+    compiler_options: tuple[tuple[str, str], ...] = ()
     source: tuple[str, ...] = ()
     question: Question | None = dataclasses.field(
         default=None, compare=False, repr=False, metadata={"kept": False}
@@ -350,9 +353,10 @@ class Plan:
 
         Args:
             changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
-                ``zero``, ``num_micro_batches``, ``precision``, ``remat`` (a policy for
-                all TaskGraphs, which makes the plan an estimate) and ``runnable``; what
-                is not given stays as it was asked for.
+                ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
+                ``remat`` (a policy for all TaskGraphs, which makes the plan an
+                estimate) and ``runnable``; what is not given stays as it was asked
+                for.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is

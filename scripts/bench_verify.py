@@ -13,7 +13,8 @@ it takes most of an hour, and needs the extra tpu-compile and, for GPUs, whaleja
 --setup-gpu. The last line is one JSON object:
 judge_mean_memory_error and judge_max_memory_error (relative, of peak memory),
 false_fits (predicted to fit, and do not), traffic_within (part of all pairs of a
-program and mesh axes whose bytes are within 5 %), and the same for GPUs.
+program and mesh axes whose bytes are within 5 %), kinds_within (the same by kind of
+collective, too), and the same for GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import datetime
 import hashlib
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,7 @@ class Line:
         predicted, measured: peak bytes.
         fits, predicted_fits: the compiler's word and ours.
         traffic: by mesh axes, predicted and compiled bytes.
+        kinds: the same by kind of collective and mesh axes.
     """
 
     program: Program
@@ -293,6 +295,7 @@ class Line:
     fits: bool
     predicted_fits: bool
     traffic: Mapping[str, tuple[float, float]]
+    kinds: Mapping[str, tuple[float, float]]
 
     @property
     def error(self) -> float:
@@ -304,29 +307,40 @@ def line_of(program: Program, kept: Mapping[str, Any]) -> Line:
     """Predict a program anew and set it beside what was kept of it."""
     plan = planned(program)
     usable = wh.cluster(program.topology).memory_bytes
-    found: dict[str, list[float]] = {}
-    for name, nbytes in planned_bytes(plan).items():
-        found.setdefault(name.partition(" over ")[2], [0.0, 0.0])[0] += nbytes
-    for name, (_, nbytes) in kept["collectives"].items():
-        found.setdefault(name.partition(" over ")[2], [0.0, 0.0])[1] += nbytes
-    total = sum(pair[1] for pair in found.values())
+    predicted = planned_bytes(plan)
+    measured = {name: nbytes for name, (_, nbytes) in kept["collectives"].items()}
     return Line(
         program=program,
         predicted=plan.memory.total_bytes,
         measured=kept["memory"]["peak"],
         fits=kept["fits"],
         predicted_fits=plan.memory.total_bytes <= usable,
-        traffic={
-            axes: (ours, theirs)
-            for axes, (ours, theirs) in found.items()
-            if max(ours, theirs) > LEAST * total
-        },
+        traffic=paired(predicted, measured, lambda name: name.partition(" over ")[2]),
+        kinds=paired(predicted, measured, str),
     )
+
+
+def paired(
+    predicted: Mapping[str, float],
+    measured: Mapping[str, float],
+    key: Callable[[str], str],
+) -> dict[str, tuple[float, float]]:
+    """Sums of both by a part of their names, but for those that are next to nothing."""
+    sums: dict[str, list[float]] = {}
+    for place, names in enumerate((predicted, measured)):
+        for name, nbytes in names.items():
+            sums.setdefault(key(name), [0.0, 0.0])[place] += nbytes
+    least = LEAST * sum(measured.values())
+    return {
+        name: (ours, theirs)
+        for name, (ours, theirs) in sums.items()
+        if max(ours, theirs) > least
+    }
 
 
 def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
     """Print the lines; the figures of all of them."""
-    pairs = close = 0
+    pairs = close = kinds = agreeing = 0
     for line in lines:
         word = "judge" if line.program.judges else ""
         fits = {(True, True): "fits", (False, False): "does not fit"}.get(
@@ -342,6 +356,11 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
             pairs, close = pairs + 1, close + (off <= CLOSE)
             if off > CLOSE or verbose:
                 print(f"         {axes}: {ours / 1e9:.3f} of {theirs / 1e9:.3f} GB")
+        for ours, theirs in line.kinds.values() if line.fits else ():
+            kinds, agreeing = (
+                kinds + 1,
+                agreeing + (abs(ours - theirs) <= CLOSE * theirs),
+            )
     measured = [line for line in lines if line.fits]
     judges = [abs(line.error) for line in measured if line.program.judges]
     others = [abs(line.error) for line in measured if not line.program.judges]
@@ -360,6 +379,8 @@ def summary(lines: Sequence[Line], verbose: bool) -> dict[str, Any]:
         "false_refusals": sum(x.fits and not x.predicted_fits for x in lines),
         "traffic_pairs": pairs,
         "traffic_within": round(close / max(1, pairs), 4),
+        "kind_pairs": kinds,
+        "kinds_within": round(agreeing / max(1, kinds), 4),
     }
 
 

@@ -25,7 +25,7 @@ import tyro
 from tyro import conf
 
 from whalejax import __version__
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
@@ -35,6 +35,7 @@ from whalejax.options import (
     TrainCommand,
     VerifyCommand,
     WhyCommand,
+    named_values,
 )
 
 
@@ -129,7 +130,7 @@ def _plan(command: PlanCommand) -> None:
     ):
         if value is not None and value < 1:
             raise WhaleError(f"{name} is {value}; expected 1 or more")
-    job = find_job(command.model, model_options(command.set))
+    job = find_job(command.model, named_values(command.set))
     plan = jobs.make_plan(
         job,
         jobs.abstract_model(job),
@@ -138,6 +139,7 @@ def _plan(command: PlanCommand) -> None:
         precision=command.precision,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
+        compiler_options=named_values(command.compiler_options, "--compiler-options"),
         source=(_lasting(command.model), *command.set),
     )
     if command.output is not None:
@@ -202,7 +204,7 @@ def _verify(command: VerifyCommand) -> int:
             "from Python. Name the model with --model (and --set), or call "
             "plan.verify(...) where the plan is made"
         )
-    question = jobs.question_of(find_job(source[0], model_options(source[1:])), plan)
+    question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
     found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:
         found.better.save(command.output)
@@ -236,42 +238,6 @@ def _calibrate(command: CalibrateCommand) -> None:
 
 SYNONYMS = {"hidden": "embed", "ffn": "mlp", "seq": "sequence"}
 """Words of tables of runs for what the reference models call otherwise."""
-
-
-def model_options(words: Sequence[str]) -> dict[str, Any]:
-    """Options of a model from ``NAME=VALUE`` words.
-
-    Values are numbers, ``true`` and ``false``, or text.
-
-    Raises:
-        WhaleError: a word without ``=``, or a name twice; all of them.
-
-    >>> model_options(["layers=2", "annotated=false", "dtype=bfloat16"])
-    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
-    """
-    problems = Problems("--set")
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not (equals and name.isidentifier() and text):
-            problems.add(f"{word!r} is no NAME=VALUE, such as layers=24")
-        elif name in found:
-            problems.add(f"{name} is given twice")
-        else:
-            found[name] = _value(text)
-    problems.raise_if_any()
-    return found
-
-
-def _value(text: str) -> int | float | bool | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text.replace("_", ""))
-        except ValueError:
-            continue
-    return text
 
 
 def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,11 +53,13 @@ def make_plan(
     precision: str | None,
     micro_batches: int | None,
     runnable: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
 ) -> Plan:
     """``wh.plan`` of a job, with the options of the command line.
 
     Args:
+        compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
     """
     found = find_plan(
@@ -68,6 +71,7 @@ def make_plan(
         precision=precision or "f32",
         num_micro_batches=micro_batches,
         runnable=runnable,
+        compiler_options=compiler_options,
     )
     return dataclasses.replace(found, source=source)
 
@@ -86,4 +90,5 @@ def question_of(job: Job, plan: Plan) -> Question:
         optimizer=job.optimizer,
         cluster=plan.cluster,
         precision=plan.precision,
+        compiler_options=dict(plan.compiler_options),
     )

@@ -6,17 +6,21 @@ importing the command line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro import conf
+
+from whalejax.meshes.problems import Problems
 
 
 Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]
 PlanFile = Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
 OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
 OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
+Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
 Precision = Annotated[Literal["f32", "bf16"] | None, conf.arg(metavar="f32|bf16")]
 
 
@@ -25,7 +29,7 @@ class TrainCommand:
     """Train a model on the devices of this machine.
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --precision and --micro-batches.
+    place of --cluster, --batch, --precision, --micro-batches and --compiler-options.
     """
 
     model: Model
@@ -48,6 +52,8 @@ class TrainCommand:
     """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    compiler_options: Settings = ()
+    """options of XLA for the training step: xla_cpu_enable_fast_math=false"""
     seed: int = 0
     """of the model's initial values and of dropout"""
     replay: Annotated[int, conf.arg(metavar="N")] = 0
@@ -64,7 +70,7 @@ class PlanCommand:
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
-    set: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")] = ()
+    set: Settings = ()
     """options of the model, or of your function: layers=96 hidden=12288"""
     cluster: OptionalText = None
     """h100:8, h100:4x8, v5p:4x4x4, a .toml file, or local; local if left out"""
@@ -76,6 +82,8 @@ class PlanCommand:
     """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    compiler_options: Settings = ()
+    """options of XLA for the training step: xla_cpu_enable_fast_math=false"""
     estimate: bool = False
     """weigh what cannot run yet, too: pipelines, remat, host memory, unlike devices"""
     json: bool = False
@@ -119,7 +127,7 @@ class VerifyCommand:
     """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
     model: OptionalText = None
     """the model, where the plan was not made by whalejax plan: gpt, file.py:function"""
-    set: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")] = ()
+    set: Settings = ()
     """options of --model"""
     timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 1800.0
     """stop the compiler after so long"""
@@ -164,3 +172,43 @@ Command = (
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
 )
+
+
+def named_values(words: Sequence[str], option: str = "--set") -> dict[str, Any]:
+    """What ``NAME=VALUE`` words say.
+
+    Values are numbers, ``true`` and ``false``, or text.
+
+    Args:
+        words: as given.
+        option: of the command line, for the message.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> named_values(["layers=2", "annotated=false", "dtype=bfloat16"])
+    {'layers': 2, 'annotated': False, 'dtype': 'bfloat16'}
+    """
+    problems = Problems(option)
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier() and text):
+            problems.add(f"{word!r} is no NAME=VALUE, such as layers=24")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = _value(text)
+    problems.raise_if_any()
+    return found
+
+
+def _value(text: str) -> int | float | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            continue
+    return text

@@ -51,6 +51,7 @@ def plan(
     zero: int | None = None,
     runnable: bool = True,
     remat: str | None = None,
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
 
@@ -87,6 +88,8 @@ def plan(
             memory and unlike devices; a plan that uses any of them is an estimate.
         remat: a policy for every TaskGraph: ``"none"``, ``"dots"``, ``"named"`` or
             ``"full"``; needs ``runnable=False``. None lets the planner choose.
+        compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
+            takes them. Those that are known to change collectives are planned with.
 
     Returns:
         The plan; ``print`` shows it.
@@ -121,6 +124,7 @@ def plan(
         zero=zero,
         runnable=runnable,
         remat=remat,
+        compiler_options=compiler_options,
     ).plan()
 
 
@@ -169,6 +173,7 @@ class Asked:
     zero: int | None = None
     runnable: bool = True
     remat: str | None = None
+    compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
     def plan(self) -> Plan:
@@ -177,6 +182,8 @@ class Asked:
             self.default, self.precision, self.num_micro_batches, self.zero
         )
         _check_remat(self.remat, self.runnable)
+        options = _option_texts(self.compiler_options or {})
+        machine = self.cluster.under(options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         devices = self.cluster.num_devices
         _check_mesh(self.mesh or {}, devices, self.allow_idle, axes)
@@ -199,7 +206,7 @@ class Asked:
         decided = functools.partial(
             decide if self.runnable else foresee,
             captured.graph,
-            self.cluster,
+            machine,
             precision=self.precision,
             batch=batch_leaves(self.batch),
         )
@@ -207,6 +214,8 @@ class Asked:
         found = _with_fewest_idle(decided, request) if idle else decided(request)
         return dataclasses.replace(
             found,
+            cluster=self.cluster,
+            compiler_options=tuple(sorted(options.items())),
             batch_tree=batch_tree(self.batch),
             notes=(*found.notes, *adapter.notes),
             question=self,
@@ -248,8 +257,9 @@ class Asked:
     def again(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""
         known = (
-            "batch cluster mesh zero num_micro_batches precision remat runnable".split()
-        )
+            "batch cluster mesh zero num_micro_batches precision remat runnable "
+            "compiler_options"
+        ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:
             if name not in known:
@@ -281,6 +291,23 @@ def _check_remat(remat: str | None, runnable: bool) -> None:
             "itself puts into jax.checkpoint or nnx.remat, and nothing else. Wrap it "
             "there, or plan with runnable=False to see what it would cost"
         )
+
+
+def _option_texts(options: Mapping[str, bool | int | float | str]) -> dict[str, str]:
+    """Options of the compiler as it reads them from text."""
+    problems = Problems("compiler_options", PlanError)
+    for name, value in options.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            problems.add(
+                f"{name!r} names no option; expected one of XLA's without dashes, such "
+                "as xla_tpu_enable_async_collective_fusion"
+            )
+        elif not isinstance(value, bool | int | float | str):
+            problems.add(
+                f"{name} is {value!r}; expected a number, a text, True or False"
+            )
+    problems.raise_if_any()
+    return {name: str(value) for name, value in options.items()}
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:

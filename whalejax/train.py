@@ -136,14 +136,20 @@ class TrainStep:
         self._whole = NamedSharding(mesh, PartitionSpec())
         self.shardings = self._make_shardings()
         places = (self.shardings, list(self._layout.shardings))
+        options: Any = dict(plan.compiler_options) or None
+        _check_options(options, self._whole)
         self._step = jax.jit(
             self._advance,
             in_shardings=places,
             out_shardings=(self.shardings, self._whole),
             donate_argnums=0,
+            compiler_options=options,
         )
         self._loss = jax.jit(
-            self._evaluate, in_shardings=places, out_shardings=self._whole
+            self._evaluate,
+            in_shardings=places,
+            out_shardings=self._whole,
+            compiler_options=options,
         )
 
     # Starting.
@@ -528,3 +534,21 @@ def step_of(
         jax.tree.structure(example),
         captured.batch_axes,
     )
+
+
+def _check_options(options: dict[str, str] | None, whole: NamedSharding) -> None:
+    """Compile nothing under the options, so that a wrong one is said as such."""
+    if options is None:
+        return
+    nothing = jax.jit(
+        lambda: jnp.zeros(()), out_shardings=whole, compiler_options=options
+    )
+    try:
+        nothing.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        platform = whole.mesh.devices.flat[0].platform
+        raise PlanError(
+            f"compiler_options: the compiler of this {platform} does not take "
+            f"{', '.join(f'{k}={v}' for k, v in options.items())} ({error}). Plan "
+            "without what it does not know, or for the hardware that does"
+        ) from error

@@ -499,6 +499,34 @@ def test_a_cluster_that_is_none() -> None:
 # Plan files.
 
 
+def test_compiler_options_of_no_kind() -> None:
+    text = refused(compiler_options={"--xla_dump_to": "/tmp", "xla_a": None})
+    assert text == (
+        "compiler_options: 2 problems\n"
+        "  1. '--xla_dump_to' names no option; expected one of XLA's without dashes, "
+        "such as xla_tpu_enable_async_collective_fusion\n"
+        "  2. xla_a is None; expected a number, a text, True or False"
+    )
+
+
+def test_a_compiler_option_that_this_compiler_does_not_take() -> None:
+    plan = planned(compiler_options={"xla_nope": True})
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.compile(
+            plan,
+            plain,
+            net(),
+            optimizer=optax.sgd(0.1),
+            batch=batch(),
+            devices=jax.devices(),
+        )
+    assert str(caught.value) == (
+        "compiler_options: the compiler of this cpu does not take xla_nope=True "
+        "(INVALID_ARGUMENT: No such compile option: 'xla_nope'). Plan without what it "
+        "does not know, or for the hardware that does"
+    )
+
+
 def test_a_corrupt_plan_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planned().save(path)
@@ -512,6 +540,6 @@ def test_a_newer_plan_file(tmp_path: Path) -> None:
     planned().save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "whalejax_plan": 99}))
     with pytest.raises(
-        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 3"
+        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 4"
     ):
         wh.Plan.load(path)

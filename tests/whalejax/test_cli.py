@@ -17,6 +17,7 @@ import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
 from whalejax import cli
 from whalejax.meshes.problems import WhaleError
+from whalejax.options import named_values
 
 
 # Adam promotes its count.
@@ -402,7 +403,7 @@ def test_a_batch_of_nothing(capsys: Captured) -> None:
 
 def test_options_of_a_model_are_set_from_words() -> None:
     words = ["layers=2", "hidden=64", "heads=4", "ffn=128", "dropout_rate=0.1"]
-    job = cli.find_job("gpt", cli.model_options([*words, "annotated=false"]))
+    job = cli.find_job("gpt", named_values([*words, "annotated=false"]))
     assert job.name.startswith("gpt")
     with pytest.raises(WhaleError, match="has no option 'layerz'; nearest: layers"):
         cli.find_job("gpt", {"layerz": 2})
@@ -410,7 +411,7 @@ def test_options_of_a_model_are_set_from_words() -> None:
 
 def test_malformed_options_are_listed_together() -> None:
     with pytest.raises(WhaleError) as error:
-        cli.model_options(["layers", "4=", "x=1", "x=2"])
+        named_values(["layers", "4=", "x=1", "x=2"])
     text = str(error.value)
     assert "--set: 3 problems" in text
     assert "'layers' is no NAME=VALUE, such as layers=24" in text

@@ -44,6 +44,21 @@ def test_without_an_optimizer_a_step_only_evaluates() -> None:
         step(state, BATCH)
 
 
+def test_compiler_options_travel_with_the_plan() -> None:
+    options = {
+        "xla_cpu_enable_fast_math": False,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+    step = step_for(squares, MODEL, BATCH, compiler_options=options)
+    assert dict(step.plan.compiler_options) == {k: str(v) for k, v in options.items()}
+    plain = step_for(squares, MODEL, BATCH)
+    assert plain.plan.hash != step.plan.hash
+    assert plain.plan.cluster == step.plan.cluster
+    _, metrics = step(step.init_from(MODEL), BATCH)
+    _, expected = plain(plain.init_from(MODEL), BATCH)
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+
+
 def test_loss_falls_and_the_users_arrays_survive() -> None:
     model = {name: jnp.array(value) for name, value in MODEL.items()}
     step = step_for(squares, model, BATCH)

@@ -65,6 +65,31 @@ TPU: Final = [
 
 
 @needs_tpu_compiler
+@pytest.mark.relaxed_promotion
+def test_compiler_options_are_planned_with_and_compiled_with() -> None:
+    plan = planned(
+        "gpt-test",
+        "v5e:2x2",
+        model={"embed": 512, "mlp": 2048, "scan_layers": True},
+        mesh={"fsdp": 4},
+        precision="bf16",
+    )
+    off = {"xla_tpu_enable_all_reduce_scatter_fusion": False}
+    for one in (plan, plan.what_if(compiler_options=off)):
+        assert wh.Plan.from_document(one.document()) == one
+        found = traffic(one.verify(timeout_seconds=300))
+        scattered = found.get("reduce-scatter over fsdp", (0, 0))
+        assert all(scattered) if one is plan else not any(scattered)
+
+
+@needs_tpu_compiler
+def test_an_option_the_compiler_does_not_know_is_named() -> None:
+    plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_tpu_nope": 1})
+    with pytest.raises(wh.WhaleError, match="does not take xla_tpu_nope=1"):
+        plan.verify(timeout_seconds=300)
+
+
+@needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize(("name", "sizes", "topology", "mesh"), TPU)
