@@ -65,6 +65,7 @@ class Model:
         cluster: the machine.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         state_bytes: bytes of what is not trained.
+        batch_bytes: of the global batch.
         optimizer_other_bytes: optimizer state that follows no parameter.
     """
 
@@ -75,6 +76,7 @@ class Model:
     cluster: Cluster
     cast_bytes: float
     state_bytes: int
+    batch_bytes: int
     optimizer_other_bytes: int
 
     @functools.cached_property

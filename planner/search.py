@@ -92,6 +92,7 @@ class Request:
     Attributes:
         optimizer: bytes of its state.
         state_bytes: bytes that are neither trained nor computed.
+        batch_bytes: of the global batch.
         num_micro_batches: fixed by the user, or None for the search to choose.
         default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
             or None to leave them to the search.
@@ -105,6 +106,7 @@ class Request:
 
     optimizer: OptimizerBytes
     state_bytes: int = 0
+    batch_bytes: int = 0
     num_micro_batches: int | None = None
     default: str | None = None
     cast_bytes: float = 1.0
@@ -407,8 +409,11 @@ class Search:
             "accumulates": s.num_micro_batches * self.graph.num_micro_batches > 1,
         }
         if self.cluster.platform == "cpu":
-            return memory_of(self.facts, layouts, self.residents, tables, s, **common)
-        return peak_of(self.facts, layouts, self.moments, tables, s, **common)
+            found = memory_of(self.facts, layouts, self.residents, tables, s, **common)
+        else:
+            found = peak_of(self.facts, layouts, self.moments, tables, s, **common)
+        parts = min(self.options.batch_parts(t, s.mesh) for t in tables.values())
+        return dataclasses.replace(found, batch_bytes=request.batch_bytes // parts)
 
     def _setting(self, mesh: Mapping[str, int], count: int) -> Setting:
         # The graph was traced at one part of its batch; what is searched is how many

@@ -68,6 +68,7 @@ class MemoryTerms:
         gradients_bytes: gradients, as accumulated.
         optimizer_bytes: optimizer state.
         state_bytes: what is neither trained nor computed (batch statistics, keys).
+        batch_bytes: the device's part of the global batch.
         activations_bytes: what the backward pass reads again.
         working_bytes: gathered parameters, casts and the largest temporaries.
     """
@@ -76,6 +77,7 @@ class MemoryTerms:
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     state_bytes: int = 0
+    batch_bytes: int = 0
     activations_bytes: int = 0
     working_bytes: int = 0
 

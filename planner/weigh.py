@@ -515,6 +515,7 @@ def _memory(
             "gradients": gradients * ~away["params"],
             "optimizer": state * ~away["optimizer"] + cases.model.optimizer_other_bytes,
             "state": np.full(cases.number, float(cases.model.state_bytes)),
+            "batch": cases.model.batch_bytes / (cases.frames.data * cases.frames.fsdp),
             "activations": np.where(away["activations"], kept, activations),
             "working": _working(cases, shares, parts, optimistic),
         }

@@ -143,6 +143,18 @@ def sparse(
     )
 
 
+def gpt(
+    size: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
+) -> Program:
+    """A GPT of one of the published sizes."""
+    zero = options.pop("zero", 0)
+    name = f"gpt-{size}"
+    return Program(name, topology, name, options, batch, mesh, zero)
+
+
+UNROLLED = {"scan_layers": False, "layers": 8, "sequence": 2048}
+SCANNED = {"scan_layers": True, "annotated": False}
+
 TPU = (
     llama("1b", "v5e:4x4", 32, {"fsdp": 16}, remat="full", sequence=2048),
     llama("1b", "v5e:4x4", 16, {"data": 4, "tensor": 4}, sequence=1024),
@@ -226,6 +238,33 @@ TPU = (
         remat="dots",
     ),
     Program("bert-large", "v6e:4x4", "bert-large", {}, 256, {"data": 16}),
+    llama("1b", "v6e:4x4", 32, {"fsdp": 16}, remat="full", **UNROLLED),
+    llama("1b", "v5p:2x2x4", 32, {"fsdp": 16}, **UNROLLED),
+    llama("1b", "v5p:2x2x4", 32, {"data": 4, "tensor": 4}, remat="dots", **UNROLLED),
+    llama("1b", "v5e:4x4", 16, {"fsdp": 16}, remat="dots", **UNROLLED),
+    llama("8b", "v5p:4x4x4", 64, {"fsdp": 64}, remat="full", **UNROLLED),
+    gpt("xl", "v5e:4x4", 64, {"fsdp": 16}, **SCANNED),
+    gpt("xl", "v6e:4x4", 64, {"data": 16}, remat="full", zero=1, **SCANNED),
+    gpt("large", "v5e:4x4", 64, {"data": 8, "tensor": 2}, remat="dots"),
+    llama("7b", "v5e:16x16", 128, {"fsdp": 64, "tensor": 4}, remat="full"),
+    llama("7b", "v5p:4x4x4", 64, {"data": 4, "fsdp": 16}),
+    llama("70b", "v5p:8x8x8", 512, {"fsdp": 512}, remat="full", sequence=4096),
+    llama("70b", "v6e:16x16", 256, {"fsdp": 256}, remat="full", sequence=4096),
+    llama("405b", "v6e:16x16", 64, {"fsdp": 32, "tensor": 8}, remat="full"),
+    sparse("moe-8x", MOE_8X, "v5p:4x4x4", 256, {"data": 8, "expert": 8}, remat="dots"),
+    sparse(
+        "moe-8x",
+        {**MOE_8X, "scan_layers": False, "layers": 8},
+        "v5e:4x4",
+        32,
+        {"fsdp": 2, "expert": 8},
+        remat="full",
+    ),
+    sparse(
+        "moe-1t", MOE_1T, "v5p:16x16x16", 4096, {"fsdp": 64, "expert": 64}, remat="dots"
+    ),
+    Program("resnet50", "v5e:4x4", "resnet50", {}, 1024, {"data": 16}),
+    Program("bert-base", "v5p:2x2x4", "bert-base", {}, 512, {"data": 16}),
 )
 
 GPU = (

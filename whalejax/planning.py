@@ -194,6 +194,7 @@ class Asked:
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
+            batch_bytes=_tree_bytes(self.batch),
             num_micro_batches=count,
             default=kind,
             cast_bytes=CAST_BYTES[self.precision],

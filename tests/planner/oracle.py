@@ -18,7 +18,7 @@ from typing import Any
 from tests.planner.oracle_stage import Inner, compositions, shares_of
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.collectives import axis_parts, collective_seconds
+from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
 from whalejax.planner.frames import CHUNKS, OFFLOADS, ORDERS
 from whalejax.planner.layout import spec_of
 from whalejax.planner.outlook import HOLDERS, PLACES, Placement
@@ -257,6 +257,7 @@ class Pipeline:
 
     def collective(self, kind: Any, axes: Sequence[str], nbytes: float) -> float:
         parts = axis_parts(tuple(axes), self.mesh, self.oracle.cluster)
+        kind = runs_as(kind, parts, self.oracle.cluster)
         return collective_seconds(kind, nbytes, parts) if parts else 0.0
 
     # Parameters.
@@ -511,14 +512,22 @@ class Pipeline:
             if not nbytes:
                 continue
             named = (*axes, "fsdp") if "data" in axes else axes
-            if not self.oracle.cluster.compiler.reduce_scatter:
-                total += self.collective("all-reduce", named, nbytes)
-                continue
+            compiler = self.oracle.cluster.compiler
             sharding = {"fsdp", "data"} if self.choice.zero >= 2 else {"fsdp"}
             scattered = [a for a in named if a in sharding]
+            several = sum(self.mesh[a] > 1 for a in named) > 1
+            if several and not compiler.reduces_in_parts:
+                cut = any(self.mesh[a] > 1 for a in scattered)
+                times = micro_batches if cut else 1
+                total += times * self.collective("all-reduce", named, nbytes)
+                continue
+            if not compiler.reduce_scatter:
+                total += self.collective("all-reduce", named, nbytes)
+                continue
             parts = axis_parts(tuple(scattered), self.mesh, self.oracle.cluster)
             if parts:
-                once = collective_seconds("reduce-scatter", nbytes, parts)
+                kind = runs_as("reduce-scatter", parts, self.oracle.cluster)
+                once = collective_seconds(kind, nbytes, parts)
                 total += once * micro_batches
             rest = [a for a in named if a not in sharding]
             left = nbytes / math.prod(self.mesh[a] for a in scattered)
@@ -540,7 +549,9 @@ class Pipeline:
         activations = flight * sum(shares[p] * self.saved(p) for p in PLACES)
         host = 0.0
         total = self._working(shares, micro_batches, held[LAYER])
-        total += request.state_bytes + self.oracle.links.facts.optimizer_other_bytes
+        ranks = self.mesh["data"] * self.mesh["fsdp"]
+        total += request.state_bytes + request.batch_bytes / ranks
+        total += self.oracle.links.facts.optimizer_other_bytes
         if "params" in away:
             host += params + gradients
         else:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.planner.layout import shards
 from whalejax.planner.plan import Plan
 from whalejax.verification.processes import Answer
 from whalejax.verification.targets import Target
@@ -173,8 +171,9 @@ def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
 def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
     terms = plan.memory
     lying = terms.params_bytes + terms.optimizer_bytes + terms.state_bytes
+    lying += terms.batch_bytes
     predicted = {
-        "arguments": lying + batch_bytes(plan),
+        "arguments": lying,
         "temporaries": terms.temporary_bytes,
         "peak": terms.total_bytes,
     }
@@ -182,20 +181,6 @@ def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
     return tuple(
         Quantity(name=name, predicted=predicted.get(name), compiled=compiled[name])
         for name in names
-    )
-
-
-def batch_bytes(plan: Plan) -> int:
-    """Bytes of the global batch on one device."""
-    import numpy as np
-
-    from whalejax.batches import dtype_of
-
-    return sum(
-        math.prod(leaf.shape)
-        * np.dtype(dtype_of(leaf.dtype)).itemsize
-        // shards(leaf.spec, plan.axis_sizes)
-        for leaf in plan.batch
     )
 
 
