@@ -1,20 +1,15 @@
 """The fullest moment of a step: what is in memory at once, from forward to backward.
 
-A step is cut into spans of operations that follow each other: each loop is one. While
-the backward pass is in a span, memory holds what the forward pass kept for it and for
-all before it, the gradients of all behind it, and what the span itself works with. The
-peak is the largest of these sums; between the ends of a span they are not told apart.
-
-What is kept is what fusions cannot rebuild. Loops keep what their differentiation says,
-as it is: compilers do not reach across their turns.
+While the backward pass is in a span (see ``timeline``), memory holds what the forward
+pass kept for it and for all before it, the gradients of all behind it, and what the
+span itself works with. The peak is the largest of these sums; between the ends of a
+span they are not told apart.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,34 +18,13 @@ import numpy as np
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
+from whalejax.planner.graph import CONVOLUTION, Graph
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
-from whalejax.planner.memory import CHEAP, Kept, kept_bytes
+from whalejax.planner.memory import Kept, kept_bytes
 from whalejax.planner.plan import MemoryTerms
-
-
-_PIECES = 12
-"""Into how many spans the operations outside loops are cut, at most."""
-
-_LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
-"""Elementwise operations that expand into so many that no fusion repeats them."""
-
-_SMALL = 16
-"""Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
-
-_WORKING = 2.0
-"""Largest operand or result of a product, times this, is what its backward pass works
-with: the gradients on both sides of what lies between it and the next product."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Operations that follow each other: a half-open range of their numbers."""
-
-    first: int
-    end: int
-    loop: bool
+from whalejax.planner.timeline import Entry, Timeline, Works
+from whalejax.planner.update import reduced_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +35,8 @@ class Moments:
         kinds: the different tensors.
         saved: for each span, how many of each kind are kept.
         working: for each span, what it may work with, how many of each kind: one of
-            the rows at a time.
+            the rows at a time, before the gradients that the span itself makes.
+        making: the same while it makes them.
         gradients: for each span, how many parameters of each group have their gradient.
         held: for each span and group, whether it computes with such a parameter, which
             is there whole at a time if it lies in shards.
@@ -73,6 +48,7 @@ class Moments:
     kinds: tuple[Kept, ...]
     saved: np.ndarray
     working: tuple[np.ndarray, ...]
+    making: tuple[np.ndarray, ...]
     gradients: np.ndarray
     held: np.ndarray
     made: np.ndarray
@@ -96,13 +72,18 @@ def moments(
         facts: the parameters.
         compiler: what it computes inside products, and in which type.
     """
-    timeline = _Timeline(graph, weight, compiler)
+    timeline = Timeline(graph, weight, compiler)
     found = _Kinds(graph, dims)
     spans = timeline.spans
     saved = [found.count(timeline.made_before(span.end)) for span in spans]
     saved += [found.count(timeline.saved_before(span.end)) for span in spans]
-    working = [[found.count(row) for row in timeline.ahead(span)] for span in spans]
-    working += [[found.count(row) for row in timeline.behind(span)] for span in spans]
+    works: list[tuple[Works, Works]]
+    works = [(list(timeline.ahead(span)), []) for span in spans]
+    works += [timeline.behind(span) for span in spans]
+    working, making = (
+        [[found.count(row) for row in pair[which]] for pair in works]
+        for which in (0, 1)
+    )
     last, users = timeline.parameters(facts)
     gradients = np.zeros((2 * len(spans), len(facts.groups)))
     for leaf, group in enumerate(facts.group_of):
@@ -122,19 +103,13 @@ def moments(
     return Moments(
         kinds=tuple(found.kinds),
         saved=np.array([found.full(row) for row in saved]),
-        working=tuple(
-            np.array([found.full(row) for row in rows] or [found.full({})])
-            for rows in working
-        ),
+        working=found.tables(working),
+        making=found.tables(making),
         gradients=gradients,
         held=held,
         made=made,
         turns=np.array(timeline.turns(facts)),
     )
-
-
-Entry = tuple[int, int, int]
-"""A tensor, its bytes (unsharded), and the TaskGraph that lays it out."""
 
 
 @dataclass
@@ -179,345 +154,76 @@ class _Kinds:
             found[place] = times
         return found
 
-
-class _Timeline:
-    """What the forward pass keeps and when it is let go."""
-
-    def __init__(
-        self, graph: Graph, weight: Sequence[bool], compiler: CompilerProfile
-    ) -> None:
-        self.graph = graph
-        self.weight = weight
-        self.multiplied = {
-            t
-            for op in (() if compiler.fuses_products else graph.ops)
-            if op.matmul is not None
-            for t in op.operands
-        }
-        self.halves = compiler.narrow_products
-        self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
-        self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
-        self.data = self._data()
-        self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
-        self.homes = self._homes()
-        self.spans = self._spans()
-        self.hard = self._hard()
-        self.saved = self._saved()
-
-    def _data(self) -> list[bool]:
-        """For every tensor: it depends on the batch."""
-        found = [t.kind == "batch" for t in self.graph.tensors]
-        for op in self.graph.ops:
-            if any(found[t] for t in op.operands):
-                for t in op.results:
-                    found[t] = True
-        return found
-
-    def _spans(self) -> list[_Span]:
-        ops = self.graph.ops
-        cuts = [0]
-        for i in range(1, len(ops)):
-            if (ops[i].trip > 1) != (ops[i - 1].trip > 1):
-                cuts.append(i)
-        cuts.append(len(ops))
-        outside = sum(op.trip == 1 for op in ops)
-        step = max(1, math.ceil(outside / _PIECES))
-        found = []
-        for first, end in zip(cuts, cuts[1:], strict=False):
-            if first < end and ops[first].trip > 1:
-                found.append(_Span(first, end, True))
-                continue
-            found += [
-                _Span(at, min(end, at + step), False) for at in range(first, end, step)
-            ]
-        return found
-
-    # What is kept.
-
-    def _value(self, tensor: int) -> bool:
-        """It is computed from data, not a leaf of the program or a weight."""
-        kind = self.graph.tensors[tensor].kind
-        return kind == "value" and self.data[tensor] and not self.weight[tensor]
-
-    def sources(self, tensor: int, region: int | None = None) -> frozenset[int]:
-        """The tensors from which fusions rebuild a value; itself if none can.
-
-        A sum of several is not taken apart: what adds them up would grow with depth.
-
-        Args:
-            tensor: the value.
-            region: do not go beyond this checkpointed region.
-        """
-        stack = [tensor]
-        while stack:
-            one = stack[-1]
-            made_of = self._made_of(one, region)
-            open_ = [t for t in made_of if (t, region) not in self._sources]
-            if (one, region) in self._sources or not open_:
-                self._sources[one, region] = self._found(one, made_of, region)
-                stack.pop()
-            else:
-                stack.extend(open_)
-        return self._sources[tensor, region]
-
-    def _made_of(self, tensor: int, region: int | None) -> tuple[int, ...]:
-        """Operands from which fusions make a value; nothing where none does."""
-        op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
-        if op is None or op.remat != region or tensor in self.multiplied:
-            return ()
-        return op.operands if self._value(tensor) and _repeats(op) else ()
-
-    def _found(
-        self, tensor: int, made_of: tuple[int, ...], region: int | None
-    ) -> frozenset[int]:
-        if not self._value(tensor):
-            return frozenset()
-        if not made_of:
-            return frozenset({tensor})
-        found = frozenset[int]().union(*(self._sources[t, region] for t in made_of))
-        size = self.graph.tensors[tensor].nbytes
-        large = [t for t in found if self.graph.tensors[t].nbytes * _SMALL > size]
-        adds = self.graph.ops[self.maker[tensor]].kind in ("add", "add_any")
-        return frozenset({tensor}) if adds and len(large) > 1 else found
-
-    def _hard(self) -> set[int]:
-        """What stands in memory because something that does not fuse reads it."""
-        found: set[int] = set()
-        for op in self.graph.ops:
-            for t in op.operands if _hard(op) else ():
-                found |= self.sources(t, op.remat)
-        return found
-
-    def _lean(self, kept: dict[int, int], region: int | None) -> dict[int, int]:
-        """Without what is computed again from what is kept anyway.
-
-        Args:
-            kept: tensor to the number of the first operation that reads it.
-            region: the checkpointed region they are in, or None.
-        """
-        ops = self.graph.ops
-
-        def again(t: int) -> bool:
-            op = ops[self.maker[t]] if t in self.maker else None
-            repeated = op is not None and op.elementwise and op.kind not in _LONG
-            return repeated and t not in self.multiplied
-
-        firm = {t for t in kept if not again(t)} | self.hard
-        found = {t: first for t, first in kept.items() if not again(t)}
-        for t, first in sorted(kept.items(), key=lambda pair: self.maker[pair[0]]):
-            if t in found:
-                continue
-            base: set[int] = set()
-            for operand in ops[self.maker[t]].operands:
-                base |= self.sources(operand, region)
-            size = self.graph.tensors[t].nbytes
-            base = {b for b in base if self.graph.tensors[b].nbytes * _SMALL > size}
-            if base <= firm:
-                for b in base:
-                    found[b] = min(found.get(b, first), first)
-            else:
-                found[t] = first
-            firm.add(t)
-        return found
-
-    def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """(Tensor, copy) to first reader, bytes and TaskGraph, outside regions."""
-        ops = self.graph.ops
-        kept: dict[int, int] = {}
-        stacked = bool(self.graph.stacked)
-        for i, op in enumerate(ops):
-            if stacked and op.trip > 1:
-                continue
-            slots = op.operands + op.results
-            if op.kept:
-                kept.update(dict.fromkeys(op.results, i))
-            if op.remat is None:
-                for slot in op.saves:
-                    for t in self.sources(slots[slot]):
-                        kept.setdefault(t, i)
-                continue
-            for t in op.operands:
-                made = ops[self.maker[t]].remat if t in self.maker else None
-                if made != op.remat and self._value(t):
-                    for b in self.sources(t):
-                        kept.setdefault(b, i)
-        kept = self._lean(kept, None)
-        home = self.homes
-        found = {}
-        for t, first in kept.items():
-            times = ops[self.maker[t]].trip if t in self.maker else 1
-            found[t, 0] = first, self._nbytes(t) * times, home.get(t, 0)
-        loop = next((s.first for s in self.spans if s.loop), 0)
-        for copy, one in enumerate(self.graph.stacked, start=1):
-            at = max(self.maker.get(one.tensor, loop), loop)
-            first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
-            found[one.tensor, copy] = (
-                first,
-                one.nbytes // (1 + self._halved(one)) * one.trip,
-                home.get(one.tensor, 0),
-            )
-        return found
-
-    def _homes(self) -> dict[int, int]:
-        """The TaskGraph of each tensor: of its maker, or of its first reader."""
-        found: dict[int, int] = {}
-        for op in self.graph.ops:
-            for t in (*op.results, *op.operands):
-                found.setdefault(t, op.task_graph)
-        return found
-
-    def saved_before(self, end: int) -> Counter[Entry]:
-        """What is still kept while the backward pass is before an operation."""
-        found: Counter[Entry] = Counter()
-        for (tensor, _), (first, nbytes, home) in self.saved.items():
-            if first < end:
-                found[tensor, nbytes, home] += 1
-        return found
-
-    def made_before(self, end: int) -> Counter[Entry]:
-        """What is kept already while the forward pass is before an operation."""
-        found: Counter[Entry] = Counter()
-        for (tensor, copy), (first, nbytes, home) in self.saved.items():
-            made = first if copy else self.maker.get(tensor, 0)
-            if made < end:
-                found[tensor, nbytes, home] += 1
-        return found
-
-    # What a span works with.
-
-    def ahead(self, span: _Span) -> Iterator[dict[Entry, float]]:
-        """What the forward pass holds beside what is kept: what cannot fuse."""
-        kept = {tensor for tensor, _ in self.saved}
-        rows = []
-        for op in self.graph.ops[span.first : span.end]:
-            if _hard(op):
-                there = [t for t in op.operands if self._value(t) and t not in kept]
-                rows.append({self._entry(t): 1.0 for t in there})
-        yield from _undominated(rows)
-
-    def behind(self, span: _Span) -> Iterator[dict[Entry, float]]:
-        """What the backward pass of each product holds beside what is kept."""
-        rows: dict[Any, dict[Entry, float]] = {}
-        inside: dict[int | None, dict[int, int]] = {}
-        slice_of = self._slice(span)
-        for i in range(span.first, span.end):
-            op = self.graph.ops[i]
-            if op.remat is not None:
-                if op.remat not in inside:
-                    inside[op.remat] = self._rebuilt(op.remat)
-            if op.matmul is None:
-                continue
-            alive = {
-                t: first for t, first in inside.get(op.remat, {}).items() if first <= i
-            }
-            for t in (*op.operands[:2], *op.results):
-                if not self._value(t):
-                    continue
-                row = dict.fromkeys((self._entry(kept) for kept in alive), 1.0)
-                for entry in slice_of:
-                    row[entry] = row.get(entry, 0.0) + 1.0
-                here = self._entry(t)
-                wide = self.graph.tensors[t].dtype == "float32"
-                # Of the two, products read one.
-                share = 0.75 if self.halves and wide and not self.narrow[t] else 1.0
-                row[here] = row.get(here, 0.0) + _WORKING * share
-                rows[tuple(sorted(row.items()))] = row
-        yield from _undominated(list(rows.values()))
-
-    def _entry(self, tensor: int) -> Entry:
-        return tensor, self._nbytes(tensor), self.homes.get(tensor, 0)
-
-    def _nbytes(self, tensor: int) -> int:
-        return self.graph.tensors[tensor].nbytes // (1 + self.narrow[tensor])
-
-    def _halved(self, one: Stacked) -> bool:
-        """A loop keeps a value in the type in which products read it."""
-        return self.halves and one.multiplied
-
-    def _slice(self, span: _Span) -> list[Entry]:
-        """One turn of the largest value that a loop keeps, cut out of its stack."""
-        if not span.loop or not self.graph.stacked:
-            return []
-        largest = max(self.graph.stacked, key=lambda s: s.nbytes)
-        home = self.homes.get(largest.tensor, 0)
-        nbytes = largest.nbytes // (1 + self._halved(largest))
-        return [(largest.tensor, nbytes, home)]
-
-    def _rebuilt(self, region: int) -> dict[int, int]:
-        """What a checkpointed region keeps when it runs again, by first reader."""
-        kept: dict[int, int] = {}
-        for i, op in enumerate(self.graph.ops):
-            if op.remat != region:
-                continue
-            slots = op.operands + op.results
-            for slot in op.saves:
-                for t in self.sources(slots[slot], region):
-                    maker = self.graph.ops[self.maker[t]] if t in self.maker else op
-                    if t in self.maker and maker.remat == region and not maker.kept:
-                        kept.setdefault(t, i)
-        return self._lean(kept, region)
-
-    # Parameters.
-
-    def turns(self, facts: LeafFacts) -> list[int]:
-        """For each group of parameters, the length of the loop that slices them."""
-        shapes = self.graph.tensors
-        same = {t.id: t.id for t in facts.tensors}
-        sliced: set[int] = set()
-        for op in self.graph.ops:
-            if len(op.operands) != 1 or len(op.results) != 1:
-                continue
-            leaf, before = same.get(op.operands[0]), shapes[op.operands[0]].shape
-            after = shapes[op.results[0]].shape
-            if leaf is not None and op.kind in LOOPS and after == before[1:]:
-                sliced.add(leaf)
-            elif leaf is not None and (op.elementwise or op.reshape):
-                if after[:1] == before[:1]:
-                    same[op.results[0]] = leaf
-        found = [1] * len(facts.groups)
-        for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
-            if tensor.id in sliced:
-                found[group] = tensor.shape[0]
-        return found
-
-    def parameters(self, facts: LeafFacts) -> tuple[list[int], list[list[int]]]:
-        """For each parameter: its last reader, and all that are no weights' own."""
-        place = {t.id: i for i, t in enumerate(facts.tensors)}
-        of: dict[int, set[int]] = {t: {i} for t, i in place.items()}
-        users: list[list[int]] = [[] for _ in facts.tensors]
-        for i, op in enumerate(self.graph.ops):
-            leaves = {leaf for t in op.operands for leaf in of.get(t, ())}
-            if not leaves:
-                continue
-            if all(self.weight[t] for t in op.operands):
-                for t in op.results:
-                    of.setdefault(t, set()).update(leaves)
-            else:
-                for leaf in leaves:
-                    users[leaf].append(i)
-        return [max(places, default=-1) for places in users], users
-
-
-def _repeats(op: Op) -> bool:
-    """Fusions compute it again rather than keep its result."""
-    return op.reshape or op.kind in CHEAP
-
-
-def _hard(op: Op) -> bool:
-    """What it reads has to stand in memory: it fuses with nothing before it."""
-    fuses = op.elementwise or op.reshape or op.kind.startswith("reduce")
-    return not (fuses or op.matmul is not None or op.kind in LOOPS)
-
-
-def _undominated(rows: list[dict[Entry, float]]) -> Iterator[dict[Entry, float]]:
-    for i, row in enumerate(rows):
-        larger = (
-            other
-            for j, other in enumerate(rows)
-            if j != i and all(other.get(e, 0) >= n for e, n in row.items())
+    def tables(
+        self, rows: Sequence[Sequence[Mapping[int, float]]]
+    ) -> tuple[np.ndarray, ...]:
+        """Rows of several spans, one table for each."""
+        return tuple(
+            np.array([self.full(row) for row in table] or [self.full({})])
+            for table in rows
         )
-        if not any(other != row or rows.index(other) < i for other in larger):
-            yield row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaves:
+    """Bytes of the parameters on one device, and of what follows them.
+
+    Attributes:
+        params, state: of all of them and of the optimizer's state, as stored.
+        casts: of all of them in the type in which they are computed with.
+        summed: of all gradients, as accumulated.
+        gradients: for each group, of one gradient as it waits for the optimizer.
+        gathered: for each group, of one parameter that is put together.
+        fresh: for each group, of one gradient that is there before it is scattered.
+    """
+
+    params: float
+    state: float
+    casts: float
+    summed: float
+    gradients: np.ndarray
+    gathered: np.ndarray
+    fresh: np.ndarray
+
+
+def _leaves(
+    facts: LeafFacts,
+    layouts: Sequence[LeafLayout],
+    turns: np.ndarray,
+    s: Setting,
+    cast_bytes: float,
+) -> _Leaves:
+    params = state = casts = summed = 0.0
+    gradients, gathered, fresh = (np.zeros(len(layouts)) for _ in range(3))
+    unrolled = bool((turns == 1).all())
+    summing = [a for a in ("data", "fsdp") if s.mesh[a] > 1]
+    for place, ((group, count), layout) in enumerate(
+        zip(facts.groups, layouts, strict=True)
+    ):
+        nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
+        params += count * nbytes / shards(layout.param, s.mesh)
+        state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
+        summed += count * nbytes / shards(layout.gradient, s.mesh)
+        if cast_bytes != 1.0:
+            casts += count * nbytes * cast_bytes / shards(layout.param, s.mesh)
+        kept = layout.gradient
+        if unrolled and reduced_whole(layout, summing, s):
+            kept = layout.compute  # It is cut where the optimizer reads it.
+        gradients[place] = nbytes * cast_bytes / shards(kept, s.mesh)
+        one = nbytes * cast_bytes / whole / turns[place]
+        if layout.compute != layout.param:
+            gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
+        if layout.compute != kept:
+            fresh[place] = one
+    return _Leaves(
+        params=params,
+        state=state,
+        casts=casts,
+        summed=summed,
+        gradients=gradients,
+        gathered=gathered,
+        fresh=fresh,
+    )
 
 
 def peak_of(
@@ -543,39 +249,32 @@ def peak_of(
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
     """
-    params = state = casts = 0.0
-    gradients, gathered, fresh = (np.zeros(len(layouts)) for _ in range(3))
-    summed = 0.0
-    for place, ((group, count), layout) in enumerate(
-        zip(facts.groups, layouts, strict=True)
-    ):
-        nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
-        params += count * nbytes / shards(layout.param, s.mesh)
-        state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
-        gradients[place] = nbytes * cast_bytes / shards(layout.gradient, s.mesh)
-        summed += count * nbytes / shards(layout.gradient, s.mesh)
-        if cast_bytes != 1.0:
-            casts += count * nbytes * cast_bytes / shards(layout.param, s.mesh)
-        one = nbytes * cast_bytes / whole / found.turns[place]
-        if layout.compute != layout.param:
-            gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
-        if layout.compute != layout.gradient:
-            fresh[place] = one
+    leaves = _leaves(facts, layouts, found.turns, s, cast_bytes)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
     saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
-    born = found.gradients @ gradients
-    working = np.array(
-        [(rows @ kinds).max() if found.kinds else 0.0 for rows in found.working]
+    working, making = (
+        np.array([(rows @ kinds).max() if found.kinds else 0.0 for rows in several])
+        for several in (found.working, found.making)
     )
-    working += casts
-    working += (found.held * gathered + found.made * fresh).max(axis=1, initial=0.0)
+    held = found.held * leaves.gathered
+    working += held.max(axis=1, initial=0.0)
+    making += (held + found.made * leaves.fresh).max(axis=1, initial=0.0)
+    # What a span makes is not there yet while it works with what follows; loops hold
+    # all of theirs from the start.
+    born = found.gradients @ leaves.gradients
+    alone = found.gradients @ (leaves.gradients * (found.turns == 1))
+    before, half = born - alone, len(born) // 2
+    before[half:-1] += alone[half + 1 :]
+    earlier = working + before > making + born
+    born = np.where(earlier, before, born)
+    working = np.where(earlier, working, making) + leaves.casts
     if accumulates:
-        working, born = working + born, np.full(len(born), summed)
+        working, born = working + born, np.full(len(born), leaves.summed)
     fullest = int(np.argmax(saved + born + working))
     return MemoryTerms(
-        params_bytes=int(params),
+        params_bytes=int(leaves.params),
         gradients_bytes=int(born[fullest]),
-        optimizer_bytes=int(state) + facts.optimizer_other_bytes,
+        optimizer_bytes=int(leaves.state) + facts.optimizer_other_bytes,
         state_bytes=state_bytes,
         activations_bytes=int(saved[fullest]),
         working_bytes=int(working[fullest]),

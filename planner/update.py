@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.collectives import CollectiveKind
+from whalejax.planner.collectives import CollectiveKind, axis_parts, runs_as
 from whalejax.planner.cost import Collective, Setting
 from whalejax.planner.layout import Spec, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
@@ -84,6 +84,23 @@ def odd_share(
         if not over and tiles % 2 and itemsize == 2 and set(added) & set(last):
             odd += nbytes
     return odd / max(1.0, sharded)
+
+
+def reduced_whole(layout: LeafLayout, batch_axes: Sequence[str], s: Setting) -> bool:
+    """Whether a sharded gradient is reduced whole and cut, rather than scattered.
+
+    Args:
+        layout: the parameter's layouts.
+        batch_axes: the axes over which it is summed.
+        s: mesh and cluster.
+    """
+    compiler = s.cluster.compiler
+    added = _added(layout.compute, layout.gradient)
+    at_once = len(batch_axes) > 1 and not compiler.reduces_in_parts
+    if at_once or not compiler.reduce_scatter:
+        return True
+    parts = axis_parts(added, s.mesh, s.cluster)
+    return runs_as("reduce-scatter", parts, s.cluster) == "all-reduce"
 
 
 def combined_gradients(

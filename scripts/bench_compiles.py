@@ -141,7 +141,8 @@ def refresh(kept: dict[str, Any], only: str, most: int) -> None:
                 try:
                     kept[name] = compiled(plan, topology)
                 except wh.WhaleError as error:
-                    kept[name] = {"fits": False, "failure": str(error)[:300]}
+                    failure = {"failure": str(error)[:300], "refused": ""}
+                    kept[name] = {"fits": False, **failure}
                 print(name, json.dumps(kept[name]), flush=True)
                 FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
             kept.setdefault("complete", []).append(label)

@@ -153,7 +153,8 @@ def gpt(
 
 
 UNROLLED = {"scan_layers": False, "layers": 8, "sequence": 2048}
-SCANNED = {"scan_layers": True, "annotated": False}
+UNMARKED = {"annotated": False}
+SCANNED = {"scan_layers": True, **UNMARKED}
 
 TPU = (
     llama("1b", "v5e:4x4", 32, {"fsdp": 16}, remat="full", sequence=2048),
@@ -263,8 +264,8 @@ TPU = (
     sparse(
         "moe-1t", MOE_1T, "v5p:16x16x16", 4096, {"fsdp": 64, "expert": 64}, remat="dots"
     ),
-    Program("resnet50", "v5e:4x4", "resnet50", {}, 1024, {"data": 16}),
-    Program("bert-base", "v5p:2x2x4", "bert-base", {}, 512, {"data": 16}),
+    Program("resnet50", "v5e:4x4", "resnet50", UNMARKED, 1024, {"data": 16}),
+    Program("bert-base", "v5p:2x2x4", "bert-base", UNMARKED, 512, {"data": 16}),
 )
 
 GPU = (

@@ -509,30 +509,21 @@ class Pipeline:
             if nbytes:
                 total += self.collective("all-reduce", ("stage",), nbytes)
         for axes, nbytes in payloads.items():
-            if not nbytes:
-                continue
             named = (*axes, "fsdp") if "data" in axes else axes
             compiler = self.oracle.cluster.compiler
             sharding = {"fsdp", "data"} if self.choice.zero >= 2 else {"fsdp"}
             scattered = [a for a in named if a in sharding]
             several = sum(self.mesh[a] > 1 for a in named) > 1
-            if several and not compiler.reduces_in_parts:
-                cut = any(self.mesh[a] > 1 for a in scattered)
+            at_once = several and not compiler.reduces_in_parts
+            if at_once or not compiler.reduce_scatter:
+                cut = at_once and any(self.mesh[a] > 1 for a in scattered)
                 times = micro_batches if cut else 1
                 total += times * self.collective("all-reduce", named, nbytes)
                 continue
-            if not compiler.reduce_scatter:
-                total += self.collective("all-reduce", named, nbytes)
-                continue
-            parts = axis_parts(tuple(scattered), self.mesh, self.oracle.cluster)
-            if parts:
-                kind = runs_as("reduce-scatter", parts, self.oracle.cluster)
-                once = collective_seconds(kind, nbytes, parts)
-                total += once * micro_batches
-            rest = [a for a in named if a not in sharding]
+            once = self.collective("reduce-scatter", scattered, nbytes)
             left = nbytes / math.prod(self.mesh[a] for a in scattered)
-            parts = axis_parts(tuple(rest), self.mesh, self.oracle.cluster)
-            total += collective_seconds("all-reduce", left, parts) if parts else 0.0
+            rest = [a for a in named if a not in sharding]
+            total += once * micro_batches + self.collective("all-reduce", rest, left)
         return total * (1 - self.oracle.hidden.overlap_gradients)
 
     def _fits(self, index: int, micro_batches: int) -> bool:

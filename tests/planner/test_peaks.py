@@ -19,11 +19,11 @@ VALUE = 2 * BATCH * WIDTH // DEVICES
 """Bytes of one value on one device."""
 
 
-def memory(graph: Graph, machine: str = "v5e:2x2") -> MemoryTerms:
+def memory(graph: Graph, machine: str = "v5e:2x2", axis: str = "data") -> MemoryTerms:
     """Memory of a program where every device does the same."""
     count = cluster(machine).num_devices
     return plan_of(
-        graph, machine, mesh={"data": count}, zero=0, num_micro_batches=1
+        graph, machine, mesh={axis: count}, zero=0, num_micro_batches=1
     ).memory
 
 
@@ -134,9 +134,9 @@ def test_a_dimension_that_fills_lanes_is_found(width: int, padded: int) -> None:
 def test_a_tensor_without_such_a_dimension_grows() -> None:
     def working(machine: str) -> int:
         p = Program("bfloat16", 2)
-        x = p.batch("x", 4 * 96, 200)
-        x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", 200, 200)))
-        x = p.einsum("bi,ij->bj", x, p.param("out", 200, 200))
+        x = p.batch("x", 4 * 96, 8)
+        x = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("in", 8, 200)))
+        x = p.einsum("bi,ij->bj", x, p.param("out", 200, 8))
         return memory(p.graph(p.einsum("bj->", x)), machine).working_bytes
 
     # 200 becomes 256: less waste than 96 becoming 128.
@@ -150,3 +150,27 @@ def test_a_long_chain_of_cheap_operations_is_followed() -> None:
         x = p.add(x, kind="neg")
     x = p.einsum("bi,ij->bj", x, p.param("b", WIDTH, WIDTH))
     assert memory(p.graph(p.einsum("bj->", x))).activations_bytes == VALUE
+
+
+def test_gradients_reduced_whole_wait_whole_for_the_optimizer() -> None:
+    def found(machine: str) -> MemoryTerms:
+        p = Program("bfloat16", 2)
+        x = p.batch("x", 64, 1024)
+        for i in range(3):
+            x = p.einsum("bi,ij->bj", x, p.param(f"w{i}", 1024, 1024))
+        graph = p.graph(p.einsum("bj->", x))
+        return memory(graph, machine, "fsdp")
+
+    # Over a whole torus of two equal lengths nothing is scattered; over 4x8 it is.
+    three = 3 * 2 * 1024 * 1024
+    assert found("v5e:4x4").gradients_bytes == three
+    assert found("v5e:4x8").gradients_bytes == three // 32
+
+
+def test_what_is_read_is_undone_before_a_gradient_is_made() -> None:
+    p = Program("bfloat16", 2)
+    x = p.batch("x", 64, 32)
+    x = p.einsum("bi,iv->bv", x, p.param("head", 32, 4096))
+    found = memory(p.graph(p.einsum("bv->", p.unary("exp", x))), "h100:4")
+    # The scores and twice their gradient, before the head's own gradient is there.
+    assert found.temporary_bytes == 3 * 2 * 64 * 4096 // 4

@@ -374,6 +374,31 @@ custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":\
     assert hlo.product_flops(hlo.read(text)) == 2 * 32 * 16 * 64
 
 
+@pytest.mark.parametrize(
+    ("target", "made", "first", "second"),
+    [
+        ("Forward", "4,7,7,32", "4,14,14,16", "32,3,3,16"),
+        ("BiasActivationForward", "4,7,7,32", "4,14,14,16", "32,3,3,16"),
+        ("BackwardInput", "4,14,14,16", "4,7,7,32", "32,3,3,16"),
+        ("BackwardFilter", "32,3,3,16", "4,14,14,16", "4,7,7,32"),
+    ],
+)
+def test_a_library_convolution_and_its_gradients_cost_the_same(
+    target: str, made: str, first: str, second: str
+) -> None:
+    text = f"""
+ENTRY %main (x: bf16[{first}], y: bf16[{second}]) -> bf16[{made}] {{
+  %x = bf16[{first}]{{3,2,1,0}} parameter(0)
+  %y = bf16[{second}]{{3,2,1,0}} parameter(1)
+  %c = (bf16[{made}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%x, %y), window={{size=3x3 \
+stride=2x2 pad=0_1x0_1}}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$conv{target}"
+  ROOT %r = bf16[{made}]{{3,2,1,0}} get-tuple-element(%c), index=0
+}}"""
+    # Of 7 x 3 positions along a side all but one fall on the image.
+    assert hlo.product_flops(hlo.read(text)) == 2 * 4 * 32 * 16 * 20 * 20
+
+
 def test_an_unknown_call_is_refused_by_name() -> None:
     text = """
 ENTRY %main (x: f32[4]) -> f32[4] {

@@ -28,6 +28,12 @@ _CONFIG = re.compile(r"backend_config=(\{.*\})\s*$")
 _PRODUCTS = re.compile(r"^__cublas\$(?:gemm|lt\$matmul)|^__triton_nested_gemm_fusion")
 """Library calls that are one product, described in their backend configuration."""
 
+_CUDNN = re.compile(
+    r"^__cudnn\$conv(Forward|BiasActivationForward|BackwardInput|BackwardFilter)$"
+)
+"""Library calls that are one convolution or a gradient of one; their dimensions and
+windows are those of the convolution itself."""
+
 _NO_PRODUCT = re.compile(
     r"^(?:AllocateBuffer|Assume\w+|AsyncCollective(?:Start|Done)|ConcatBitcast"
     r"|GatherScatterIndicesBitpacked|Sharding|SPMD\w+|(?:Approx)?TopK|PartialReduce"
@@ -116,6 +122,8 @@ def _call(execution: Execution) -> int:
     target = found[1] if found else ""
     if _PRODUCTS.match(target):
         return _library_product(execution)
+    if called := _CUDNN.match(target):
+        return _library_convolution(execution, called[1])
     if _NO_PRODUCT.match(target):
         return 0
     raise HloError(
@@ -144,19 +152,36 @@ def _library_product(execution: Execution) -> int:
 
 def _convolution(execution: Execution) -> int:
     line = execution.line
+    inputs, kernel = _operand(execution, 0)[1], _operand(execution, 1)[1]
+    batch_groups = _GROUPS.search(line.rest)
+    if batch_groups is not None and int(batch_groups[1]) > 1:
+        raise HloError(f"the convolution {line.name} groups its batch; not understood")
+    return _convolved(line, inputs, kernel, line.shapes[0][1])
+
+
+def _library_convolution(execution: Execution, what: str) -> int:
+    """A gradient takes as many FLOPs as the convolution: each pair meets once."""
+    made = execution.line.shapes[0][1]
+    first, second = (_operand(execution, index)[1] for index in (0, 1))
+    inputs, kernel, result = {
+        "BackwardInput": (made, second, first),
+        "BackwardFilter": (first, made, second),
+    }.get(what, (first, second, made))
+    return _convolved(execution.line, inputs, kernel, result)
+
+
+def _convolved(
+    line: Line,
+    inputs: tuple[int, ...],
+    kernel: tuple[int, ...],
+    result: tuple[int, ...],
+) -> int:
     labels = _DIMS.search(line.rest)
     if labels is None:
         raise HloError(f"the convolution {line.name} has no dim_labels")
     left, right, out = labels.groups()
-    inputs, kernel = _operand(execution, 0)[1], _operand(execution, 1)[1]
-    result = line.shapes[0][1]
-    batch_groups = _GROUPS.search(line.rest)
-    # Each result sums the kernel's inputs and, where batches are grouped, a part of
-    # the batch only.
     flops = 2 * kernel[right.index("i")] * result[out.index("f")]
     flops *= result[out.index("b")]
-    if batch_groups is not None and int(batch_groups[1]) > 1:
-        raise HloError(f"the convolution {line.name} groups its batch; not understood")
     for index, window in enumerate(_windows(line, left, kernel, right)):
         label = str(index)
         flops *= _meetings(inputs[left.index(label)], result[out.index(label)], *window)
