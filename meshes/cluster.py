@@ -117,11 +117,11 @@ class Cluster:
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def under(self, options: Mapping[str, str]) -> Cluster:
+    def under(self, options: Mapping[str, Any]) -> Cluster:
         """The same with what its compiler does under some options.
 
         Args:
-            options: of the compiler, as text.
+            options: of the compiler; see ``CompilerProfile.under``.
         """
         compiler = self.compiler.under(options)
         return dataclasses.replace(self, compiler=compiler)

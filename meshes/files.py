@@ -108,7 +108,7 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
     """
     problems = Problems(title)
     top = Table(data, "", problems)
-    compiler = _compiler(top.table("compiler")) if "compiler" in top else None
+    facts = _compiler(top.table("compiler")) if "compiler" in top else {}
     tables = top.table("kinds")
     bases: dict[str, Entry] = {}
     kinds = {
@@ -128,26 +128,26 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
         return Cluster(
             nodes=nodes,
             levels=tuple(levels),
-            compiler=compiler or COMPILERS[nodes[0].kind.platform],
+            compiler=dataclasses.replace(COMPILERS[nodes[0].kind.platform], **facts),
         )
     except WhaleError as error:
         raise WhaleError(f"{title}: {error}") from None
 
 
-def _compiler(table: Table) -> CompilerProfile:
-    profile = CompilerProfile(
-        merge_partials=table.boolean("merge_partials"),
-        reduce_scatter=table.boolean("reduce_scatter"),
-        reduces_in_parts=table.boolean("reduces_in_parts", default=True),
-        copies_kernels=table.boolean("copies_kernels", default=False),
-        fuses_products=table.boolean("fuses_products", default=False),
-        narrow_products=table.boolean("narrow_products", default=False),
-        lanes=table.integer("lanes", default=1),
-        scatters_whole_torus=table.boolean("scatters_whole_torus", default=True),
-        scatters_odd_tiles=table.boolean("scatters_odd_tiles", default=True),
-    )
+def _compiler(table: Table) -> dict[str, Any]:
+    """What a file says of the compiler; what it leaves out is as the platform's."""
+    found: dict[str, Any] = {
+        "merge_partials": table.boolean("merge_partials"),
+        "reduce_scatter": table.boolean("reduce_scatter"),
+    }
+    if "lanes" in table:
+        found["lanes"] = table.integer("lanes")
+    for field in dataclasses.fields(CompilerProfile):
+        if field.name in table and field.name not in found:
+            found[field.name] = table.boolean(field.name)
+    table.asked = [field.name for field in dataclasses.fields(CompilerProfile)]
     table.done()
-    return profile
+    return found
 
 
 _OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})

@@ -85,10 +85,14 @@ class CompilerProfile:
             it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
             it holds them as they are.
-        scatters_whole_torus: reduce-scatters over all chips of a torus at once, and
-            over several. If not, it reduces the whole and cuts it; of one torus only
-            where that has three lengths above 1, or two equal ones of 4 or more. Where
-            it has three of 4 or more, all-gathers too become all-reduces.
+        scatters_whole_torus: reduce-scatters over all chips of a torus at once. If
+            not, it reduces the whole and cuts it where the torus has three lengths
+            above 1, or two equal ones of 4 or more.
+        scatters_beyond_torus: reduce-scatters over chips of a torus and of others at
+            once. If not, it reduces the whole and cuts it.
+        gathers_whole_torus: all-gathers over all chips of a torus at once. If not, it
+            puts together by an all-reduce where the torus has three lengths of 4 or
+            more, and what is smaller than 32 MiB where it has two of 8 or more.
         scatters_odd_tiles: reduce-scatters 16-bit values whose last dimension is left
             with an odd number of tiles. If not, it reduces the whole and cuts it.
     """
@@ -101,18 +105,23 @@ class CompilerProfile:
     narrow_products: bool = False
     lanes: int = 1
     scatters_whole_torus: bool = True
+    scatters_beyond_torus: bool = True
+    gathers_whole_torus: bool = True
     scatters_odd_tiles: bool = True
 
-    def under(self, options: Mapping[str, str]) -> CompilerProfile:
+    def under(self, options: Mapping[str, Any]) -> CompilerProfile:
         """What the compiler does under options that change collectives.
 
         Args:
-            options: of the compiler, as text; those not known here change nothing.
+            options: of the compiler; those not known here change nothing.
+
+        >>> COMPILERS["tpu"].under({KEEPS_SCATTERS: True}).scatters_whole_torus
+        True
         """
         found = self
         for option, value in options.items():
-            if (option, value.lower()) in _OPTIONS:
-                changed = _OPTIONS[option, value.lower()]
+            known, changed = _OPTIONS.get(option, (False, {}))
+            if changed and _truth(value) == known:
                 found = dataclasses.replace(found, **changed)
         return found
 
@@ -120,15 +129,23 @@ class CompilerProfile:
 KEEPS_SCATTERS = "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter"
 """Option under which reduce-scatters over all chips of a torus stay what they are."""
 
-_OPTIONS: Mapping[tuple[str, str], Mapping[str, bool]] = {
-    (KEEPS_SCATTERS, "true"): {"scatters_whole_torus": True},
-    ("xla_tpu_enable_all_reduce_scatter_fusion", "false"): {"reduce_scatter": False},
+_OPTIONS: Mapping[str, tuple[bool, Mapping[str, bool]]] = {
+    KEEPS_SCATTERS: (True, {"scatters_whole_torus": True}),
+    "xla_tpu_enable_all_reduce_scatter_fusion": (False, {"reduce_scatter": False}),
 }
-"""Facts that options of the compiler change, as counted in programs compiled with them.
+"""Options that change facts: the value that does, and what becomes of them.
 
-By libtpu 0.0.42.1: a reduce-scatter over groups of every size, place and dimension was
-compiled alone, for tori from 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
+As counted in programs that libtpu 0.0.42.1 compiled: one collective alone, over groups
+of many sizes and places of tori from 2×2 to 16×16 chips and 2×2×1 to 16×16×16.
 """
+
+
+def _truth(value: Any) -> bool | None:
+    """A switch as compilers read it, or None where it is none."""
+    text = str(value).lower()
+    if text in ("true", "t", "1", "yes", "y"):
+        return True
+    return False if text in ("false", "f", "0", "no", "n") else None
 
 
 # TPU and CPU as counted in compiled programs. GPU is an assumption: XLA has the same
@@ -142,6 +159,8 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         narrow_products=True,
         lanes=128,
         scatters_whole_torus=False,
+        scatters_beyond_torus=False,
+        gathers_whole_torus=False,
         scatters_odd_tiles=False,
     ),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),

@@ -93,7 +93,10 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
 
 
 def runs_as(
-    kind: CollectiveKind, parts: Sequence[Part], cluster: Cluster
+    kind: CollectiveKind,
+    parts: Sequence[Part],
+    cluster: Cluster,
+    payload_bytes: float = math.inf,
 ) -> CollectiveKind:
     """The collective that the compiler makes of one, by where it runs.
 
@@ -101,6 +104,7 @@ def runs_as(
         kind: the collective that is asked for.
         parts: from ``axis_parts``.
         cluster: the machine, with what its compiler does.
+        payload_bytes: bytes on one device; as of a large one if left out.
 
     >>> from whalejax.meshes import cluster
     >>> for text in ("v5e:4x4", "v5e:4x8"):
@@ -111,31 +115,45 @@ def runs_as(
     reduce-scatter
     """
     pieces = [(part.size, part.level) for part in parts]
-    return "all-reduce" if _reduces_whole(kind, pieces, cluster) else kind
+    turned = _reduces_whole(kind, pieces, cluster, payload_bytes)
+    return "all-reduce" if turned else kind
 
 
 def _reduces_whole(
-    kind: CollectiveKind, pieces: Sequence[tuple[Any, Level]], cluster: Cluster
+    kind: CollectiveKind,
+    pieces: Sequence[tuple[Any, Level]],
+    cluster: Cluster,
+    payload_bytes: float = math.inf,
 ) -> Any:
     """Whether a collective runs as an all-reduce; arrays of sizes give arrays."""
-    if cluster.compiler.scatters_whole_torus:
-        return False
+    compiler = cluster.compiler
     lengths = [x.size for x in cluster.levels if x.torus and x.size > 1]
     chips = math.prod((size for size, level in pieces if level.torus), start=1)
-    whole = chips == math.prod(lengths)
+    whole = (chips == math.prod(lengths)) & (chips > 1)
     cubic = len(lengths) == 3
-    if kind == "all-gather":
-        return whole & (cubic and min(lengths) >= _LONG)
+    if kind == "all-gather" and not compiler.gathers_whole_torus:
+        flat = len(lengths) == 2 and min(lengths) >= _LONG_FLAT
+        small = payload_bytes < _SMALL_GATHER_BYTES
+        return whole & (cubic and min(lengths) >= _LONG or flat and small)
     if kind != "reduce-scatter":
         return False
-    square = len(lengths) == 2 and lengths[0] == lengths[1] >= _LONG
-    beyond = cluster.levels[-1]
-    apart = [size for size, level in pieces if level == beyond and not level.torus]
-    return (whole & (cubic or square)) | (math.prod(apart, start=1) > 1)
+    turned: Any = False
+    if not compiler.scatters_whole_torus:
+        square = len(lengths) == 2 and lengths[0] == lengths[1] >= _LONG
+        turned = whole & (cubic or square)
+    if not compiler.scatters_beyond_torus:
+        beyond = cluster.levels[-1]
+        apart = [size for size, level in pieces if level == beyond and not level.torus]
+        turned = turned | ((math.prod(apart, start=1) > 1) & (chips > 1))
+    return turned
 
 
-_LONG = 4
-"""Chips along a torus from which the compiler takes other ways than on a short one."""
+_LONG, _LONG_FLAT = 4, 8
+"""Chips along a torus of three lengths, or of two, from which other ways are taken."""
+
+_SMALL_GATHER_BYTES = 2**25
+"""What is smaller is gathered by all-reduces over a large flat torus (16 MiB was seen
+to be, 32 MiB not to be)."""
 
 
 def collective_seconds(

@@ -456,12 +456,16 @@ class _Path:
 def as_run(collective: Collective, s: Setting) -> tuple[Collective, float]:
     """What the compiler makes of a folded collective, and its time.
 
+    Args:
+        collective: as asked for.
+        s: mesh and cluster.
+
     Returns:
         The collective that runs, and the seconds of all its repetitions in one
         micro-batch.
     """
     parts = axis_parts(collective.axes, s.mesh, s.cluster)
-    kind = runs_as(collective.kind, parts, s.cluster)
+    kind = runs_as(collective.kind, parts, s.cluster, collective.payload_bytes)
     if kind != collective.kind:
         collective = dataclasses.replace(collective, kind=kind)
     once = collective_seconds(kind, collective.payload_bytes, parts)

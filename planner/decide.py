@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
-from whalejax.meshes.topology import KEEPS_SCATTERS
 from whalejax.planner.choices import idle_marks
 from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.graph import BatchReduction, Graph
-from whalejax.planner.layout import Table, spec_of
+from whalejax.planner.layout import Table
+from whalejax.planner.leaves import batch_specs
 from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -199,23 +199,10 @@ def batch_layouts(
     batch: Sequence[BatchLeaf],
 ) -> tuple[BatchLeaf, ...]:
     """Leaves of the batch with their layouts."""
-    graph, dims = analysed.graph, analysed.dims
-    homes: dict[int, int] = {}
-    for op in graph.ops:
-        for t in op.operands:
-            homes.setdefault(t, op.task_graph)
-    tensors = [t for t in graph.tensors if t.kind == "batch"]
+    specs = batch_specs(analysed.graph, analysed.dims, tables, mesh)
     return tuple(
-        dataclasses.replace(
-            leaf,
-            spec=spec_of(
-                dims.layouts[t.id],
-                dims.sizes[t.id],
-                tables[homes.get(t.id, next(iter(tables)))],
-                mesh,
-            ),
-        )
-        for leaf, t in zip(batch, tensors, strict=True)
+        dataclasses.replace(leaf, spec=spec)
+        for leaf, spec in zip(batch, specs, strict=True)
     )
 
 
@@ -302,7 +289,12 @@ def _notes(
 
 
 def _torus_notes(search: Search, best: Scored) -> list[str]:
-    """Storage axes over whose piece of the torus the compiler reduces whole."""
+    """Storage axes over whose piece of the torus the compiler reduces whole.
+
+    Args:
+        search: with the cluster.
+        best: the plan.
+    """
     axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
     found = []
     for axis in axes:
@@ -312,10 +304,9 @@ def _torus_notes(search: Search, best: Scored) -> list[str]:
         gathers = runs_as("all-gather", parts, search.cluster) == "all-reduce"
         also = " and gathers parameters by all-reduces too" if gathers else ""
         found.append(
-            f"{axis} {best.mesh[axis]} spans the whole torus, over which this compiler "
-            f"reduces gradients whole{also}: twice the traffic. A tensor or expert "
-            f"axis beside it avoids that. So does the compiler option {KEEPS_SCATTERS}="
-            "true on paper: in compiled programs, never timed on a chip"
+            f"{axis} {best.mesh[axis]} spans all chips of a torus, over which this "
+            f"compiler reduces gradients whole{also}, with twice the traffic: a tensor "
+            "or expert axis beside it avoids that"
         )
     return found
 

@@ -16,7 +16,7 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, Reading, lying
 from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
-from whalejax.planner.layout import Spec, Table, extend_spec
+from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
 from whalejax.planner.regions import weight_homes
@@ -215,6 +215,34 @@ def _order(
     """Dimensions that storage may shard: the pinned one first, then by role."""
     usable = [d for d, atoms in enumerate(layout) if atoms and atoms[0] in rank]
     return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
+
+
+def batch_specs(
+    graph: Graph,
+    dims: Dimensions,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, int],
+) -> tuple[Spec, ...]:
+    """Layouts of the leaves of the batch, as the operations that read them first want.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        tables: compute table of each TaskGraph.
+        mesh: axis sizes.
+    """
+    homes: dict[int, int] = {}
+    for op in graph.ops:
+        for t in op.operands:
+            homes.setdefault(t, op.task_graph)
+    first = next(iter(tables))
+    return tuple(
+        spec_of(
+            dims.layouts[t.id], dims.sizes[t.id], tables[homes.get(t.id, first)], mesh
+        )
+        for t in graph.tensors
+        if t.kind == "batch"
+    )
 
 
 def lay_out(

@@ -65,7 +65,7 @@ class Model:
         cluster: the machine.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         state_bytes: bytes of what is not trained.
-        batch_bytes: of the global batch.
+        batch_bytes: of the global batch, as if all of it were sharded.
         optimizer_other_bytes: optimizer state that follows no parameter.
     """
 

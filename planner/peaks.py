@@ -190,13 +190,13 @@ def _leaves(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
     turns: np.ndarray,
+    tables: Mapping[int, Table],
     s: Setting,
     cast_bytes: float,
 ) -> _Leaves:
     params = state = casts = summed = 0.0
     gradients, gathered, fresh = (np.zeros(len(layouts)) for _ in range(3))
     unrolled = bool((turns == 1).all())
-    summing = [a for a in ("data", "fsdp") if s.mesh[a] > 1]
     for place, ((group, count), layout) in enumerate(
         zip(facts.groups, layouts, strict=True)
     ):
@@ -207,11 +207,12 @@ def _leaves(
         if cast_bytes != 1.0:
             casts += count * nbytes * cast_bytes / shards(layout.param, s.mesh)
         kept = layout.gradient
-        if unrolled and reduced_whole(layout, summing, s):
+        table = tables[group.home]
+        if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
             kept = layout.compute  # It is cut where the optimizer reads it.
         gradients[place] = nbytes * cast_bytes / shards(kept, s.mesh)
         one = nbytes * cast_bytes / whole / turns[place]
-        if layout.compute != layout.param:
+        if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
         if layout.compute != kept:
             fresh[place] = one
@@ -249,7 +250,7 @@ def peak_of(
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
     """
-    leaves = _leaves(facts, layouts, found.turns, s, cast_bytes)
+    leaves = _leaves(facts, layouts, found.turns, tables, s, cast_bytes)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
     saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
     working, making = (

@@ -247,7 +247,7 @@ class Plan:
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: options of the compiler that the step is compiled with, as
-            (name, value) texts.
+            (name, value) pairs.
         source: how the command line named the model: MODEL, then its NAME=VALUE
             options; empty for plans made from Python.
         question: what was planned, to be asked again. Not in files.
@@ -275,7 +275,7 @@ class Plan:
     product_flops: int = 0
     runnable: bool = True
     beyond: Beyond | None = None
-    compiler_options: tuple[tuple[str, str], ...] = ()
+    compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
     source: tuple[str, ...] = ()
     question: Question | None = dataclasses.field(
         default=None, compare=False, repr=False, metadata={"kept": False}

@@ -41,11 +41,12 @@ from whalejax.planner.cost import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import BatchReduction, Graph
-from whalejax.planner.layout import Table, divisors
+from whalejax.planner.layout import Table, divisors, shards
 from whalejax.planner.leaves import (
     LeafFacts,
     LeafLayout,
     OptimizerBytes,
+    batch_specs,
     ignores_pin,
     lay_out,
     sharded_share,
@@ -92,7 +93,7 @@ class Request:
     Attributes:
         optimizer: bytes of its state.
         state_bytes: bytes that are neither trained nor computed.
-        batch_bytes: of the global batch.
+        batch_bytes: of each leaf of the global batch.
         num_micro_batches: fixed by the user, or None for the search to choose.
         default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
             or None to leave them to the search.
@@ -106,7 +107,7 @@ class Request:
 
     optimizer: OptimizerBytes
     state_bytes: int = 0
-    batch_bytes: int = 0
+    batch_bytes: tuple[int, ...] = ()
     num_micro_batches: int | None = None
     default: str | None = None
     cast_bytes: float = 1.0
@@ -412,8 +413,14 @@ class Search:
             found = memory_of(self.facts, layouts, self.residents, tables, s, **common)
         else:
             found = peak_of(self.facts, layouts, self.moments, tables, s, **common)
-        parts = min(self.options.batch_parts(t, s.mesh) for t in tables.values())
-        return dataclasses.replace(found, batch_bytes=request.batch_bytes // parts)
+        return dataclasses.replace(found, batch_bytes=self._batch_bytes(tables, s.mesh))
+
+    def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
+        if not self.request.batch_bytes:
+            return 0
+        specs = batch_specs(self.graph, self.dims, tables, mesh)
+        pairs = zip(self.request.batch_bytes, specs, strict=True)
+        return sum(nbytes // shards(spec, mesh) for nbytes, spec in pairs)
 
     def _setting(self, mesh: Mapping[str, int], count: int) -> Setting:
         # The graph was traced at one part of its batch; what is searched is how many

@@ -49,8 +49,10 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
     if origin in (types.UnionType, Union):
         if data is None and type(None) in get_args(kind):
             return None
-        inner = next(a for a in get_args(kind) if a is not type(None))
-        return decode(inner, data, path)
+        inner = [a for a in get_args(kind) if a is not type(None)]
+        if type(data) in inner:
+            return data
+        return decode(inner[0], data, path)
     if origin is Literal:
         if data not in get_args(kind):
             raise DataError(f"{path} is {data!r}; expected one of {get_args(kind)}")

@@ -283,7 +283,8 @@ class Timeline:
                 continue
             held = Counter[Entry](slice_of)
             for t, first in inside.get(op.remat, {}).items():
-                held[self._entry(t)] += first <= i
+                if first <= i:
+                    held[self._entry(t)] += 1
             for t in op.results:
                 if self._value(t):
                     _add(before, held, self._entry(t), _WORKING * self._share(t))

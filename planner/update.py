@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.collectives import CollectiveKind, axis_parts, runs_as
 from whalejax.planner.cost import Collective, Setting
-from whalejax.planner.layout import Spec, shards
-from whalejax.planner.leaves import LeafFacts, LeafLayout
+from whalejax.planner.layout import Spec, Table, shards
+from whalejax.planner.leaves import LeafFacts, LeafGroup, LeafLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,40 +64,62 @@ def odd_share(
 ) -> float:
     """Which part of sharded gradients the compiler reduces whole, for their tiles.
 
-    By bytes; see ``CompilerProfile.scatters_odd_tiles``.
+    Args:
+        facts: the parameters.
+        layouts: of each of their groups.
+        s: mesh and cluster.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+
+    Returns:
+        A fraction of their bytes; see ``CompilerProfile.scatters_odd_tiles``.
     """
-    compiler = s.cluster.compiler
-    if compiler.scatters_odd_tiles:
+    if s.cluster.compiler.scatters_odd_tiles:
         return 0.0
     sharded = odd = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        added = _added(layout.compute, layout.gradient)
-        if not added or len(group.shape) < 2:
+        if not _added(layout.compute, layout.gradient):
             continue
         nbytes = group.nbytes * count / shards(layout.compute, s.mesh)
         sharded += nbytes
-        last = layout.gradient[-1]
-        tiles, over = divmod(
-            group.shape[-1] // math.prod(s.mesh[a] for a in last), compiler.lanes
-        )
-        itemsize = group.nbytes * cast_bytes / math.prod(group.shape)
-        if not over and tiles % 2 and itemsize == 2 and set(added) & set(last):
-            odd += nbytes
+        odd += nbytes * _odd(group, layout, s, cast_bytes)
     return odd / max(1.0, sharded)
 
 
-def reduced_whole(layout: LeafLayout, batch_axes: Sequence[str], s: Setting) -> bool:
+def _odd(group: LeafGroup, layout: LeafLayout, s: Setting, cast_bytes: float) -> bool:
+    """Scattering a gradient leaves an odd number of tiles of the last dimension."""
+    compiler = s.cluster.compiler
+    if compiler.scatters_odd_tiles or len(group.shape) < 2 or not group.nbytes:
+        return False
+    last = layout.gradient[-1]
+    cut = set(_added(layout.compute, layout.gradient)) & set(last)
+    length = group.shape[-1] // math.prod(s.mesh[a] for a in last)
+    tiles, over = divmod(length, compiler.lanes)
+    itemsize = group.nbytes * cast_bytes / math.prod(group.shape)
+    return bool(cut) and not over and tiles % 2 == 1 and itemsize == 2
+
+
+def reduced_whole(
+    group: LeafGroup, layout: LeafLayout, table: Table, s: Setting, cast_bytes: float
+) -> bool:
     """Whether a sharded gradient is reduced whole and cut, rather than scattered.
 
     Args:
-        layout: the parameter's layouts.
-        batch_axes: the axes over which it is summed.
+        group: the parameter.
+        layout: its layouts.
+        table: compute table of the TaskGraph that reads it first.
         s: mesh and cluster.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
     """
     compiler = s.cluster.compiler
     added = _added(layout.compute, layout.gradient)
-    at_once = len(batch_axes) > 1 and not compiler.reduces_in_parts
-    if at_once or not compiler.reduce_scatter:
+    own = {a for axes in layout.compute for a in axes}
+    summed = [
+        axis
+        for axis, roles in table.items()
+        if s.mesh[axis] > 1 and axis not in own and set(roles) & s.batch_roles
+    ]
+    at_once = len(summed) > 1 and not compiler.reduces_in_parts
+    if at_once or not compiler.reduce_scatter or _odd(group, layout, s, cast_bytes):
         return True
     parts = axis_parts(added, s.mesh, s.cluster)
     return runs_as("reduce-scatter", parts, s.cluster) == "all-reduce"

@@ -194,7 +194,7 @@ class WideSearch:
             cluster=self.cluster,
             cast_bytes=self.request.cast_bytes,
             state_bytes=self.request.state_bytes,
-            batch_bytes=self.request.batch_bytes,
+            batch_bytes=sum(self.request.batch_bytes),
             optimizer_other_bytes=first.facts.optimizer_other_bytes,
         )
 

@@ -4,7 +4,7 @@ For each model and topology the planner's choice is taken, and then the fastest 
 layout of every other set of mesh axes, as many as ``--most`` says. The real TPU or GPU
 compiler compiles each training step. What came of it is kept in ``compiles.json``
 beside this script, with the versions and the date; without options the kept results
-are added up.
+are added up. They are of the layouts that were feasible on that date.
 
     python scripts/bench_compiles.py [--refresh] [--only TEXT] [--most N]
 
@@ -131,27 +131,43 @@ def compiled(plan: wh.Plan, topology: str) -> dict[str, Any]:
 
 def refresh(kept: dict[str, Any], only: str, most: int) -> None:
     """Compile what is not kept, and keep it."""
+    programs, complete = kept["programs"], kept["complete"]
     for model in MODELS:
         for topology in model.topologies:
             label = f"{model.label} {topology}"
-            if only not in label or (not only and is_kept(kept, label)):
+            done = complete.get(label, 0) >= most
+            if only not in label or (done and not only):
                 continue
-            for layout, plan in layouts(model, topology, most):
-                name = f"{label}: {layout}"
-                try:
-                    kept[name] = compiled(plan, topology)
-                except wh.WhaleError as error:
-                    failure = {"failure": str(error)[:300], "refused": ""}
-                    kept[name] = {"fits": False, **failure}
-                print(name, json.dumps(kept[name]), flush=True)
-                FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-            kept.setdefault("complete", []).append(label)
-            FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            for name, found in results(model, topology, most):
+                programs[f"{label}: {name}"] = found
+                print(f"{label}: {name}", json.dumps(found), flush=True)
+                write(kept)
+            complete[label] = most
+            write(kept)
 
 
-def is_kept(kept: Mapping[str, Any], label: str) -> bool:
-    """All layouts of a model and topology were compiled."""
-    return label in kept.get("complete", [])
+def results(
+    model: Model, topology: str, most: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layouts and what the compiler makes of them, or why there is none."""
+    try:
+        for layout, plan in layouts(model, topology, most):
+            try:
+                yield layout, compiled(plan, topology)
+            except wh.WhaleError as error:
+                yield layout, failed(error)
+    except wh.WhaleError as error:
+        yield "no plan", failed(error)
+
+
+def failed(error: wh.WhaleError) -> dict[str, Any]:
+    """What is kept of a program that did not compile."""
+    return {"fits": False, "failure": str(error)[:300], "refused": ""}
+
+
+def write(kept: Mapping[str, Any]) -> None:
+    """Keep the results."""
+    FILE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
@@ -161,12 +177,13 @@ def main() -> None:
     parser.add_argument("--only", metavar="TEXT", default="")
     parser.add_argument("--most", metavar="N", type=int, default=3)
     arguments = parser.parse_args()
-    kept = json.loads(FILE.read_text()) if FILE.exists() else {}
+    empty: dict[str, Any] = {"programs": {}, "complete": {}}
+    kept = json.loads(FILE.read_text()) if FILE.exists() else empty
     if arguments.refresh:
         refresh(kept, arguments.only, arguments.most)
-    found = {n: r for n, r in kept.items() if n != "complete" and arguments.only in n}
-    failed = [n for n, r in found.items() if r["failure"] or r["refused"]]
-    for name in failed:
+    found = {n: r for n, r in kept["programs"].items() if arguments.only in n}
+    bad = [n for n, r in found.items() if r["failure"] or r["refused"]]
+    for name in bad:
         print(f"{name}: {found[name]['failure'] or found[name]['refused']}")
     print(
         json.dumps(
@@ -175,7 +192,7 @@ def main() -> None:
                 "compiled": sum(not r["failure"] for r in found.values()),
                 "fits": sum(r["fits"] for r in found.values()),
                 "understood": sum(not r["refused"] for r in found.values()),
-                "failed": failed,
+                "failed": bad,
             }
         )
     )

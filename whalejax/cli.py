@@ -35,6 +35,7 @@ from whalejax.options import (
     TrainCommand,
     VerifyCommand,
     WhyCommand,
+    compiler_options,
     named_values,
 )
 
@@ -139,7 +140,7 @@ def _plan(command: PlanCommand) -> None:
         precision=command.precision,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
-        compiler_options=named_values(command.compiler_options, "--compiler-options"),
+        compiler_options=compiler_options(command.compiler_options),
         source=(_lasting(command.model), *command.set),
     )
     if command.output is not None:

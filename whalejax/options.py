@@ -53,7 +53,7 @@ class TrainCommand:
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     compiler_options: Settings = ()
-    """options of XLA for the training step: xla_cpu_enable_fast_math=false"""
+    """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
     """of the model's initial values and of dropout"""
     replay: Annotated[int, conf.arg(metavar="N")] = 0
@@ -83,7 +83,7 @@ class PlanCommand:
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     compiler_options: Settings = ()
-    """options of XLA for the training step: xla_cpu_enable_fast_math=false"""
+    """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     estimate: bool = False
     """weigh what cannot run yet, too: pipelines, remat, host memory, unlike devices"""
     json: bool = False
@@ -174,7 +174,9 @@ Command = (
 )
 
 
-def named_values(words: Sequence[str], option: str = "--set") -> dict[str, Any]:
+def named_values(
+    words: Sequence[str], option: str = "--set", example: str = "layers=24"
+) -> dict[str, Any]:
     """What ``NAME=VALUE`` words say.
 
     Values are numbers, ``true`` and ``false``, or text.
@@ -182,6 +184,7 @@ def named_values(words: Sequence[str], option: str = "--set") -> dict[str, Any]:
     Args:
         words: as given.
         option: of the command line, for the message.
+        example: of a word, for the message.
 
     Raises:
         WhaleError: a word without ``=``, or a name twice; all of them.
@@ -194,13 +197,34 @@ def named_values(words: Sequence[str], option: str = "--set") -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not (equals and name.isidentifier() and text):
-            problems.add(f"{word!r} is no NAME=VALUE, such as layers=24")
+            problems.add(f"{word!r} is no NAME=VALUE, such as {example}")
         elif name in found:
             problems.add(f"{name} is given twice")
         else:
             found[name] = _value(text)
     problems.raise_if_any()
     return found
+
+
+def compiler_options(words: Sequence[str]) -> dict[str, Any]:
+    """Options of XLA from the words of ``--compiler-options``.
+
+    Raises:
+        WhaleError: a word without ``=``, or a name twice; all of them.
+
+    >>> compiler_options(["xla_a=true", "xla_b=007", "xla_c=12"])
+    {'xla_a': True, 'xla_b': '007', 'xla_c': 12}
+    """
+    example = "xla_tpu_enable_async_collective_fusion=true"
+    found = named_values(words, "--compiler-options", example)
+    texts = dict(word.split("=", 1) for word in words)
+    # A number only where it is written as one: texts reach the compiler as they are.
+    return {
+        name: value
+        if isinstance(value, bool) or str(value) == texts[name]
+        else texts[name]
+        for name, value in found.items()
+    }
 
 
 def _value(text: str) -> int | float | bool | str:

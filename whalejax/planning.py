@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt
@@ -182,7 +183,7 @@ class Asked:
             self.default, self.precision, self.num_micro_batches, self.zero
         )
         _check_remat(self.remat, self.runnable)
-        options = _option_texts(self.compiler_options or {})
+        options = _checked_options(self.compiler_options)
         machine = self.cluster.under(options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         devices = self.cluster.num_devices
@@ -194,7 +195,7 @@ class Asked:
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
-            batch_bytes=_tree_bytes(self.batch),
+            batch_bytes=tuple(_tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,
             default=kind,
             cast_bytes=CAST_BYTES[self.precision],
@@ -218,7 +219,7 @@ class Asked:
             cluster=self.cluster,
             compiler_options=tuple(sorted(options.items())),
             batch_tree=batch_tree(self.batch),
-            notes=(*found.notes, *adapter.notes),
+            notes=(*found.notes, *adapter.notes, *_option_note(options)),
             question=self,
         )
 
@@ -294,21 +295,38 @@ def _check_remat(remat: str | None, runnable: bool) -> None:
         )
 
 
-def _option_texts(options: Mapping[str, bool | int | float | str]) -> dict[str, str]:
-    """Options of the compiler as it reads them from text."""
+def _checked_options(options: Any) -> dict[str, bool | int | float | str]:
+    """Options of the compiler, with switches as such."""
     problems = Problems("compiler_options", PlanError)
-    for name, value in options.items():
+    try:
+        given = dict(options or {})
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"compiler_options is {options!r:.80}; expected a dict of XLA's options, "
+            'such as {"xla_tpu_enable_async_collective_fusion": True}'
+        ) from None
+    found: dict[str, bool | int | float | str] = {}
+    for name, value in given.items():
+        plain = value.item() if isinstance(value, np.generic) else value
         if not isinstance(name, str) or not name.isidentifier():
             problems.add(
                 f"{name!r} names no option; expected one of XLA's without dashes, such "
                 "as xla_tpu_enable_async_collective_fusion"
             )
-        elif not isinstance(value, bool | int | float | str):
+        elif not isinstance(plain, bool | int | float | str) or plain != plain:
             problems.add(
                 f"{name} is {value!r}; expected a number, a text, True or False"
             )
+        else:
+            switch = {"true": True, "false": False}
+            found[name] = switch.get(str(plain).lower(), plain)
     problems.raise_if_any()
-    return {name: str(value) for name, value in options.items()}
+    return found
+
+
+def _option_note(options: Mapping[str, Any]) -> list[str]:
+    words = ", ".join(f"{name}={value}" for name, value in options.items())
+    return [f"compiled with {words}"] if options else []
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:

@@ -22,7 +22,7 @@ from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import mesh_of
 from whalejax.meshes.problems import Problems
-from whalejax.options import TrainCommand, named_values
+from whalejax.options import TrainCommand, compiler_options
 from whalejax.planner.plan import Plan
 from whalejax.progress import Meter, make_console, progress_words
 from whalejax.report import Report, units_of, words_of
@@ -142,7 +142,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         jobs.machine(options.cluster),
         precision=options.precision,
         micro_batches=options.micro_batches,
-        compiler_options=named_values(options.compiler_options, "--compiler-options"),
+        compiler_options=compiler_options(options.compiler_options),
     )
 
 

@@ -137,7 +137,7 @@ class TrainStep:
         self.shardings = self._make_shardings()
         places = (self.shardings, list(self._layout.shardings))
         options: Any = dict(plan.compiler_options) or None
-        _check_options(options, self._whole)
+        _check_compiler_options(options, self._whole, mesh.devices.flat[0].platform)
         self._step = jax.jit(
             self._advance,
             in_shardings=places,
@@ -536,7 +536,7 @@ def step_of(
     )
 
 
-def _check_options(options: dict[str, str] | None, whole: NamedSharding) -> None:
+def _check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:
     """Compile nothing under the options, so that a wrong one is said as such."""
     if options is None:
         return
@@ -545,10 +545,10 @@ def _check_options(options: dict[str, str] | None, whole: NamedSharding) -> None
     )
     try:
         nothing.lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        platform = whole.mesh.devices.flat[0].platform
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+        said = str(error).splitlines()[0]
         raise PlanError(
             f"compiler_options: the compiler of this {platform} does not take "
-            f"{', '.join(f'{k}={v}' for k, v in options.items())} ({error}). Plan "
-            "without what it does not know, or for the hardware that does"
+            f"{', '.join(f'{k}={v}' for k, v in options.items())} ({said}). Correct "
+            "the name or value that it names, or plan without it"
         ) from error

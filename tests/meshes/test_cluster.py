@@ -69,6 +69,10 @@ def test_compilers_by_platform() -> None:
         fuses_products=True,
         narrow_products=True,
         lanes=128,
+        scatters_whole_torus=False,
+        scatters_beyond_torus=False,
+        gathers_whole_torus=False,
+        scatters_odd_tiles=False,
     )
     assert cluster("h100:8").compiler == PROFILE
     assert cluster("cpu:8").compiler == CompilerProfile(

@@ -541,7 +541,7 @@ class Pipeline:
         host = 0.0
         total = self._working(shares, micro_batches, held[LAYER])
         ranks = self.mesh["data"] * self.mesh["fsdp"]
-        total += request.state_bytes + request.batch_bytes / ranks
+        total += request.state_bytes + sum(request.batch_bytes) / ranks
         total += self.oracle.links.facts.optimizer_other_bytes
         if "params" in away:
             host += params + gradients

@@ -262,6 +262,8 @@ def test_the_table_names_the_plan_and_its_numbers(plan: Plan) -> None:
     assert "Plan  8×H100 (1 node of 8, nvlink) · data 2 × fsdp 2 × tensor 2" in text
     assert "ZeRO-1 over data" in text
     assert "predicted" in text
+    # The fullest moment is before the first gradient is made.
+    assert plan.memory.gradients_bytes == 0
     for term in ("params", "optimizer", "activations", "working"):
         assert term in text
     (row,) = [line for line in text.splitlines() if line.startswith("blocks.*.up")]

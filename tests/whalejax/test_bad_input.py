@@ -496,7 +496,7 @@ def test_a_cluster_that_is_none() -> None:
     )
 
 
-# Plan files.
+# Options of the compiler.
 
 
 def test_compiler_options_of_no_kind() -> None:
@@ -522,9 +522,32 @@ def test_a_compiler_option_that_this_compiler_does_not_take() -> None:
         )
     assert str(caught.value) == (
         "compiler_options: the compiler of this cpu does not take xla_nope=True "
-        "(INVALID_ARGUMENT: No such compile option: 'xla_nope'). Plan without what it "
-        "does not know, or for the hardware that does"
+        "(INVALID_ARGUMENT: No such compile option: 'xla_nope'). Correct the name or "
+        "value that it names, or plan without it"
     )
+
+
+def test_compiler_options_that_are_no_dict() -> None:
+    assert refused(compiler_options="xla_a=true") == (
+        "compiler_options is 'xla_a=true'; expected a dict of XLA's options, such as "
+        '{"xla_tpu_enable_async_collective_fusion": True}'
+    )
+
+
+def test_a_compiler_option_of_the_wrong_type() -> None:
+    plan = planned(compiler_options={"exec_time_optimization_effort": "much"})
+    with pytest.raises(wh.WhaleError, match="exec_time_optimization_effort=much"):
+        wh.compile(
+            plan,
+            plain,
+            net(),
+            optimizer=optax.sgd(0.1),
+            batch=batch(),
+            devices=jax.devices(),
+        )
+
+
+# Plan files.
 
 
 def test_a_corrupt_plan_file(tmp_path: Path) -> None:

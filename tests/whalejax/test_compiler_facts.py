@@ -43,13 +43,16 @@ COMPILE = textwrap.dedent(
         return "all-gather" if found == "other" else found
 
     def compiled(topology, size, option, dim, tiles):
-        devices = topologies.get_topology_desc(topology, "tpu").devices
+        name, _, slices = topology.partition(" ")
+        more = {"num_slices": int(slices)} if slices else {}
+        devices = topologies.get_topology_desc(name, "tpu", **more).devices
         grid = np.array(cluster_order(devices)).reshape(-1, size)
         mesh = Mesh(grid, ("data", "fsdp"))
         options = {option: True} if option else None
         if dim is None:
+            shape = (tiles or 4096, 2048)
             x = jax.ShapeDtypeStruct(
-                (4096, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp"))
+                shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp"))
             )
             whole = NamedSharding(mesh, P())
             step = jax.jit(lambda x: x + 1, out_shardings=whole)
@@ -78,7 +81,11 @@ COMPILE = textwrap.dedent(
 )
 
 
-def compile_all(cases: list[tuple[str, int, str, int | None, int]]) -> list[str]:
+Case = tuple[str, int, str, int | None, int]
+"""Topology, members, option, dimension (None to gather), tiles (or rows) left."""
+
+
+def compile_all(cases: list[Case]) -> list[str]:
     """What the compiler makes of one collective each: topology, members, option."""
     environment = {
         **os.environ,
@@ -100,7 +107,7 @@ def compile_all(cases: list[tuple[str, int, str, int | None, int]]) -> list[str]
 
 
 def test_collectives_become_what_the_planner_prices() -> None:
-    cases: list[tuple[str, int, str, int | None, int]] = []
+    cases: list[Case] = []
     wanted: list[str] = []
     for topology in TOPOLOGIES:
         machine = cluster(topology)
@@ -115,20 +122,44 @@ def test_collectives_become_what_the_planner_prices() -> None:
     assert {*wanted} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
-def test_an_option_keeps_scatters_over_a_whole_torus() -> None:
-    cases: list[tuple[str, int, str, int | None, int]] = []
+def test_an_option_keeps_scatters_over_a_whole_torus_and_nothing_else() -> None:
+    cases: list[Case] = []
     wanted: list[str] = []
     for topology in ("v5p:2x2x2", "v5p:4x4x4", "v6e:4x4"):
-        machine = cluster(topology)
-        machine = machine.under({KEEPS_SCATTERS: "True"})
+        machine = cluster(topology).under({KEEPS_SCATTERS: "1"})
         parts = axis_parts(("fsdp",), {"fsdp": machine.num_devices}, machine)
         cases.append((topology, machine.num_devices, KEEPS_SCATTERS, 0, 2))
         wanted.append(runs_as("reduce-scatter", parts, machine))
-    assert compile_all(cases) == wanted == ["reduce-scatter"] * 3
+        cases.append((topology, machine.num_devices, KEEPS_SCATTERS, None, 0))
+        wanted.append(runs_as("all-gather", parts, machine))
+    assert compile_all(cases) == wanted
+    assert wanted[::2] == ["reduce-scatter"] * 3
+    assert wanted[3] == "all-reduce"
+
+
+def test_what_spans_a_torus_and_others_is_reduced_whole() -> None:
+    machine = cluster("v5e:2x4x4")
+    mesh = {"data": 2, "fsdp": 16}
+    everywhere = axis_parts(("data", "fsdp"), mesh, machine)
+    between = axis_parts(("data",), mesh, machine)
+    assert runs_as("reduce-scatter", everywhere, machine) == "all-reduce"
+    assert runs_as("reduce-scatter", between, machine) == "reduce-scatter"
+    assert compile_all([("v5e:4x4 2", 32, "", 0, 2)]) == ["all-reduce"]
+
+
+def test_small_gathers_over_a_large_flat_torus_are_all_reduces() -> None:
+    machine = cluster("v5e:8x8")
+    parts = axis_parts(("fsdp",), {"fsdp": 64}, machine)
+    wanted = [
+        runs_as("all-gather", parts, machine, payload) for payload in (2**24, 2**25)
+    ]
+    cases: list[Case]
+    cases = [("v5e:8x8", 64, "", None, rows) for rows in (0, 8192)]
+    assert compile_all(cases) == wanted == ["all-reduce", "all-gather"]
 
 
 def test_an_odd_number_of_tiles_is_reduced_whole() -> None:
-    cases = [("v5e:4x8", 8, "", 1, tiles) for tiles in (1, 2, 3, 4)]
+    cases: list[Case] = [("v5e:4x8", 8, "", 1, tiles) for tiles in (1, 2, 3, 4)]
     assert compile_all(cases) == [
         "all-reduce",
         "reduce-scatter",

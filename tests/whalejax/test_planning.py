@@ -52,6 +52,23 @@ def square(p: Any, x: Any) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
 
 
+# The batch.
+
+
+def test_what_of_the_batch_is_not_sharded_is_whole_on_every_device() -> None:
+    batch = {"x": leaf(64, 512), "table": leaf(1000, 16)}
+    plan = wh.plan(
+        lambda p, b: square(p, b["x"]) + b["table"].sum(),
+        {"w": leaf(512, 512)},
+        batch,
+        optimizer=SGD,
+        cluster="h100:8",
+        mesh={"data": 8},
+        batch_axes={"x": 0, "table": None},
+    )
+    assert plan.memory.batch_bytes == 4 * (64 * 512 // 8 + 1000 * 16)
+
+
 # No device.
 
 

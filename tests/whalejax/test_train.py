@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,18 +46,36 @@ def test_without_an_optimizer_a_step_only_evaluates() -> None:
 
 
 def test_compiler_options_travel_with_the_plan() -> None:
-    options = {
-        "xla_cpu_enable_fast_math": False,
-        "xla_llvm_disable_expensive_passes": True,
-    }
+    options = {"xla_cpu_enable_fast_math": "false", "xla_backend_optimization_level": 2}
     step = step_for(squares, MODEL, BATCH, compiler_options=options)
-    assert dict(step.plan.compiler_options) == {k: str(v) for k, v in options.items()}
+    kept = {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 2}
+    assert dict(step.plan.compiler_options) == kept
+    assert "xla_backend_optimization_level=2" in str(step.plan)
+    assert wh.Plan.from_document(step.plan.document()) == step.plan
     plain = step_for(squares, MODEL, BATCH)
     assert plain.plan.hash != step.plan.hash
     assert plain.plan.cluster == step.plan.cluster
     _, metrics = step(step.init_from(MODEL), BATCH)
     _, expected = plain(plain.init_from(MODEL), BATCH)
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+
+
+def test_the_step_is_compiled_with_the_options(tmp_path: Path) -> None:
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    step = step_for(squares, MODEL, BATCH, compiler_options=options)
+    state = step.init_from(MODEL)
+    step.eval(state, BATCH)
+    step(state, BATCH)
+    written = {path.name.split(".")[1] for path in tmp_path.glob("module_*.txt")}
+    assert {"jit__advance", "jit__evaluate"} <= written
+
+
+def test_a_plan_takes_the_options_of_another() -> None:
+    first = wh.plan(squares, MODEL, BATCH, cluster="h100:8", compiler_options={"a": 1})
+    pairs: Any = first.compiler_options
+    again = wh.plan(squares, MODEL, BATCH, cluster="h100:8", compiler_options=pairs)
+    assert again == first
+    assert first.what_if(compiler_options=None).compiler_options == ()
 
 
 def test_loss_falls_and_the_users_arrays_survive() -> None:

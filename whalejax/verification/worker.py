@@ -89,16 +89,25 @@ def _end_with_parent(limit_seconds: float) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _lift_stack_limit() -> None:
-    """Start anew without a limit on stacks, where there is one and it may be lifted.
+_LIFTED = "WHALEJAX_STACK_LIFTED"
 
-    The TPU compiler walks long chains of operations by recursion: a ResNet-50 for v6e
-    overruns the stacks that its threads get under a limit, which is read at the start.
+
+def _lift_stack_limit() -> None:
+    """Start anew, once, without a limit on the stack, where the system allows that.
+
+    The TPU compiler walks long chains of operations by recursion. A ResNet-50 for v6e
+    ends it by a segmentation fault with a limit of 8 MiB or of 1 GiB, and compiles
+    without one; a process reads the limit when it starts.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_STACK)
-    if limit != most == resource.RLIM_INFINITY:
+    if limit == most or most != resource.RLIM_INFINITY or _LIFTED in os.environ:
+        return
+    try:
         resource.setrlimit(resource.RLIMIT_STACK, (most, most))
-        os.execv(sys.executable, sys.orig_argv)
+    except (OSError, ValueError):
+        return
+    os.environ[_LIFTED] = "1"
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def _apply(settings: dict[str, Any]) -> None:
