@@ -17,7 +17,7 @@ from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import Table
-from whalejax.planner.leaves import batch_specs
+from whalejax.planner.leaves import batch_homes, batch_specs
 from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -199,7 +199,8 @@ def batch_layouts(
     batch: Sequence[BatchLeaf],
 ) -> tuple[BatchLeaf, ...]:
     """Leaves of the batch with their layouts."""
-    specs = batch_specs(analysed.graph, analysed.dims, tables, mesh)
+    homes = batch_homes(analysed.graph)
+    specs = batch_specs(homes, analysed.dims, tables, mesh)
     return tuple(
         dataclasses.replace(leaf, spec=spec)
         for leaf, spec in zip(batch, specs, strict=True)

@@ -217,8 +217,17 @@ def _order(
     return tuple(sorted(usable, key=lambda d: (d != pinned, rank[layout[d][0]])))
 
 
+def batch_homes(graph: Graph) -> tuple[tuple[int, int | None], ...]:
+    """The leaves of the batch: each tensor, and the TaskGraph that reads it first."""
+    homes: dict[int, int] = {}
+    for op in graph.ops:
+        for t in op.operands:
+            homes.setdefault(t, op.task_graph)
+    return tuple((t.id, homes.get(t.id)) for t in graph.tensors if t.kind == "batch")
+
+
 def batch_specs(
-    graph: Graph,
+    homes: Sequence[tuple[int, int | None]],
     dims: Dimensions,
     tables: Mapping[int, Table],
     mesh: Mapping[str, int],
@@ -226,22 +235,20 @@ def batch_specs(
     """Layouts of the leaves of the batch, as the operations that read them first want.
 
     Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
+        homes: from ``batch_homes``.
+        dims: the model's logical dimensions.
         tables: compute table of each TaskGraph.
         mesh: axis sizes.
     """
-    homes: dict[int, int] = {}
-    for op in graph.ops:
-        for t in op.operands:
-            homes.setdefault(t, op.task_graph)
     first = next(iter(tables))
     return tuple(
         spec_of(
-            dims.layouts[t.id], dims.sizes[t.id], tables[homes.get(t.id, first)], mesh
+            dims.layouts[t],
+            dims.sizes[t],
+            tables[first if home is None else home],
+            mesh,
         )
-        for t in graph.tensors
-        if t.kind == "batch"
+        for t, home in homes
     )
 
 

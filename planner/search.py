@@ -46,6 +46,7 @@ from whalejax.planner.leaves import (
     LeafFacts,
     LeafLayout,
     OptimizerBytes,
+    batch_homes,
     batch_specs,
     ignores_pin,
     lay_out,
@@ -211,6 +212,7 @@ class Search:
         self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
         self.options: Options = choices(graph, dims, self.rows, request.default)
         self.batch_roles = frozenset(r.index for r in dims.batch)
+        self._batch_homes = batch_homes(graph)
         self.named_axes = pinned_axes(graph)
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
@@ -418,7 +420,7 @@ class Search:
     def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
         if not self.request.batch_bytes:
             return 0
-        specs = batch_specs(self.graph, self.dims, tables, mesh)
+        specs = batch_specs(self._batch_homes, self.dims, tables, mesh)
         pairs = zip(self.request.batch_bytes, specs, strict=True)
         return sum(nbytes // shards(spec, mesh) for nbytes, spec in pairs)
 
