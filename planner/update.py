@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.cluster import Cluster, CompilerProfile
 from whalejax.planner.collectives import CollectiveKind, axis_parts, runs_as
 from whalejax.planner.cost import Collective, Setting
 from whalejax.planner.layout import Spec, Table, shards
@@ -98,6 +98,11 @@ def _odd(group: LeafGroup, layout: LeafLayout, s: Setting, cast_bytes: float) ->
     return bool(cut) and not over and tiles % 2 == 1 and itemsize == 2
 
 
+def _at_once(axes: Sequence[str], compiler: CompilerProfile) -> bool:
+    """Gradients are reduced whole over all of several axes, whichever shard them."""
+    return len(axes) > 1 and not compiler.reduces_in_parts
+
+
 def reduced_whole(
     group: LeafGroup, layout: LeafLayout, table: Table, s: Setting, cast_bytes: float
 ) -> bool:
@@ -118,8 +123,9 @@ def reduced_whole(
         for axis, roles in table.items()
         if s.mesh[axis] > 1 and axis not in own and set(roles) & s.batch_roles
     ]
-    at_once = len(summed) > 1 and not compiler.reduces_in_parts
-    if at_once or not compiler.reduce_scatter or _odd(group, layout, s, cast_bytes):
+    if _at_once(summed, compiler) or not compiler.reduce_scatter:
+        return True
+    if _odd(group, layout, s, cast_bytes):
         return True
     parts = axis_parts(added, s.mesh, s.cluster)
     return runs_as("reduce-scatter", parts, s.cluster) == "all-reduce"
@@ -148,8 +154,7 @@ def combined_gradients(
     for axes, payload in totals.items():
         scattered = tuple(a for a in axes if a in sharding)
         compiler = s.cluster.compiler
-        at_once = len(axes) > 1 and not compiler.reduces_in_parts
-        if at_once or not (compiler.reduce_scatter and scattered):
+        if _at_once(axes, compiler) or not (compiler.reduce_scatter and scattered):
             found.append(_reduction("all-reduce", axes, payload))
             continue
         whole = int(payload * odd)

@@ -9,7 +9,7 @@ ever fitted to them.
     python scripts/bench_verify.py [--refresh] [--only TEXT] [--verbose]
 
 ``--refresh`` compiles (those whose name holds TEXT, or which are not in the file yet);
-it takes most of an hour, and needs the extra tpu-compile and, for GPUs, whalejax verify
+it takes about an hour, and needs the extra tpu-compile and, for GPUs, whalejax verify
 --setup-gpu. The last line is one JSON object:
 judge_mean_memory_error and judge_max_memory_error (relative, of peak memory),
 false_fits (predicted to fit, and do not), traffic_within (part of all pairs of a
@@ -110,23 +110,23 @@ class Program:
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % 3 == 0
 
 
+def reference(
+    name: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
+) -> Program:
+    """A reference model of one of its own sizes."""
+    zero = options.pop("zero", 0)
+    return Program(name, topology, name, options, batch, mesh, zero)
+
+
 def llama(
     size: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
 ) -> Program:
     """A Llama, 1B or one of the reference sizes."""
+    if size != "1b":
+        return reference(f"llama-{size}", topology, batch, mesh, **options)
     zero = options.pop("zero", 0)
-    if size == "1b":
-        return Program(
-            "llama-1b",
-            topology,
-            "llama-test",
-            {**LLAMA_1B, **options},
-            batch,
-            mesh,
-            zero,
-        )
-    name = f"llama-{size}"
-    return Program(name, topology, name, options, batch, mesh, zero)
+    changes = {**LLAMA_1B, **options}
+    return Program("llama-1b", topology, "llama-test", changes, batch, mesh, zero)
 
 
 def sparse(
@@ -141,15 +141,6 @@ def sparse(
     return Program(
         label, topology, "moe", {**sizes, "annotated": False, **options}, batch, mesh
     )
-
-
-def gpt(
-    size: str, topology: str, batch: int, mesh: dict[str, int], **options: Any
-) -> Program:
-    """A GPT of one of the published sizes."""
-    zero = options.pop("zero", 0)
-    name = f"gpt-{size}"
-    return Program(name, topology, name, options, batch, mesh, zero)
 
 
 UNROLLED = {"scan_layers": False, "layers": 8, "sequence": 2048}
@@ -244,9 +235,9 @@ TPU = (
     llama("1b", "v5p:2x2x4", 32, {"data": 4, "tensor": 4}, remat="dots", **UNROLLED),
     llama("1b", "v5e:4x4", 16, {"fsdp": 16}, remat="dots", **UNROLLED),
     llama("8b", "v5p:4x4x4", 64, {"fsdp": 64}, remat="full", **UNROLLED),
-    gpt("xl", "v5e:4x4", 64, {"fsdp": 16}, **SCANNED),
-    gpt("xl", "v6e:4x4", 64, {"data": 16}, remat="full", zero=1, **SCANNED),
-    gpt("large", "v5e:4x4", 64, {"data": 8, "tensor": 2}, remat="dots"),
+    reference("gpt-xl", "v5e:4x4", 64, {"fsdp": 16}, **SCANNED),
+    reference("gpt-xl", "v6e:4x4", 64, {"data": 16}, remat="full", zero=1, **SCANNED),
+    reference("gpt-large", "v5e:4x4", 64, {"data": 8, "tensor": 2}, remat="dots"),
     llama("7b", "v5e:16x16", 128, {"fsdp": 64, "tensor": 4}, remat="full"),
     llama("7b", "v5p:4x4x4", 64, {"data": 4, "fsdp": 16}),
     llama("70b", "v5p:8x8x8", 512, {"fsdp": 512}, remat="full", sequence=4096),

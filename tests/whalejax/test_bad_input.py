@@ -499,6 +499,18 @@ def test_a_cluster_that_is_none() -> None:
 # Options of the compiler.
 
 
+def compile_here(plan: wh.Plan) -> Any:
+    """The step of a plan of ``planned``, on the devices of this process."""
+    return wh.compile(
+        plan,
+        plain,
+        net(),
+        optimizer=optax.sgd(0.1),
+        batch=batch(),
+        devices=jax.devices(),
+    )
+
+
 def test_compiler_options_of_no_kind() -> None:
     text = refused(compiler_options={"--xla_dump_to": "/tmp", "xla_a": None})
     assert text == (
@@ -512,14 +524,7 @@ def test_compiler_options_of_no_kind() -> None:
 def test_a_compiler_option_that_this_compiler_does_not_take() -> None:
     plan = planned(compiler_options={"xla_nope": True})
     with pytest.raises(wh.WhaleError) as caught:
-        wh.compile(
-            plan,
-            plain,
-            net(),
-            optimizer=optax.sgd(0.1),
-            batch=batch(),
-            devices=jax.devices(),
-        )
+        compile_here(plan)
     assert str(caught.value) == (
         "compiler_options: the compiler of this cpu does not take xla_nope=True "
         "(INVALID_ARGUMENT: No such compile option: 'xla_nope'). Correct the name or "
@@ -537,14 +542,7 @@ def test_compiler_options_that_are_no_dict() -> None:
 def test_a_compiler_option_of_the_wrong_type() -> None:
     plan = planned(compiler_options={"exec_time_optimization_effort": "much"})
     with pytest.raises(wh.WhaleError, match="exec_time_optimization_effort=much"):
-        wh.compile(
-            plan,
-            plain,
-            net(),
-            optimizer=optax.sgd(0.1),
-            batch=batch(),
-            devices=jax.devices(),
-        )
+        compile_here(plan)
 
 
 # Plan files.
