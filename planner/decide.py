@@ -7,7 +7,7 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
@@ -26,11 +26,13 @@ from whalejax.planner.plan import (
     Plan,
     PlanError,
     RegionTable,
+    Remat,
     RoleInfo,
 )
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.search import Request, Scored, Search, ranked
+from whalejax.planner.terms import ALL
 from whalejax.planner.virtual_devices import check_devices
 
 
@@ -39,6 +41,10 @@ FROZEN_SHARE = 0.01
 
 KEPT_CANDIDATES = 12
 """Weighed plans that a plan remembers."""
+
+
+Again = Callable[[Remat], Graph]
+"""The captured loss with some TaskGraphs computed again in the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ def decide(
     *,
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
+    again: Again | None = None,
 ) -> Plan:
     """Choose how to run a model on a cluster.
 
@@ -75,18 +82,56 @@ def decide(
         precision: noted in the plan.
         batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
             layouts are filled in here.
+        again: the graph with TaskGraphs computed again in the backward pass; without
+            it nothing is.
 
     Raises:
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
             found is listed.
     """
     check_marks(graph, request.num_devices)
-    analysed = analyse_graph(graph)
-    search = Search(analysed.graph, analysed.dims, cluster, request)
-    fitting = search.run()
+    searched = _searched(graph, cluster, request, again)
+    fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
     if not fitting:
-        raise refusal(search)
+        raise refusal(searched[-1][1], open_remat=request.remat is None)
+    analysed, search = next(
+        pair for pair in searched if pair[1].request.remat == fitting[0].remat
+    )
     return written(analysed, search, fitting, cluster, request, precision, batch)
+
+
+def _searched(
+    graph: Graph, cluster: Cluster, request: Request, again: Again | None
+) -> list[tuple[Analysed, Search]]:
+    """One search for each policy of remat that may be worth it, the lightest first.
+
+    Computing again takes time and gives memory: where every layout has enough with the
+    fewest micro-batches, no policy can be better than none.
+    """
+    found: list[tuple[Analysed, Search]] = []
+
+    def search(remat: Remat) -> bool:
+        there = graph if again is None or not remat else again(remat)
+        if remat and there is graph:
+            return False
+        analysed = analyse_graph(there)
+        asked = dataclasses.replace(request, remat=remat)
+        one = Search(analysed.graph, analysed.dims, cluster, asked)
+        one.run()
+        found.append((analysed, one))
+        return True
+
+    if request.remat is not None:
+        if not search(request.remat):
+            search(())
+        return found
+    search(())
+    (_, plain), policies = found[0], request.policies
+    tight = not plain.scored or any(not s.roomy for s in plain.scored)
+    for policy in policies if again is not None and tight else ():
+        if policy != "none":
+            search(((ALL, policy),))
+    return found
 
 
 def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> None:
@@ -149,6 +194,7 @@ def written(
         axes=tuple((a, n) for a, n in best.mesh.items() if n > 1),
         num_micro_batches=best.num_micro_batches,
         zero=best.zero,
+        remat=best.remat,
         precision=precision,
         default=request.default or "",
         roles=role_infos(dims),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from whalejax.planner.dimensions import Dimensions, starred
 from whalejax.planner.graph import Tensor
 from whalejax.planner.layout import Spec, shards
+from whalejax.planner.terms import remat_words
 
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def layout_text(plan: Plan) -> str:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
-    return " · ".join([words, *(plan.beyond.words() if plan.beyond else ())])
+    again = [remat_words(plan.remat)] if plan.remat else []
+    return " · ".join([words, *again, *(plan.beyond.words() if plan.beyond else ())])
 
 
 def leaf_note(

@@ -16,6 +16,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import Collective
 from whalejax.planner.decide import (
     KEPT_CANDIDATES,
+    Again,
     Analysed,
     analyse_graph,
     batch_layouts,
@@ -44,6 +45,7 @@ from whalejax.planner.plan import (
 from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
+from whalejax.planner.terms import ALL, Remat, remat_words
 from whalejax.planner.weigh import pace_of, stage_layers
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 
@@ -55,6 +57,7 @@ def foresee(
     *,
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
+    again: Again | None = None,
 ) -> Plan:
     """Choose how a model could run on a cluster, whether it can today or not.
 
@@ -64,6 +67,7 @@ def foresee(
         request: optimizer state, micro-batches and the default strategy.
         precision: noted in the plan.
         batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``.
+        again: as for ``decide``.
 
     Raises:
         PlanError: the marks cannot be obeyed, or nothing fits; the smallest missing
@@ -89,9 +93,12 @@ def foresee(
         mesh={a: n for a, n in best.mesh.items() if a != "stage"},
         zero=best.zero,
         num_micro_batches=best.micro_batches,
+        remat=best.remat if request.remat is None else request.remat,
     )
     try:
-        plan = decide(graph, cluster, request, precision=precision, batch=batch)
+        plan = decide(
+            graph, cluster, request, precision=precision, batch=batch, again=again
+        )
     except PlanError:
         # What runs today holds more memory than an executor has to.
         return estimate
@@ -149,18 +156,11 @@ class _Chosen:
     def _beyond(self) -> Beyond:
         search, case = self.search, self.case
         f, kinds = case.frames, search.cluster.kinds
-        policies = search.model.policies[int(f.remat[0])]
-        graph = search.graph
         several = case.placement.by == "replicas"
         names = [kinds[k].name for k in case.placement.kinds]
         attention = ("all-gather", "ring")[int(f.ring[0])]
         return Beyond(
             stages=self._stages() if self.mesh["stage"] > 1 else None,
-            remat=tuple(
-                (graph.task_graphs[g].name, policy)
-                for g, policy in policies.items()
-                if policy != "none"
-            ),
             offload=tuple(
                 name for i, name in enumerate(OFFLOADS) if int(f.offload[0]) >> i & 1
             ),
@@ -172,6 +172,16 @@ class _Chosen:
             covered=search.tally.covered,
             gap=search.tally.gap,
         )
+
+    @property
+    def remat(self) -> Remat:
+        """Which TaskGraphs are computed again."""
+        graphs = self.search.graph.task_graphs
+        found = self.search.model.policies[int(self.case.frames.remat[0])]
+        policies = {graphs[g].name: policy for g, policy in found.items()}
+        if len(set(policies.values())) == 1:
+            policies = {ALL: next(iter(policies.values()))}
+        return tuple((n, p) for n, p in policies.items() if p != "none")
 
     def _stages(self) -> Stages:
         search, case = self.search, self.case
@@ -200,7 +210,8 @@ class _Chosen:
             words += f", ZeRO-{self.zero}"
         if self.micro_batches > 1:
             words += f", {self.micro_batches} micro-batches"
-        return ", ".join([words, *self.beyond.words()])
+        again = [remat_words(self.remat)] if self.remat else []
+        return ", ".join([words, *again, *self.beyond.words()])
 
     @property
     def tables(self) -> dict[int, Table]:
@@ -232,6 +243,7 @@ def _plan(
         axes=best.axes,
         num_micro_batches=best.micro_batches,
         zero=best.zero,
+        remat=best.remat,
         precision=precision,
         default=request.default or "",
         roles=role_infos(search.dims),

@@ -71,17 +71,8 @@ def find_layers(graph: Graph) -> Layers:
             scanned=True,
             layer_of=_spread(graph, dict.fromkeys(inside, 0), trip),
         )
-    none = Layers(graph=graph, count=1, scanned=False, layer_of=(0,) * len(graph.ops))
-    of_tensor, starts = _by_use(graph, weight, _numbered(graph))
-    order = list(starts.values())
-    layers = len(set(order))
-    if layers < 2 or order != sorted(order):
-        # None, or a model that passes through its layers more than once.
-        return none
-    found = dataclasses.replace(
-        none, count=layers, layer_of=_spread(graph, starts, layers)
-    )
-    if layers < FEWEST:
+    found, of_tensor = _unrolled(graph, weight)
+    if found.count < FEWEST:
         return found
     for layer_of in _shifted(found, weight):
         even = dataclasses.replace(found, layer_of=layer_of)
@@ -89,6 +80,54 @@ def find_layers(graph: Graph) -> Layers:
         if once is not None:
             return once
     return found
+
+
+def layer_starts(graph: Graph) -> tuple[int, ...]:
+    """Where the layers of an unrolled model begin, and the last one ends.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Numbers of operations: the first that reads a layer's weights, for each layer,
+        and the one behind the last that does. Empty where no layers were found.
+    """
+    found, _ = _unrolled(graph, graph.weight_tensors())
+    if found.count < 2:
+        return ()
+    starts = [found.layer_of.index(layer) for layer in range(found.count)]
+    return (*starts, len(found.layer_of) - found.layer_of.count(found.count))
+
+
+def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
+    """The position of the scan whose turns are the layers, or None.
+
+    Args:
+        graph: the captured loss.
+    """
+    weight = graph.weight_tensors()
+    trip = _stacked_trip(graph, weight)
+    if trip == 1:
+        return None
+    loops: Counter[tuple[int, ...]] = Counter()
+    for op in graph.ops:
+        sizes = [graph.tensors[t] for t in op.operands if weight[t]]
+        if op.kind == "scan" and op.trip == 1:
+            loops[op.position] += sum(t.size for t in sizes if t.shape[:1] == (trip,))
+    return max(loops, key=lambda position: loops[position])
+
+
+def _unrolled(graph: Graph, weight: Sequence[bool]) -> tuple[Layers, dict[int, int]]:
+    """The layers as their weights are read, and the layer of each weight."""
+    none = Layers(graph=graph, count=1, scanned=False, layer_of=(0,) * len(graph.ops))
+    of_tensor, starts = _by_use(graph, weight, _numbered(graph))
+    order = list(starts.values())
+    layers = len(set(order))
+    if layers < 2 or order != sorted(order):
+        # None, or a model that passes through its layers more than once.
+        return none, of_tensor
+    layer_of = _spread(graph, starts, layers)
+    return dataclasses.replace(none, count=layers, layer_of=layer_of), of_tensor
 
 
 def _stacked_trip(graph: Graph, weight: Sequence[bool]) -> int:

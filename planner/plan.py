@@ -24,10 +24,11 @@ from whalejax.planner.layout import Spec
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import MemoryTerms as MemoryTerms
+from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 """Version of the file format."""
 
 
@@ -159,9 +160,6 @@ class Beyond:
 
     Attributes:
         stages: the pipeline, if there is one.
-        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
-            keeps results of products with weights, ``"named"`` what the model names,
-            ``"full"`` only what the TaskGraph is given.
         offload: what lies in host memory: ``"optimizer"`` state, ``"activations"``,
             ``"params"`` with their gradients.
         sequence_parallel: ``tensor`` shards the sequence between its products.
@@ -173,7 +171,6 @@ class Beyond:
     """
 
     stages: Stages | None = None
-    remat: tuple[tuple[str, str], ...] = ()
     offload: tuple[str, ...] = ()
     sequence_parallel: bool = False
     attention: str = ""
@@ -196,7 +193,6 @@ class Beyond:
             found.append("sequence parallel")
         if self.attention:
             found.append(f"{self.attention} attention")
-        found += [f"remat {policy} in {name}" for name, policy in self.remat]
         if self.offload:
             found.append(f"{' and '.join(self.offload)} in host memory")
         if self.shares:
@@ -231,6 +227,9 @@ class Plan:
         num_micro_batches: parts of the global batch, one after the other.
         zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
             Over ``fsdp`` parameters are always sharded (ZeRO-3).
+        remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
+            keeps results of products with weights, ``"named"`` what the model names,
+            ``"full"`` only what a layer is given.
         precision: ``"f32"`` (as the model says) or ``"bf16"``.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
@@ -259,6 +258,7 @@ class Plan:
     axes: tuple[tuple[str, int], ...]
     num_micro_batches: int
     zero: int
+    remat: Remat = ()
     precision: str
     default: str
     roles: tuple[RoleInfo, ...]
@@ -354,8 +354,7 @@ class Plan:
         Args:
             changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
                 ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
-                ``remat`` (a policy for all TaskGraphs, which makes the plan an
-                estimate) and ``runnable``; what is not given stays as it was asked
+                ``remat`` and ``runnable``; what is not given stays as it was asked
                 for.
 
         Raises:

@@ -35,14 +35,16 @@ MOST_LEAVES = 4
 """Dimensions listed of one region."""
 
 
-def refusal(search: Search) -> PlanError:
+def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
     """The error for a search that found nothing.
 
     Args:
         search: after ``run`` returned no plan.
+        open_remat: the user left it to the planner what is computed again.
     """
     if search.scored:
-        return PlanError(_nothing_fits(search))
+        full = any(policy == "full" for _, policy in search.request.remat or ())
+        return PlanError(_nothing_fits(search, more=not (open_remat or full)))
     problems = Problems(
         f"no layout of {_devices(search.request.num_devices)} serves this model",
         PlanError,
@@ -86,7 +88,7 @@ def _devices(count: int) -> str:
     return f"{count} device{'s' if count > 1 else ''}"
 
 
-def _nothing_fits(search: Search) -> str:
+def _nothing_fits(search: Search, *, more: bool) -> str:
     nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
     limit = search.cluster.memory_bytes
     total = nearest.memory.total_bytes
@@ -104,7 +106,8 @@ def _nothing_fits(search: Search) -> str:
         f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(total)} and "
         f"lacks {gigabytes(total - limit)} ({total - limit} bytes) of "
         f"{gigabytes(limit)} per device ({terms}). {weighed} "
-        f"plan{'s were' if weighed > 1 else ' was'} weighed. Use more devices, "
+        f"plan{'s were' if weighed > 1 else ' was'} weighed. "
+        f"{'Leave remat to the planner, use' if more else 'Use'} more devices, "
         f"{_smaller(search, nearest.num_micro_batches)} or a smaller model"
     )
 

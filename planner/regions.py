@@ -15,6 +15,10 @@ from whalejax.planner.dimensions import Dimensions, roles_of
 from whalejax.planner.graph import Graph, Op, TaskGraph
 
 
+EXPERTS = "experts"
+"""Name of the TaskGraph of experts that no mark covers."""
+
+
 def expert_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that are a batch dimension of a product of values with weights.
 
@@ -60,7 +64,7 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
         ops.append(op)
     if not inside:
         return graph
-    region = TaskGraph(index=index, name="experts")
+    region = TaskGraph(index=index, name=EXPERTS)
     return dataclasses.replace(
         graph, ops=tuple(ops), task_graphs=(*graph.task_graphs, region)
     )

@@ -59,8 +59,9 @@ from whalejax.planner.memory import (
 )
 from whalejax.planner.peaks import Moments, moments, peak_of
 from whalejax.planner.pins import pinned_axes
-from whalejax.planner.plan import LeafPlan, MemoryTerms, TimeTerms
+from whalejax.planner.plan import LeafPlan
 from whalejax.planner.rows import Rows, build_rows
+from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms, remat_words
 from whalejax.planner.update import (
     combined_gradients,
     odd_share,
@@ -103,7 +104,8 @@ class Request:
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
         reductions: what is computed per micro-batch where there are several.
-        remat: the policy of every TaskGraph, or None for the wide search to choose.
+        remat: which TaskGraphs are computed again, or None for the search to choose.
+        policies: what it chooses from, the one that keeps most first.
     """
 
     optimizer: OptimizerBytes
@@ -116,7 +118,8 @@ class Request:
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
     reductions: tuple[BatchReduction, ...] = ()
-    remat: str | None = None
+    remat: Remat | None = None
+    policies: tuple[str, ...] = ("none",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +129,19 @@ class Scored:
     Attributes:
         mesh: axis sizes, outermost first, all axes present.
         zero: ZeRO level over ``data``.
+        remat: which TaskGraphs are computed again.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
         facts, layouts: the parameters, and the layout of each of their groups.
         collectives: of one step.
         time, memory: predictions.
         fits: memory is within the device's.
+        roomy: so it is with as few micro-batches as there can be.
     """
 
     mesh: Mapping[str, int]
     zero: int
+    remat: Remat = ()
     num_micro_batches: int
     tables: Mapping[int, Table]
     facts: LeafFacts
@@ -144,6 +150,7 @@ class Scored:
     time: TimeTerms
     memory: MemoryTerms
     fits: bool
+    roomy: bool
 
     @property
     def leaves(self) -> tuple[LeafPlan, ...]:
@@ -165,7 +172,7 @@ class Scored:
             words += f", ZeRO-{self.zero}"
         if self.num_micro_batches > 1:
             words += f", {self.num_micro_batches} micro-batches"
-        return words
+        return ", ".join([words, *filter(None, [remat_words(self.remat)])])
 
 
 def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
@@ -355,12 +362,15 @@ class Search:
             if count not in costs:
                 costs[count] = tuple(self._costs(tables, s))
             time, collectives = self._time(layouts, zero, count, costs[count], s)
+            fits = memory.total_bytes <= self.cluster.memory_bytes
+            fewest = next(self._micro_batches(mesh, tables))
             fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
             time = dataclasses.replace(time, allocation_seconds=fresh)
             self.scored.append(
                 Scored(
                     mesh=mesh,
                     zero=zero,
+                    remat=self.request.remat or (),
                     num_micro_batches=count,
                     tables=tables,
                     facts=self.facts,
@@ -368,7 +378,8 @@ class Search:
                     collectives=collectives,
                     time=time,
                     memory=memory,
-                    fits=memory.total_bytes <= self.cluster.memory_bytes,
+                    fits=fits,
+                    roomy=fits and count == fewest,
                 )
             )
 

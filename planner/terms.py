@@ -6,6 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 
 
+Remat = tuple[tuple[str, str], ...]
+"""(TaskGraph, policy) of those that the backward pass computes again."""
+
+ALL = "*"
+"""Stands for every TaskGraph that has no policy of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeTerms:
     """Predicted seconds of one step; they add up to it.
@@ -90,3 +97,15 @@ class MemoryTerms:
     def temporary_bytes(self) -> int:
         """What lives during a step alone."""
         return self.gradients_bytes + self.activations_bytes + self.working_bytes
+
+
+def remat_words(remat: Remat) -> str:
+    """A plan's remat in few words, such as ``"remat full"``; empty where it is none.
+
+    >>> remat_words((("*", "full"),))
+    'remat full'
+    >>> remat_words((("default", "full"), ("experts", "dots")))
+    'remat full in default, dots in experts'
+    """
+    where = (policy + f" in {name}" * (name != ALL) for name, policy in remat)
+    return f"remat {', '.join(where)}" if remat else ""

@@ -39,6 +39,7 @@ from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, Links, Pricer
+from whalejax.planner.recompute import policy_for
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.rows import build_rows
@@ -180,12 +181,15 @@ class WideSearch:
         pricer = Pricer(self.served, first, self.cluster, self.graph.batch_size)
         homes = sorted({spot.task_graph for spot in first.chain.spots})
         names = ["none", "dots", *(["named"] if first.named else []), "full"]
-        if self.request.remat is not None:
-            names = [self.request.remat]
         self.one_policy = len(names) ** len(homes) > MOST_POLICIES
         policies = list(itertools.product(names, repeat=len(homes)))
         if self.one_policy:
             policies = [(name,) * len(homes) for name in names]
+        if self.request.remat is not None:
+            asked = dict(self.request.remat)
+            regions = (self.graph.task_graphs[home].name for home in homes)
+            kinds = (policy_for(n, asked).partition(":")[0] for n in regions)
+            policies = [tuple(kinds)]
         return Model(
             cells=pricer.price(),
             leaves=first.leaves,

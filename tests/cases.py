@@ -22,6 +22,7 @@ Dtype = Literal["float32", "float64"]
 DEVICES: Final = (2, 4, 8)
 MICRO_BATCHES: Final = (1, 2, 4)
 DTYPES: Final[tuple[Dtype, ...]] = ("float64", "float32")
+REMATS: Final = ("none", "dots", "full")
 BATCH_SIZE: Final = 32  # 4 micro-batches of 8 samples, one for each of 8 devices
 
 
@@ -303,6 +304,7 @@ class Case:
         devices: how many.
         num_micro_batches: accumulated in a step.
         dtype: of parameters, statistics and computation.
+        remat: what the backward pass computes again.
     """
 
     model: Model
@@ -310,6 +312,7 @@ class Case:
     devices: int
     num_micro_batches: int
     dtype: Dtype
+    remat: str = "none"
 
     @property
     def id(self) -> str:
@@ -317,6 +320,8 @@ class Case:
         return (
             f"{self.model.name}/{self.strategy.name}/{self.devices}"
             f"/m{self.num_micro_batches}/{self.dtype}"
+            + f"/{self.remat}"
+            * (self.remat != "none")
         )
 
     @property
@@ -328,7 +333,13 @@ class Case:
             ("devices", str(self.devices)),
             ("micro-batches", str(self.num_micro_batches)),
             ("dtype", self.dtype),
+            ("remat", self.remat),
         )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``wh.plan`` is given."""
+        return {**self.strategy.options(self.devices), "remat": self.remat}
 
 
 def expected_axes(case: Case) -> dict[str, frozenset[str] | None]:
@@ -356,6 +367,8 @@ def reason_to_skip(case: Case) -> str | None:
         return "the model has no experts"
     if "context" in strategy.name and not model.attention:
         return "the model has no attention"
+    if case.remat != "none" and (case.dtype, case.num_micro_batches) != ("float64", 2):
+        return "remat is compared in float64 with 2 micro-batches"
     if "replicate-split" in strategy.name and model.marks == "part":
         return "its marks leave the rest to a default strategy: see default-replicate"
     return None
@@ -363,8 +376,8 @@ def reason_to_skip(case: Case) -> str | None:
 
 def every_combination() -> Iterator[Case]:
     """All combinations, sensible or not; those that share a reference together."""
-    for model, dtype, count, strategy, devices in itertools.product(
-        MODELS, DTYPES, MICRO_BATCHES, STRATEGIES, DEVICES
+    for model, dtype, count, remat, strategy, devices in itertools.product(
+        MODELS, DTYPES, MICRO_BATCHES, REMATS, STRATEGIES, DEVICES
     ):
         yield Case(
             model=model,
@@ -372,6 +385,7 @@ def every_combination() -> Iterator[Case]:
             devices=devices,
             num_micro_batches=count,
             dtype=dtype,
+            remat=remat,
         )
 
 

@@ -375,7 +375,7 @@ def run_case(case: Case, *, steps: int = 5) -> Verdict:
             one,
             steps=steps,
             devices=case.devices,
-            **case.strategy.options(case.devices),
+            **case.options,
         )
     tolerance = FLOAT64_TOLERANCE
     if dtype == "float32":

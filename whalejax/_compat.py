@@ -124,6 +124,12 @@ def is_kept(equation: Any, policy: Any) -> bool:
     return answer is not False and "Recompute" not in type(answer).__name__
 
 
+def checkpoint_name_of(equation: Any) -> str | None:
+    """The name that ``jax.ad_checkpoint.checkpoint_name`` gives a value, or None."""
+    named = equation.primitive.name == "name"
+    return str(equation.params["name"]) if named else None
+
+
 def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any, bool]]:
     """What one turn of a scan keeps for its backward pass, as JAX decides it.
 
@@ -276,15 +282,34 @@ def bind(equation: Any, values: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def equation_context(equation: Any) -> Iterator[None]:
-    """Keep an equation's name stack and source line on what is traced inside."""
+def equation_context(equation: Any, *, skip: int = 0) -> Iterator[None]:
+    """Keep an equation's name stack and source line on what is traced inside.
+
+    Args:
+        equation: the equation.
+        skip: outermost scopes of its stack that are left out.
+    """
     info = equation.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
+    stack = source_info_util.current_name_stack() + info.name_stack[skip:]
     with (
         source_info_util.user_context(info.traceback, name_stack=stack),
         equation.ctx.manager,
     ):
         yield
+
+
+@contextlib.contextmanager
+def scopes_context(equations: Sequence[Any]) -> Iterator[int]:
+    """Open the scopes that several equations are in; gives how many there are."""
+    stacks = [equation.source_info.name_stack for equation in equations]
+    shortest = min(len(stack.stack) for stack in stacks)
+    depth = 0
+    while depth < shortest and len({stack.stack[depth] for stack in stacks}) == 1:
+        depth += 1
+    stack = source_info_util.current_name_stack() + stacks[0][:depth]
+    traceback = equations[0].source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=stack):
+        yield depth
 
 
 def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -140,6 +140,7 @@ def _plan(command: PlanCommand) -> None:
         precision=command.precision,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
+        remat=command.remat,
         compiler_options=compiler_options(command.compiler_options),
         source=(_lasting(command.model), *command.set),
     )

@@ -53,12 +53,14 @@ def make_plan(
     precision: str | None,
     micro_batches: int | None,
     runnable: bool = True,
+    remat: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
 ) -> Plan:
     """``wh.plan`` of a job, with the options of the command line.
 
     Args:
+        remat: what layers compute again; None leaves it to the planner.
         compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
     """
@@ -71,6 +73,7 @@ def make_plan(
         precision=precision or "f32",
         num_micro_batches=micro_batches,
         runnable=runnable,
+        remat=remat,
         compiler_options=compiler_options,
     )
     return dataclasses.replace(found, source=source)

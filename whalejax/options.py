@@ -29,7 +29,8 @@ class TrainCommand:
     """Train a model on the devices of this machine.
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --precision, --micro-batches and --compiler-options.
+    place of --cluster, --batch, --precision, --micro-batches, --remat and
+    --compiler-options.
     """
 
     model: Model
@@ -52,6 +53,8 @@ class TrainCommand:
     """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    remat: OptionalText = None
+    """what layers compute again: none; all but dots; all but what is named; full"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
@@ -82,10 +85,12 @@ class PlanCommand:
     """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    remat: OptionalText = None
+    """what layers compute again: none; all but dots; all but what is named; full"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     estimate: bool = False
-    """weigh what cannot run yet, too: pipelines, remat, host memory, unlike devices"""
+    """weigh what cannot run yet, too: pipelines, host memory, unlike devices"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
 

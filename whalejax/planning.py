@@ -18,6 +18,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, resized
+from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -28,8 +29,9 @@ from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.priced import REMATS
+from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.terms import Remat, remat_words
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
 
 
@@ -51,7 +53,7 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     zero: int | None = None,
     runnable: bool = True,
-    remat: str | None = None,
+    remat: str | Mapping[str, str] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
@@ -85,10 +87,14 @@ def plan(
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
         runnable: take only what ``wh.compile`` can run. False widens the search to
-            pipelines, sequence parallelism, ring attention, rematerialization, host
-            memory and unlike devices; a plan that uses any of them is an estimate.
-        remat: a policy for every TaskGraph: ``"none"``, ``"dots"``, ``"named"`` or
-            ``"full"``; needs ``runnable=False``. None lets the planner choose.
+            pipelines, sequence parallelism, ring attention, host memory and unlike
+            devices; a plan that uses any of them is an estimate.
+        remat: what the layers keep for the backward pass, which computes the rest
+            again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
+            ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,
+            ``"named:a,b"``) or ``"full"`` (keep what a layer is given); or such a
+            policy for each TaskGraph by its name. What the model itself puts into
+            ``jax.checkpoint`` stays as it is. None lets the planner choose.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -173,7 +179,7 @@ class Asked:
     mesh: Mapping[str, int] | None = None
     zero: int | None = None
     runnable: bool = True
-    remat: str | None = None
+    remat: str | Mapping[str, str] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
@@ -182,13 +188,14 @@ class Asked:
         kind = _check_options(
             self.default, self.precision, self.num_micro_batches, self.zero
         )
-        _check_remat(self.remat, self.runnable)
         options = _checked_options(self.compiler_options)
         machine = self.cluster.under(options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         devices = self.cluster.num_devices
         _check_mesh(self.mesh or {}, devices, self.allow_idle, axes)
         adapter, captured = self._captured()
+        names = checkpoint_names(captured.jaxpr)
+        remat = checked_policies(self.remat, captured.graph, names)
         count, reductions = self.num_micro_batches, batch_reductions(captured)
         if self.sync_batch_stats and reductions:
             count = _synced(count, reductions)
@@ -203,7 +210,8 @@ class Asked:
             mesh=self.mesh,
             zero=self.zero,
             reductions=reductions,
-            remat=self.remat,
+            remat=None if self.remat is None else remat,
+            policies=tuple(p for p in POLICIES if names or p != "named"),
         )
         decided = functools.partial(
             decide if self.runnable else foresee,
@@ -211,6 +219,7 @@ class Asked:
             machine,
             precision=self.precision,
             batch=batch_leaves(self.batch),
+            again=lambda remat: captured.with_remat(remat).graph,
         )
         idle = self.allow_idle
         found = _with_fewest_idle(decided, request) if idle else decided(request)
@@ -219,7 +228,12 @@ class Asked:
             cluster=self.cluster,
             compiler_options=tuple(sorted(options.items())),
             batch_tree=batch_tree(self.batch),
-            notes=(*found.notes, *adapter.notes, *_option_note(options)),
+            notes=(
+                *found.notes,
+                *_remat_note(remat, found),
+                *adapter.notes,
+                *_option_note(options),
+            ),
             question=self,
         )
 
@@ -277,22 +291,14 @@ class Asked:
             changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
         if "cluster" in changes:
             changes["cluster"] = _cluster(changes["cluster"])
-        if changes.get("remat") is not None:
-            changes.setdefault("runnable", False)
         return dataclasses.replace(self, **changes).plan()
 
 
-def _check_remat(remat: str | None, runnable: bool) -> None:
-    if remat is None:
-        return
-    if remat not in REMATS:
-        raise PlanError(f"remat is {remat!r}; expected one of {', '.join(REMATS)}")
-    if runnable:
-        raise PlanError(
-            f"remat={remat!r} needs runnable=False: this version runs what the model "
-            "itself puts into jax.checkpoint or nnx.remat, and nothing else. Wrap it "
-            "there, or plan with runnable=False to see what it would cost"
-        )
+def _remat_note(asked: Remat, found: Plan) -> list[str]:
+    if not asked or found.remat:
+        return []
+    words = remat_words(asked)
+    return [f"{words}: nothing repeats there that could be computed again in parts"]
 
 
 def _checked_options(options: Any) -> dict[str, bool | int | float | str]:

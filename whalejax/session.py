@@ -99,6 +99,7 @@ def check_options(options: TrainCommand) -> Path | None:
             ("--batch", options.batch),
             ("--precision", options.precision),
             ("--micro-batches", options.micro_batches),
+            ("--remat", options.remat),
             ("--compiler-options", " ".join(options.compiler_options) or None),
         ):
             if given is not None:
@@ -142,6 +143,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         jobs.machine(options.cluster),
         precision=options.precision,
         micro_batches=options.micro_batches,
+        remat=options.remat,
         compiler_options=compiler_options(options.compiler_options),
     )
 

@@ -528,7 +528,7 @@ def step_of(
     return TrainStep(
         plan,
         adapter,
-        captured,
+        captured.with_remat(plan.remat),
         optimizer,
         mesh,
         jax.tree.structure(example),

@@ -6,8 +6,8 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,13 +16,16 @@ from whalejax import _compat
 from whalejax.adapters import Adapter
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
-from whalejax.capture.batch import aval_of, batch_leaves
+from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.drafts import Position, Value
+from whalejax.capture.recompute import recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.decide import analyse_graph
 from whalejax.planner.fused import fused_dimensions, picks
-from whalejax.planner.graph import Graph
+from whalejax.planner.graph import Graph, Mark
+from whalejax.planner.recompute import regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Captured:
             ids of its results; None for a scalar constant.
         results: the same for the flat function's own results.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
+        reader: describes another program of the same inputs and results.
         notes: what could not be counted, in words.
     """
 
@@ -51,7 +55,63 @@ class Captured:
     outputs: dict[Position, tuple[Value, ...]]
     results: tuple[Value, ...]
     batch_axes: tuple[int | None, ...]
+    reader: _Reader
     notes: tuple[str, ...] = ()
+
+    def with_remat(self, remat: Sequence[tuple[str, str]]) -> Captured:
+        """The same loss, parts of which the backward pass computes again.
+
+        Args:
+            remat: (TaskGraph, policy) pairs, as in a plan.
+        """
+        where = regions(analyse_graph(self.graph).graph, dict(remat))
+        if not where:
+            return self
+        program = recomputed(self.jaxpr, where)
+        graph, walk, results = self.reader.read(program)
+        return replace(
+            self,
+            graph=graph,
+            jaxpr=program,
+            outputs=walk.outputs,
+            results=results,
+            notes=tuple(walk.notes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """What a trace needs to be known as beside its equations."""
+
+    adapter: Adapter
+    leaves: Sequence[BatchLeaf]
+    marks: Sequence[Mark]
+    weighted: bool
+    num_micro_batches: int
+
+    def read(
+        self, program: Any, *, tiled: bool = False
+    ) -> tuple[Graph, Walk, tuple[Value, ...]]:
+        """A program as plain data.
+
+        Args:
+            program: its jaxpr.
+            tiled: read slices that cut a value into equal parts as a split.
+        """
+        walk = Walk(tiled=tiled)
+        results = walk.run(program)
+        loss = loss_id(results)
+        name_inputs(walk, self.adapter, self.leaves)
+        graph = graph_of(
+            walk,
+            loss,
+            self.leaves,
+            self.num_micro_batches,
+            self.weighted,
+            self.marks,
+            results[1:],
+        )
+        return graph, walk, results
 
 
 def capture(
@@ -93,25 +153,19 @@ def capture(
                 error.add_note("whalejax: raised in loss_fn, traced without values")
             raise
 
-    def read(
-        program: Any, *, tiled: bool = False
-    ) -> tuple[Graph, Walk, tuple[Value, ...]]:
-        walk = Walk(tiled=tiled)
-        results = walk.run(program)
-        loss = loss_id(results)
-        name_inputs(walk, adapter, leaves)
-        marks, others = record.marks, results[1:]
-        graph = graph_of(
-            walk, loss, leaves, num_micro_batches, flat.weighted, marks, others
-        )
-        return graph, walk, results
-
-    graph, walk, results = read(jaxpr)
+    reader = _Reader(
+        adapter=adapter,
+        leaves=leaves,
+        marks=record.marks,
+        weighted=flat.weighted,
+        num_micro_batches=num_micro_batches,
+    )
+    graph, walk, results = reader.read(jaxpr)
     if picks(graph):
-        apart = _taken_apart(jaxpr, lambda program: read(program, tiled=True)[0])
+        apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
         if apart is not jaxpr:
             jaxpr = apart
-            graph, walk, results = read(jaxpr)
+            graph, walk, results = reader.read(jaxpr)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,
@@ -121,6 +175,7 @@ def capture(
         outputs=walk.outputs,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
+        reader=reader,
         notes=tuple(walk.notes),
     )
 
