@@ -195,6 +195,7 @@ def written(
         num_micro_batches=best.num_micro_batches,
         zero=best.zero,
         remat=best.remat,
+        offload=best.offload,
         precision=precision,
         default=request.default or "",
         roles=role_infos(dims),

@@ -26,7 +26,7 @@ from whalejax.planner.decide import (
     role_infos,
 )
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
-from whalejax.planner.frames import OFFLOADS, ORDERS, SCHEDULES
+from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import kind_of
@@ -45,7 +45,14 @@ from whalejax.planner.plan import (
 from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
-from whalejax.planner.terms import ALL, Remat, remat_words
+from whalejax.planner.terms import (
+    ALL,
+    OFFLOADS,
+    RUNNABLE_OFFLOADS,
+    Remat,
+    offload_words,
+    remat_words,
+)
 from whalejax.planner.weigh import pace_of, stage_layers
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 
@@ -94,6 +101,7 @@ def foresee(
         zero=best.zero,
         num_micro_batches=best.micro_batches,
         remat=best.remat if request.remat is None else request.remat,
+        offload=best.offload,
     )
     try:
         plan = decide(
@@ -151,7 +159,9 @@ class _Chosen:
         if plain.attention == "all-gather":
             plain = dataclasses.replace(plain, attention="")
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
-        return plain == Beyond() and tuple(a for a, _ in self.axes) == usual
+        moves = set(self.offload) <= set(RUNNABLE_OFFLOADS)
+        straight = tuple(a for a, _ in self.axes) == usual
+        return plain == Beyond() and straight and moves
 
     def _beyond(self) -> Beyond:
         search, case = self.search, self.case
@@ -161,9 +171,6 @@ class _Chosen:
         attention = ("all-gather", "ring")[int(f.ring[0])]
         return Beyond(
             stages=self._stages() if self.mesh["stage"] > 1 else None,
-            offload=tuple(
-                name for i, name in enumerate(OFFLOADS) if int(f.offload[0]) >> i & 1
-            ),
             sequence_parallel=case.variant.sequence_parallel,
             attention=attention if self.mesh["context"] > 1 else "",
             shares=tuple(zip(names, case.micro_batches, strict=True))
@@ -182,6 +189,12 @@ class _Chosen:
         if len(set(policies.values())) == 1:
             policies = {ALL: next(iter(policies.values()))}
         return tuple((n, p) for n, p in policies.items() if p != "none")
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What lies in host memory."""
+        bits = int(self.case.frames.offload[0])
+        return tuple(name for i, name in enumerate(OFFLOADS) if bits >> i & 1)
 
     def _stages(self) -> Stages:
         search, case = self.search, self.case
@@ -210,8 +223,8 @@ class _Chosen:
             words += f", ZeRO-{self.zero}"
         if self.micro_batches > 1:
             words += f", {self.micro_batches} micro-batches"
-        again = [remat_words(self.remat)] if self.remat else []
-        return ", ".join([words, *again, *self.beyond.words()])
+        own = [remat_words(self.remat), offload_words(self.offload)]
+        return ", ".join([words, *filter(None, own), *self.beyond.words()])
 
     @property
     def tables(self) -> dict[int, Table]:
@@ -244,6 +257,7 @@ def _plan(
         num_micro_batches=best.micro_batches,
         zero=best.zero,
         remat=best.remat,
+        offload=best.offload,
         precision=precision,
         default=request.default or "",
         roles=role_infos(search.dims),
@@ -382,9 +396,9 @@ def _nothing_fits(search: WideSearch) -> str:
     limit = search.cluster.memory_bytes
     memory = case.weighed.memory_terms(case.row)
     terms = ", ".join(
-        f"{f.name.removesuffix('_bytes')} {gigabytes(getattr(memory, f.name))}"
-        for f in dataclasses.fields(memory)
-        if getattr(memory, f.name)
+        f"{name} {gigabytes(nbytes)}"
+        for name, nbytes in memory.by_name().items()
+        if nbytes
     )
     short = (
         f"lacks {gigabytes(lacks)} ({int(lacks)} bytes) of {gigabytes(limit)} per "

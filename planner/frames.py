@@ -23,9 +23,6 @@ SCHEDULES = ("1f1b", "1f1b-ahead", "gpipe", "interleaved")
 CHUNKS = (2, 3, 4, 6, 8)
 """Parts of the model on each stage that interleaving tries."""
 
-OFFLOADS = ("optimizer", "activations", "params")
-"""What may lie in host memory; ``params`` takes the gradients along."""
-
 
 def orders() -> tuple[tuple[str, ...], ...]:
     """Mesh axes outermost first: the usual order, and each other axis innermost."""

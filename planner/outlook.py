@@ -28,11 +28,12 @@ from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.meshes.kinds import KEPT_BYTES
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans, span_rates, spans_of
-from whalejax.planner.frames import OFFLOADS, ORDERS, SCHEDULES, Frames
+from whalejax.planner.frames import ORDERS, SCHEDULES, Frames
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.priced import Column, Columns, Stacked
 from whalejax.planner.schedules import most_in_flight
 from whalejax.planner.stored import Held
+from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array
 
 

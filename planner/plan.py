@@ -160,8 +160,6 @@ class Beyond:
 
     Attributes:
         stages: the pipeline, if there is one.
-        offload: what lies in host memory: ``"optimizer"`` state, ``"activations"``,
-            ``"params"`` with their gradients.
         sequence_parallel: ``tensor`` shards the sequence between its products.
         attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
         shares: (device kind, micro-batches) that a replica takes at most, where
@@ -171,7 +169,6 @@ class Beyond:
     """
 
     stages: Stages | None = None
-    offload: tuple[str, ...] = ()
     sequence_parallel: bool = False
     attention: str = ""
     shares: tuple[tuple[str, int], ...] = ()
@@ -193,8 +190,6 @@ class Beyond:
             found.append("sequence parallel")
         if self.attention:
             found.append(f"{self.attention} attention")
-        if self.offload:
-            found.append(f"{' and '.join(self.offload)} in host memory")
         if self.shares:
             shares = ", ".join(f"{n} on {kind}" for kind, n in self.shares)
             found.append(f"micro-batches at most {shares}")
@@ -230,6 +225,8 @@ class Plan:
         remat: (TaskGraph, policy) where the backward pass computes again: ``"dots"``
             keeps results of products with weights, ``"named"`` what the model names,
             ``"full"`` only what a layer is given.
+        offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
+            stay), ``"activations"``, ``"params"`` with their gradients.
         precision: ``"f32"`` (as the model says) or ``"bf16"``.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
@@ -259,6 +256,7 @@ class Plan:
     num_micro_batches: int
     zero: int
     remat: Remat = ()
+    offload: tuple[str, ...] = ()
     precision: str
     default: str
     roles: tuple[RoleInfo, ...]
@@ -354,8 +352,8 @@ class Plan:
         Args:
             changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
                 ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
-                ``remat`` and ``runnable``; what is not given stays as it was asked
-                for.
+                ``remat``, ``offload`` and ``runnable``; what is not given stays as it
+                was asked for.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is

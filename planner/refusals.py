@@ -7,7 +7,6 @@ remedy.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -92,10 +91,7 @@ def _nothing_fits(search: Search, *, more: bool) -> str:
     nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
     limit = search.cluster.memory_bytes
     total = nearest.memory.total_bytes
-    sizes = {
-        f.name.removesuffix("_bytes"): getattr(nearest.memory, f.name)
-        for f in dataclasses.fields(nearest.memory)
-    }
+    sizes = nearest.memory.by_name()
     terms = ", ".join(
         f"{name} {gigabytes(nbytes)}"
         for name, nbytes in sorted(sizes.items(), key=lambda item: -item[1])

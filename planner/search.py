@@ -17,9 +17,9 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
@@ -60,8 +60,16 @@ from whalejax.planner.memory import (
 from whalejax.planner.peaks import Moments, moments, peak_of
 from whalejax.planner.pins import pinned_axes
 from whalejax.planner.plan import LeafPlan
+from whalejax.planner.ranking import best_first
 from whalejax.planner.rows import Rows, build_rows
-from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms, remat_words
+from whalejax.planner.terms import (
+    MemoryTerms,
+    Remat,
+    TimeTerms,
+    moves_to_host,
+    offload_words,
+    remat_words,
+)
 from whalejax.planner.update import (
     combined_gradients,
     odd_share,
@@ -69,8 +77,6 @@ from whalejax.planner.update import (
     update_seconds,
 )
 
-
-Weighable = TypeVar("Weighable")
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Mesh axes that the search gives sizes to, outermost first."""
@@ -80,9 +86,6 @@ NO_SEQUENCE = "no dimension for a context axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
 """Reasons to refuse a layout."""
-
-TIE = 0.005
-"""Plans closer than this part of the best step time count as equally fast."""
 
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
@@ -106,6 +109,7 @@ class Request:
         reductions: what is computed per micro-batch where there are several.
         remat: which TaskGraphs are computed again, or None for the search to choose.
         policies: what it chooses from, the one that keeps most first.
+        offload: what lies in host memory, or None for the search to choose.
     """
 
     optimizer: OptimizerBytes
@@ -120,6 +124,7 @@ class Request:
     reductions: tuple[BatchReduction, ...] = ()
     remat: Remat | None = None
     policies: tuple[str, ...] = ("none",)
+    offload: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +135,7 @@ class Scored:
         mesh: axis sizes, outermost first, all axes present.
         zero: ZeRO level over ``data``.
         remat: which TaskGraphs are computed again.
+        offload: what lies in host memory.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
         facts, layouts: the parameters, and the layout of each of their groups.
@@ -142,6 +148,7 @@ class Scored:
     mesh: Mapping[str, int]
     zero: int
     remat: Remat = ()
+    offload: tuple[str, ...] = ()
     num_micro_batches: int
     tables: Mapping[int, Table]
     facts: LeafFacts
@@ -172,7 +179,8 @@ class Scored:
             words += f", ZeRO-{self.zero}"
         if self.num_micro_batches > 1:
             words += f", {self.num_micro_batches} micro-batches"
-        return ", ".join([words, *filter(None, [remat_words(self.remat)])])
+        own = [remat_words(self.remat), offload_words(self.offload)]
+        return ", ".join([words, *filter(None, own)])
 
 
 def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
@@ -357,31 +365,78 @@ class Search:
                 continue
             if self._shards_nothing(mesh, zero, layouts):
                 continue
-            count, memory = self._smallest_count(mesh, tables, zero, layouts)
-            s = self._setting(mesh, count)
-            if count not in costs:
-                costs[count] = tuple(self._costs(tables, s))
-            time, collectives = self._time(layouts, zero, count, costs[count], s)
-            fits = memory.total_bytes <= self.cluster.memory_bytes
-            fewest = next(self._micro_batches(mesh, tables))
-            fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
-            time = dataclasses.replace(time, allocation_seconds=fresh)
-            self.scored.append(
-                Scored(
-                    mesh=mesh,
-                    zero=zero,
-                    remat=self.request.remat or (),
-                    num_micro_batches=count,
-                    tables=tables,
-                    facts=self.facts,
-                    layouts=layouts,
-                    collectives=collectives,
-                    time=time,
-                    memory=memory,
-                    fits=fits,
-                    roomy=fits and count == fewest,
-                )
-            )
+            for offload in self._offloads():
+                one = self._scored(mesh, tables, zero, layouts, offload, costs)
+                self.scored.append(one)
+                if one.fits:
+                    break
+
+    def _offloads(self) -> list[tuple[str, ...]]:
+        """What may lie in host memory; the more only where the less does not fit."""
+        if self.request.offload is not None:
+            return [self.request.offload]
+        kinds = self.cluster.kinds
+        hosts = all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
+        return [(), ("optimizer",)] if hosts else [()]
+
+    def _scored(
+        self,
+        mesh: dict[str, int],
+        tables: dict[int, Table],
+        zero: int,
+        layouts: tuple[LeafLayout, ...],
+        offload: tuple[str, ...],
+        costs: dict[int, tuple[RowCost, ...]],
+    ) -> Scored:
+        """One plan; ``costs`` keeps those of rows by the number of micro-batches."""
+        moved = self._moved_bytes(layouts, mesh) if offload else 0
+        count, memory = self._smallest_count(mesh, tables, layouts, moved)
+        s = self._setting(mesh, count)
+        if count not in costs:
+            costs[count] = tuple(self._costs(tables, s))
+        time, collectives = self._time(layouts, zero, count, costs[count], s)
+        link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
+        fits = self._fits(memory)
+        fewest = next(self._micro_batches(mesh, tables))
+        return Scored(
+            mesh=mesh,
+            zero=zero,
+            remat=self.request.remat or (),
+            offload=offload,
+            num_micro_batches=count,
+            tables=tables,
+            facts=self.facts,
+            layouts=layouts,
+            collectives=collectives,
+            time=dataclasses.replace(
+                time,
+                allocation_seconds=self.cluster.slowest.fresh_seconds(
+                    memory.temporary_bytes
+                ),
+                # A loop that waits for each piece: nothing hides behind it.
+                offload_seconds=2 * moved / link if link else 0.0,
+            ),
+            memory=memory,
+            fits=fits,
+            roomy=fits and count == fewest and not offload,
+        )
+
+    def _moved_bytes(
+        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
+    ) -> int:
+        """Optimizer state of one device that host memory may hold."""
+        pairs = zip(self.facts.groups, layouts, strict=True)
+        return sum(
+            count * group.optimizer_bytes // shards(layout.optimizer, mesh)
+            for (group, count), layout in pairs
+            if moves_to_host(group.shape)
+        )
+
+    def _fits(self, memory: MemoryTerms) -> bool:
+        """Devices hold it, and hosts what lies there."""
+        room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
+        enough = memory.host_bytes <= room
+        return enough and memory.total_bytes <= self.cluster.memory_bytes
 
     def _shards_nothing(
         self, mesh: Mapping[str, int], zero: int, layouts: tuple[LeafLayout, ...]
@@ -400,15 +455,20 @@ class Search:
         self,
         mesh: Mapping[str, int],
         tables: Mapping[int, Table],
-        zero: int,
         layouts: tuple[LeafLayout, ...],
+        moved: int,
     ) -> tuple[int, MemoryTerms]:
         """The fewest micro-batches that fit, or the most that there can be."""
         found: tuple[int, MemoryTerms] | None = None
         for count in self._micro_batches(mesh, tables):
             memory = self._memory(layouts, tables, self._setting(mesh, count))
+            memory = dataclasses.replace(
+                memory,
+                optimizer_bytes=memory.optimizer_bytes - moved,
+                host_bytes=moved,
+            )
             found = (count, memory)
-            if memory.total_bytes <= self.cluster.memory_bytes:
+            if self._fits(memory):
                 break
         assert found is not None  # one micro-batch is always possible
         return found
@@ -519,29 +579,3 @@ def ranked(scored: Sequence[Scored]) -> list[Scored]:
         seconds=lambda s: s.time.step_seconds,
         ties=lambda s: (s.memory.total_bytes, s.wire_bytes),
     )
-
-
-def best_first(
-    plans: Sequence[Weighable],
-    *,
-    seconds: Callable[[Weighable], float],
-    ties: Callable[[Weighable], tuple[float, float]],
-    most: int = 32,
-) -> list[Weighable]:
-    """Plans, the fastest first; among those that tie, the one with the least ``ties``.
-
-    Args:
-        plans: in any order.
-        seconds: step time of one.
-        ties: memory and communication of one.
-        most: how many to rank; what follows them is in order of time alone.
-    """
-    left = sorted(plans, key=seconds)
-    found: list[Weighable] = []
-    while left and len(found) < most:
-        limit = seconds(left[0]) * (1 + TIE)
-        tied = list(itertools.takewhile(lambda s: seconds(s) <= limit, left))  # noqa: B023
-        best = min(tied, key=ties)
-        found.append(best)
-        left.remove(best)
-    return [*found, *left]

@@ -13,6 +13,21 @@ ALL = "*"
 """Stands for every TaskGraph that has no policy of its own."""
 
 
+OFFLOADS = ("optimizer", "activations", "params")
+"""What may lie in host memory; ``params`` takes the gradients along."""
+
+RUNNABLE_OFFLOADS = ("optimizer",)
+"""Those that this version runs."""
+
+
+def moves_to_host(shape: tuple[int, ...]) -> bool:
+    """State that follows a parameter of this shape is moved with the others.
+
+    Vectors stay: together they are little, and each would be a transfer of its own.
+    """
+    return len(shape) > 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeTerms:
     """Predicted seconds of one step; they add up to it.
@@ -68,7 +83,7 @@ class TimeTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTerms:
-    """Predicted bytes on the fullest device; they add up to its peak.
+    """Predicted bytes on the fullest device; all but the host's add up to its peak.
 
     Attributes:
         params_bytes: stored parameters (the master copy).
@@ -78,6 +93,7 @@ class MemoryTerms:
         batch_bytes: the device's part of the global batch.
         activations_bytes: what the backward pass reads again.
         working_bytes: gathered parameters, casts and the largest temporaries.
+        host_bytes: what lies in host memory for it.
     """
 
     params_bytes: int = 0
@@ -87,16 +103,31 @@ class MemoryTerms:
     batch_bytes: int = 0
     activations_bytes: int = 0
     working_bytes: int = 0
+    host_bytes: int = 0
+
+    def by_name(self) -> dict[str, int]:
+        """The terms that add up to the peak, such as ``{"params": …}``."""
+        names = [f.name for f in dataclasses.fields(self) if f.name != "host_bytes"]
+        return {n.removesuffix("_bytes"): getattr(self, n) for n in names}
 
     @property
     def total_bytes(self) -> int:
         """Peak of the step."""
-        return int(sum(getattr(self, f.name) for f in dataclasses.fields(self)))
+        return int(sum(self.by_name().values()))
 
     @property
     def temporary_bytes(self) -> int:
         """What lives during a step alone."""
         return self.gradients_bytes + self.activations_bytes + self.working_bytes
+
+
+def offload_words(offload: tuple[str, ...]) -> str:
+    """What lies in host memory, in words; empty where nothing does.
+
+    >>> offload_words(("optimizer", "params"))
+    'optimizer and params in host memory'
+    """
+    return f"{' and '.join(offload)} in host memory" if offload else ""
 
 
 def remat_words(remat: Remat) -> str:

@@ -18,7 +18,7 @@ from whalejax.planner.balance import pieces_at, smallest_pace
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
-from whalejax.planner.frames import CHUNKS, OFFLOADS, SCHEDULES
+from whalejax.planner.frames import CHUNKS, SCHEDULES
 from whalejax.planner.outlook import (
     HOLDERS,
     PHASES,
@@ -30,6 +30,7 @@ from whalejax.planner.outlook import (
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.schedules import any_cut_share, schedule, simulate_many
+from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array
 
 

@@ -23,7 +23,6 @@ from whalejax.planner.choices import choices
 from whalejax.planner.dimensions import analyse
 from whalejax.planner.frames import (
     CHUNKS,
-    OFFLOADS,
     Bounds,
     Frames,
     expansions,
@@ -39,12 +38,14 @@ from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, Links, Pricer
+from whalejax.planner.ranking import TIE, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.rows import build_rows
 from whalejax.planner.schedules import any_cut_share
-from whalejax.planner.search import TIE, Request, best_first
+from whalejax.planner.search import Request
+from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array, Points, Variant, Variants
 from whalejax.planner.weigh import (
     Weighed,
@@ -346,6 +347,8 @@ class WideSearch:
             not k.host_memory_bytes or not k.host_link_bytes_per_second for k in kinds
         ):
             return [0]
+        if self.request.offload is not None:
+            return [sum(1 << OFFLOADS.index(name) for name in self.request.offload)]
         return list(range(1 << len(OFFLOADS)))
 
     def _zeros(self) -> list[int]:
@@ -432,12 +435,12 @@ class WideSearch:
     def _options(self, placement: Placement, frames: Frames) -> None:
         """Weigh frames under every option; host memory only where it must be."""
         remats = range(len(self.model.policies))
-        cases = frames.with_options(list(remats), self._zeros(), [0])
+        first, *offloads = self._offloads()
+        cases = frames.with_options(list(remats), self._zeros(), [first])
         found = self._weigh(placement, cases)
         self._settle(placement, cases, found)
         early = found.step - found.time["allocation"]
         tight = ~found.fits & (early <= self._limit())
-        offloads = self._offloads()[1:]
         if not tight.any() or not offloads:
             return
         cases = cases.take(tight)

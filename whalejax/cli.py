@@ -141,6 +141,7 @@ def _plan(command: PlanCommand) -> None:
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
         remat=command.remat,
+        offload=command.offload,
         compiler_options=compiler_options(command.compiler_options),
         source=(_lasting(command.model), *command.set),
     )

@@ -54,6 +54,7 @@ def make_plan(
     micro_batches: int | None,
     runnable: bool = True,
     remat: str | None = None,
+    offload: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
 ) -> Plan:
@@ -61,6 +62,7 @@ def make_plan(
 
     Args:
         remat: what layers compute again; None leaves it to the planner.
+        offload: what lies in host memory; ``"none"``, or None for the planner.
         compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
     """
@@ -74,6 +76,7 @@ def make_plan(
         num_micro_batches=micro_batches,
         runnable=runnable,
         remat=remat,
+        offload=() if offload == "none" else offload,
         compiler_options=compiler_options,
     )
     return dataclasses.replace(found, source=source)

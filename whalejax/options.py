@@ -22,6 +22,7 @@ OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
 OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
 Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
 Precision = Annotated[Literal["f32", "bf16"] | None, conf.arg(metavar="f32|bf16")]
+Offload = Annotated[Literal["optimizer", "none"] | None, conf.arg(metavar="WHAT")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,8 @@ class TrainCommand:
     """Train a model on the devices of this machine.
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --precision, --micro-batches, --remat and
-    --compiler-options.
+    place of --cluster, --batch, --precision, --micro-batches, --remat, --offload
+    and --compiler-options.
     """
 
     model: Model
@@ -55,6 +56,8 @@ class TrainCommand:
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     remat: OptionalText = None
     """what layers compute again: none; all but dots; all but what is named; full"""
+    offload: Offload = None
+    """in host memory: optimizer (its state), or none; if left out what must be"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
@@ -87,6 +90,8 @@ class PlanCommand:
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     remat: OptionalText = None
     """what layers compute again: none; all but dots; all but what is named; full"""
+    offload: Offload = None
+    """in host memory: optimizer (its state), or none; if left out what must be"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     estimate: bool = False

@@ -31,7 +31,7 @@ from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.search import PLANNED_AXES, Request
-from whalejax.planner.terms import Remat, remat_words
+from whalejax.planner.terms import OFFLOADS, RUNNABLE_OFFLOADS, Remat, remat_words
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
 
 
@@ -54,6 +54,7 @@ def plan(
     zero: int | None = None,
     runnable: bool = True,
     remat: str | Mapping[str, str] | None = None,
+    offload: str | Sequence[str] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
@@ -95,6 +96,9 @@ def plan(
             ``"named:a,b"``) or ``"full"`` (keep what a layer is given); or such a
             policy for each TaskGraph by its name. What the model itself puts into
             ``jax.checkpoint`` stays as it is. None lets the planner choose.
+        offload: what lies in host memory: ``"optimizer"`` (its state), or nothing,
+            ``()``; estimates take ``"activations"`` and ``"params"`` too, several as a
+            list. None lets the planner choose, where nothing fits without.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -131,6 +135,7 @@ def plan(
         zero=zero,
         runnable=runnable,
         remat=remat,
+        offload=offload,
         compiler_options=compiler_options,
     ).plan()
 
@@ -180,6 +185,7 @@ class Asked:
     zero: int | None = None
     runnable: bool = True
     remat: str | Mapping[str, str] | None = None
+    offload: str | Sequence[str] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
@@ -212,6 +218,7 @@ class Asked:
             reductions=reductions,
             remat=None if self.remat is None else remat,
             policies=tuple(p for p in POLICIES if names or p != "named"),
+            offload=_checked_offload(self.offload, self.runnable),
         )
         decided = functools.partial(
             decide if self.runnable else foresee,
@@ -273,8 +280,8 @@ class Asked:
     def again(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""
         known = (
-            "batch cluster mesh zero num_micro_batches precision remat runnable "
-            "compiler_options"
+            "batch cluster mesh zero num_micro_batches precision remat offload "
+            "runnable compiler_options"
         ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:
@@ -292,6 +299,24 @@ class Asked:
         if "cluster" in changes:
             changes["cluster"] = _cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
+
+
+def _checked_offload(offload: Any, runnable: bool) -> tuple[str, ...] | None:
+    """What is to lie in host memory, in the usual order."""
+    if offload is None:
+        return None
+    given = [offload] if isinstance(offload, str) else list(offload)
+    problems = Problems("offload", PlanError)
+    for name in given:
+        if name not in OFFLOADS:
+            problems.add(f"{name!r} is none of {', '.join(OFFLOADS)}; () is nothing")
+        elif runnable and name not in RUNNABLE_OFFLOADS:
+            problems.add(
+                f"{name} in host memory does not run in this version; "
+                f"{', '.join(RUNNABLE_OFFLOADS)} does. runnable=False estimates it"
+            )
+    problems.raise_if_any()
+    return tuple(name for name in OFFLOADS if name in given)
 
 
 def _remat_note(asked: Remat, found: Plan) -> list[str]:

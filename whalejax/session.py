@@ -100,6 +100,7 @@ def check_options(options: TrainCommand) -> Path | None:
             ("--precision", options.precision),
             ("--micro-batches", options.micro_batches),
             ("--remat", options.remat),
+            ("--offload", options.offload),
             ("--compiler-options", " ".join(options.compiler_options) or None),
         ):
             if given is not None:
@@ -144,6 +145,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         precision=options.precision,
         micro_batches=options.micro_batches,
         remat=options.remat,
+        offload=options.offload,
         compiler_options=compiler_options(options.compiler_options),
     )
 

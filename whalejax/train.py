@@ -25,19 +25,21 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
 from whalejax.lowering.constraints import constraints_of
-from whalejax.lowering.evaluate import named
+from whalejax.lowering.evaluate import HOST_MEMORY, named
 from whalejax.lowering.spmd import (
     Program,
     gradients_of,
     losses_of,
-    optimizer_layouts,
+    owners_of,
     update,
     wide,
 )
 from whalejax.matching import BatchLayout, check_same_model, mesh_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analyse_graph
+from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.terms import moves_to_host
 from whalejax.precision import at_precision
 
 
@@ -215,22 +217,27 @@ class TrainStep:
 
     def _make_shardings(self) -> TrainState:
         leaves = self.plan.leaves
-        params = jax.tree.leaves(self.adapter.params)
         structure = _structure(self.adapter.params)
         state = jax.eval_shape(self._program.optimizer.init, self._abstract_params())
-        specs = optimizer_layouts(
-            state,
-            self.adapter.param_paths,
-            [p.shape for p in params],
-            [leaf.optimizer_spec for leaf in leaves],
-        )
+        # What belongs to no parameter is whole.
+        owners = owners_of(state, [(leaf.path, leaf.shape) for leaf in leaves])
+        hosted = "optimizer" in self.plan.offload
         return TrainState(
             params=structure.unflatten(
                 [named(x.param_spec, self.mesh) for x in leaves]
             ),
             rest=jax.tree.map(lambda _: self._whole, self.adapter.rest),
             opt_state=_structure(state).unflatten(
-                [named(spec, self.mesh) for spec in specs]
+                [
+                    self._whole
+                    if owner is None
+                    else named(
+                        leaves[owner].optimizer_spec,
+                        self.mesh,
+                        host=hosted and moves_to_host(leaves[owner].shape),
+                    )
+                    for owner in owners
+                ]
             ),
             step=self._whole,
             rng=self._whole,
@@ -517,6 +524,7 @@ def step_of(
         optimizer, batch_axes, devices: as for ``compile``.
     """
     mesh = mesh_of(plan, devices)
+    _check_host_memory(plan, mesh)
     adapter = at_precision(adapter.without_values(), plan.precision)
     captured = capture(
         adapter,
@@ -534,6 +542,20 @@ def step_of(
         jax.tree.structure(example),
         captured.batch_axes,
     )
+
+
+def _check_host_memory(plan: Plan, mesh: Mesh) -> None:
+    """Refuse a plan that keeps something where these devices reach nothing."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if plan.offload and HOST_MEMORY not in kinds:
+        saved = plan.memory.host_bytes
+        raise PlanError(
+            f"the plan keeps {' and '.join(plan.offload)} in host memory "
+            f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
+            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows'}. Plan "
+            "with offload=(), on more devices if need be"
+        )
 
 
 def _check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:

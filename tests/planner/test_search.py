@@ -14,7 +14,8 @@ from whalejax.planner.dimensions import analyse
 from whalejax.planner.graph import Graph, Mark
 from whalejax.planner.layout import shards
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.search import TIE, Scored, Search, meshes, ranked
+from whalejax.planner.ranking import TIE
+from whalejax.planner.search import Scored, Search, meshes, ranked
 
 
 def searched(graph: Graph, machine: str = "h100:8", **options: object) -> Search:

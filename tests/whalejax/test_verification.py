@@ -215,7 +215,7 @@ def test_a_missing_compiler_is_named_with_its_extra(
 
 
 def test_an_estimate_cannot_be_verified() -> None:
-    plan = planned("gpt-test", "v5e:2x2", runnable=False, remat="full")
+    plan = planned("gpt-test", "v5e:2x2", runnable=False, offload="params")
     with pytest.raises(wh.PlanError, match="is an estimate"):
         plan.verify()
 

@@ -28,9 +28,14 @@ MOVED = "whalejax_constrained_value"
 """Checkpoint name of other constrained values, by which a policy may keep them."""
 
 
-def named(spec: Spec, mesh: Mesh) -> NamedSharding:
-    """A plain layout on a mesh."""
-    return NamedSharding(mesh, partition_spec(spec))
+HOST_MEMORY = "pinned_host"
+"""JAX's name for the memory of the host that devices can reach."""
+
+
+def named(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
+    """A plain layout on a mesh, in the devices' memory or in their hosts'."""
+    kind = {"memory_kind": HOST_MEMORY} if host else {}
+    return NamedSharding(mesh, partition_spec(spec), **kind)
 
 
 def but_for_gathered(policy: Any) -> Any:

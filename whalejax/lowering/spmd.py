@@ -20,8 +20,10 @@ from jax.sharding import Mesh
 
 from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import evaluate, named
+from whalejax.lowering.streamed import Follower, streamed
 from whalejax.optimizers import followed
 from whalejax.planner.layout import Spec
+from whalejax.planner.terms import moves_to_host
 
 
 if TYPE_CHECKING:
@@ -302,32 +304,68 @@ def update(
     owned = [leaf.optimizer_spec for leaf in program.plan.leaves]
     stored = [leaf.param_spec for leaf in program.plan.leaves]
     structure: Any = jax.tree.structure(program.adapter.params)
-    unflatten = structure.unflatten
-    tree = unflatten(program.constrain(params, owned))
-    updates, state = program.optimizer.update(
-        unflatten(program.constrain(gradients, owned)), state, tree, value=loss
-    )
-    fresh = jax.tree.leaves(optax.apply_updates(tree, updates))
-    return program.constrain(fresh, stored), state
+    leaves = jax.tree.leaves(state)
+    state_tree: Any = jax.tree.structure(state)
+    count = len(params)
+
+    def step(values: Sequence[Any]) -> list[Any]:
+        tree = structure.unflatten(values[:count])
+        updates, new = program.optimizer.update(
+            structure.unflatten(values[count : 2 * count]),
+            state_tree.unflatten(values[2 * count : -1]),
+            tree,
+            value=values[-1],
+        )
+        fresh = optax.apply_updates(tree, updates)
+        return [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
+
+    values = [
+        *program.constrain(params, owned),
+        *program.constrain(gradients, owned),
+        *leaves,
+        loss,
+    ]
+    if program.plan.offload:
+        results = streamed(step, values, _followers(program, state), program.mesh)
+    else:
+        results = step(values)
+    fresh, new = results[:count], state_tree.unflatten(results[count:])
+    return program.constrain(fresh, stored), new
 
 
-def optimizer_layouts(
-    state: Any, paths: Sequence[str], shapes: Sequence[Any], specs: Sequence[Spec]
-) -> list[Spec]:
-    """Layout of every leaf of an optimizer state, in flat order.
+def _followers(program: Program, state: Any) -> list[Follower]:
+    """Parameters whose optimizer state lies in host memory."""
+    leaves = program.plan.leaves
+    count = len(leaves)
+    held: dict[int, list[tuple[int, int]]] = {}
+    owners = owners_of(state, [(leaf.path, leaf.shape) for leaf in leaves])
+    for place, owner in enumerate(owners):
+        if owner is not None and moves_to_host(leaves[owner].shape):
+            held.setdefault(owner, []).append((2 * count + place, count + place))
+    return [
+        Follower(
+            inputs=(owner, count + owner),
+            state=tuple(pairs),
+            fresh=owner,
+            spec=leaves[owner].optimizer_spec,
+        )
+        for owner, pairs in held.items()
+    ]
 
-    What belongs to no parameter is whole.
+
+def owners_of(
+    state: Any, params: Sequence[tuple[str, tuple[int, ...]]]
+) -> list[int | None]:
+    """For every leaf of an optimizer state, the parameter that it follows, if any.
 
     Args:
         state: the state, abstract or real.
-        paths: parameter paths.
-        shapes: their shapes.
-        specs: the layout for copies of each.
+        params: path and shape of each.
     """
-    by_path = dict(zip(paths, map(tuple, shapes), strict=True))
-    layouts = dict(zip(paths, specs, strict=True))
+    shapes = {path: tuple(shape) for path, shape in params}
+    numbers = {path: i for i, (path, _) in enumerate(params)}
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        owner = followed(path, leaf.shape, by_path)
-        found.append(((),) * len(leaf.shape) if owner is None else layouts[owner])
+        owner = followed(path, leaf.shape, shapes)
+        found.append(None if owner is None else numbers[owner])
     return found

@@ -177,7 +177,10 @@ def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
         "temporaries": terms.temporary_bytes,
         "peak": terms.total_bytes,
     }
-    names = ("arguments", "outputs", "temporaries", "peak")
+    names = ["arguments", "outputs", "temporaries", "peak"]
+    if plan.offload:
+        predicted["host"] = terms.host_bytes
+        names.insert(-1, "host")
     return tuple(
         Quantity(name=name, predicted=predicted.get(name), compiled=compiled[name])
         for name in names

@@ -1,0 +1,39 @@
+"""Which of several plans is the best: the fastest, or the leanest of those that tie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+
+Weighable = TypeVar("Weighable")
+
+TIE = 0.005
+"""Plans closer than this part of the best step time count as equally fast."""
+
+
+def best_first(
+    plans: Sequence[Weighable],
+    *,
+    seconds: Callable[[Weighable], float],
+    ties: Callable[[Weighable], tuple[float, float]],
+    most: int = 32,
+) -> list[Weighable]:
+    """Plans, the fastest first; among those that tie, the one with the least ``ties``.
+
+    Args:
+        plans: in any order.
+        seconds: step time of one.
+        ties: memory and communication of one.
+        most: how many to rank; what follows them is in order of time alone.
+    """
+    left = sorted(plans, key=seconds)
+    found: list[Weighable] = []
+    while left and len(found) < most:
+        limit = seconds(left[0]) * (1 + TIE)
+        tied = list(itertools.takewhile(lambda s: seconds(s) <= limit, left))  # noqa: B023
+        best = min(tied, key=ties)
+        found.append(best)
+        left.remove(best)
+    return [*found, *left]

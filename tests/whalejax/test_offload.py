@@ -1,0 +1,223 @@
+"""Optimizer state in host memory: exact, in pieces, and chosen where it must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.equality import count_compilations
+from whalejax import hlo, models
+from whalejax.jobs import abstract_model
+from whalejax.lowering import streamed
+
+
+pytestmark = pytest.mark.relaxed_promotion  # optax relies on it
+
+OPTIMIZERS: Final = {
+    "adamw": optax.adamw(1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)),
+    "momentum": optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "narrow": optax.adam(1e-3, mu_dtype="bfloat16"),
+    "lamb": optax.lamb(1e-3),  # its norms need the state as a whole
+    "adafactor": optax.adafactor(1e-3),
+    "several": optax.MultiSteps(optax.adam(1e-3), 2),  # a cond around the update
+}
+ELEMENTWISE: Final = ("adamw", "clipped", "momentum", "narrow")
+
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "zero-1": {"mesh": {"data": 8}, "zero": 1},
+    "fsdp-tensor": {"mesh": {"fsdp": 4, "tensor": 2}},
+}
+
+
+def run(
+    optimizer: Any, steps: int = 3, dtype: str = "float32", **options: Any
+) -> tuple[wh.TrainStep, list[np.ndarray]]:
+    job = models.job("mlp-test", annotated=False, param_dtype=dtype)
+    model = abstract_model(job)
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0, 16),
+        optimizer=optimizer,
+        cluster="h100:8",
+        **options,
+    )
+    step = wh.compile(
+        plan, job.loss_fn, model, optimizer=optimizer, devices=jax.devices()
+    )
+    state = step.init(job.make_model, rng=jax.random.key(0))
+    with count_compilations() as compiles:
+        for i in range(steps):
+            state, _ = step(state, job.batch_at(i, 16))
+    assert compiles.count == 1
+    kinds = {
+        leaf.sharding.memory_kind
+        for leaf in jax.tree.leaves(state.opt_state)
+        if leaf.ndim > 1
+        and leaf.shape in {p.shape for p in jax.tree.leaves(state.params)}
+    }
+    assert kinds == ({"pinned_host"} if plan.offload else {"device"})
+    return step, [
+        np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_computes_the_same(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed, "PIECE_BYTES", 512)
+    found = []
+    with jax.enable_x64(True):
+        for offload in ((), "optimizer"):
+            options = {"dtype": "float64", "offload": offload, **LAYOUTS[layout]}
+            found.append(run(OPTIMIZERS[name], **options))
+        loops = hlo_loops(found[1][0])
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-14)
+    assert loops > 0 if name in ELEMENTWISE else loops == 0
+
+
+def hlo_loops(step: wh.TrainStep) -> int:
+    """Loops over pieces of state, in the program before it is optimised."""
+    return step.lower().as_text().count("stablehlo.while")
+
+
+def test_it_communicates_what_it_did() -> None:
+    texts = [
+        run(OPTIMIZERS["adamw"], 1, offload=o, **LAYOUTS["fsdp-tensor"])[0]
+        for o in ((), "optimizer")
+    ]
+    plain, moved = (
+        hlo.collectives(hlo.read(step.lower().compile().as_text())) for step in texts
+    )
+    assert plain.nbytes == moved.nbytes
+
+
+def test_a_checkpoint_moves_between_memories(tmp_path: Path) -> None:
+    job = models.job("mlp-test", annotated=False)
+    steps = []
+    for offload in ("optimizer", ()):
+        plan = wh.plan(
+            job.loss_fn,
+            abstract_model(job),
+            job.batch_at(0, 16),
+            optimizer=OPTIMIZERS["adamw"],
+            cluster="h100:8",
+            offload=offload,
+            **LAYOUTS["fsdp-tensor"],
+        )
+        steps.append(
+            wh.compile(
+                plan,
+                job.loss_fn,
+                abstract_model(job),
+                optimizer=OPTIMIZERS["adamw"],
+                devices=jax.devices(),
+            )
+        )
+    moved, plain = steps
+    state, _ = moved(
+        moved.init(job.make_model, rng=jax.random.key(0)), job.batch_at(0, 16)
+    )
+    moved.save(tmp_path / "moved", state)
+    restored = plain.restore(tmp_path / "moved")
+    again = moved.restore(tmp_path / "moved")
+    for one, other, third in zip(
+        *map(jax.tree.leaves, (state.opt_state, restored.opt_state, again.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert other.sharding.memory_kind == "device"
+        assert third.sharding == one.sharding
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((8, 8), 1), ((4096, 4096), 4), ((7, 4096, 4096), 7), ((13, 5000, 4096), 65)],
+)
+def test_pieces_divide_and_are_small(shape: tuple[int, ...], count: int) -> None:
+    axis, found = streamed.pieces(shape, 4)
+    assert found == count or shape[axis] % found == 0
+    assert shape[axis] % found == 0
+
+
+# Choosing.
+
+
+def asked(memory: float, **options: Any) -> wh.Plan:
+    job = models.job("llama-test", embed=1024, heads=8, mlp=4096, layers=12)
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, 8)),
+        optimizer=optax.adam(1e-3),
+        cluster=wh.cluster("h100:8").with_memory(int(memory)),
+        mesh={"data": 8},
+        zero=0,
+        **options,
+    )
+
+
+def test_it_is_chosen_where_nothing_else_fits() -> None:
+    roomy = asked(80e9)
+    assert roomy.offload == () and roomy.memory.host_bytes == 0
+    full = asked(80e9, remat="full")
+    state = full.memory.optimizer_bytes
+    tight = asked(full.memory.total_bytes - 0.5 * state)
+    assert tight.offload == ("optimizer",) and tight.runnable
+    assert tight.memory.host_bytes == pytest.approx(state, rel=0.01)
+    assert tight.time.offload_seconds > 0
+    assert "optimizer in host memory" in str(tight)
+    with pytest.raises(wh.WhaleError, match="no plan fits"):
+        asked(full.memory.total_bytes - 0.5 * state, offload=())
+
+
+def test_a_plan_remembers_it(tmp_path: Path) -> None:
+    plan = asked(80e9, offload="optimizer")
+    plan.save(tmp_path / "plan.json")
+    assert wh.Plan.load(tmp_path / "plan.json") == plan
+    assert plan.hash != asked(80e9, offload=()).hash
+    assert plan.what_if(offload=()).offload == ()
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ("disk", "'disk' is none of optimizer, activations, params"),
+        (["optimizer", "params"], "params in host memory does not run in this version"),
+    ],
+)
+def test_what_cannot_be_moved_is_named(offload: Any, message: str) -> None:
+    with pytest.raises(wh.WhaleError, match=message):
+        asked(80e9, offload=offload)
+
+
+class _Device:
+    """A device without host memory."""
+
+    platform = device_kind = "abacus"
+    process_index = id = 0
+
+    def addressable_memories(self) -> list[Any]:
+        return []
+
+
+def test_a_backend_without_host_memory_is_named() -> None:
+    from whalejax.train import _check_host_memory
+
+    plan = asked(80e9, offload="optimizer")
+    mesh: Any = type("Mesh", (), {"devices": np.array([_Device()])})()
+    with pytest.raises(wh.WhaleError) as caught:
+        _check_host_memory(plan, mesh)
+    assert "optimizer in host memory" in str(caught.value)
+    assert "GB of each device" in str(caught.value)
+    assert "a abacus reaches none here" in str(caught.value)

@@ -1,0 +1,327 @@
+"""The optimizer's step on state that lies in host memory, a piece at a time.
+
+Brought to the device whole, the state of all parameters would be there at once, and
+nothing would be saved: compilers start the transfers as early as they can. Here the
+optimizer is traced, and for every parameter the part of it that is elementwise (all of
+Adam's, and of momentum's) runs in a loop over pieces: a piece of the state comes, is
+updated and goes back. What is not elementwise, such as the norm of all gradients, is
+computed before. State that such a part needs as a whole is brought whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from whalejax import _compat
+from whalejax.capture.rules_elementwise import SAME_SHAPE
+from whalejax.meshes.build import partition_spec
+from whalejax.planner.layout import Spec
+
+
+PIECE_BYTES = 16 << 20
+"""About what one piece of a parameter has, on one device."""
+
+_SPREAD = "broadcast_in_dim"
+
+Update = Callable[[Sequence[Any]], Sequence[Any]]
+"""From flat inputs to flat outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """A parameter and the state that follows it in host memory.
+
+    Attributes:
+        inputs: numbers of inputs of its shape: the parameter, its gradient.
+        state: pairs of an input and an output: state, and the same after the update.
+        fresh: number of the output that is the parameter after the update.
+        spec: layout of all of them.
+    """
+
+    inputs: tuple[int, ...]
+    state: tuple[tuple[int, int], ...]
+    fresh: int
+    spec: Spec
+
+
+def streamed(
+    update: Update, values: Sequence[Any], followers: Sequence[Follower], mesh: Mesh
+) -> list[Any]:
+    """Run an optimizer's step whose state lies, in part, in host memory.
+
+    Args:
+        update: the step.
+        values: its inputs; state of followers is in host memory.
+        followers: what to stream.
+        mesh: the devices.
+
+    Returns:
+        The outputs; state of followers is in host memory.
+    """
+    avals = [_compat.abstract(x.shape, x.dtype) for x in values]
+    program = _compat.trace(lambda *xs: list(update(xs)), avals)
+    program = _compat.trace(lambda *xs: _inlined(program, xs), avals)
+    return _Streamed(program, values, followers, mesh).run()
+
+
+def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
+    """Run a program without its calls, so that every equation stands for itself."""
+    body, constants = _compat.open_jaxpr(program)
+    env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
+    env.update(zip(body.invars, values, strict=True))
+    for equation in body.eqns:
+        operands = [_read(atom, env) for atom in equation.invars]
+        if _compat.recursion(equation) == "inline":
+            results = _inlined(_compat.inner_jaxprs(equation)[0], operands)
+        else:
+            results = _compat.bind(equation, operands)
+        env.update(zip(equation.outvars, results, strict=True))
+    return [_read(atom, env) for atom in body.outvars]
+
+
+def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
+    return atom.val if _compat.is_literal(atom) else env[atom]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The elementwise part of the program that gives one follower's outputs.
+
+    Attributes:
+        equations: in program order.
+        whole, single: variables that it reads beside the state: of the parameter's
+            shape, and scalars.
+    """
+
+    follower: Follower
+    equations: tuple[Any, ...]
+    whole: tuple[Any, ...]
+    single: tuple[Any, ...]
+
+
+class _Streamed:
+    def __init__(
+        self,
+        program: Any,
+        values: Sequence[Any],
+        followers: Sequence[Follower],
+        mesh: Mesh,
+    ) -> None:
+        self.body, constants = _compat.open_jaxpr(program)
+        self.mesh = mesh
+        self.env: dict[Any, Any] = dict(
+            zip(self.body.constvars, constants, strict=True)
+        )
+        self.env.update(zip(self.body.invars, values, strict=True))
+        self.maker = {v: e for e in self.body.eqns for v in e.outvars}
+        self.parts = [self._part(f) for f in followers]
+        self._drop_what_others_need()
+
+    def run(self) -> list[Any]:
+        """The outputs."""
+        outs = self.body.outvars
+        streamed = {
+            outs[place]
+            for part in self.parts
+            for place in (part.follower.fresh, *(o for _, o in part.follower.state))
+        }
+        wanted = {v for part in self.parts for v in (*part.whole, *part.single)}
+        wanted |= {v for v in outs if not _compat.is_literal(v) and v not in streamed}
+        self._compute(wanted)
+        found: dict[int, Any] = {}
+        for part in self.parts:
+            found.update(self._loop(part))
+        return [
+            found[place] if place in found else _read(atom, self.env)
+            for place, atom in enumerate(outs)
+        ]
+
+    # What is elementwise.
+
+    def _part(self, follower: Follower) -> _Part:
+        shape = self.body.invars[follower.inputs[0]].aval.shape
+        held = {self.body.invars[i] for i, _ in follower.state}
+        places = (follower.fresh, *(o for _, o in follower.state))
+        open_ = [self.body.outvars[place] for place in places]
+        inside: dict[int, Any] = {}
+        read: dict[Any, None] = {}
+        while open_:
+            var = open_.pop()
+            equation = None if _compat.is_literal(var) else self.maker.get(var)
+            if equation is not None and _elementwise(equation, shape):
+                if id(equation) not in inside:
+                    inside[id(equation)] = equation
+                    open_ += equation.invars
+            elif not _compat.is_literal(var) and var not in held:
+                read[var] = None
+        equations = [e for e in self.body.eqns if id(e) in inside]
+        return _Part(
+            follower,
+            tuple(equations),
+            tuple(v for v in read if v.aval.shape == shape),
+            tuple(v for v in read if v.aval.shape != shape),
+        )
+
+    def _drop_what_others_need(self) -> None:
+        """Bring state to the device whole where something else computes with it."""
+        while True:
+            hosted = {
+                self.body.invars[i] for p in self.parts for i, _ in p.follower.state
+            }
+            depends = set(hosted)
+            for equation in self.body.eqns:
+                if any(v in depends for v in _variables(equation)):
+                    depends.update(equation.outvars)
+            kept = [
+                p
+                for p in self.parts
+                if depends.isdisjoint((*p.whole, *p.single))
+                and all(not v.aval.shape for v in p.single)
+            ]
+            dropped = [p for p in self.parts if p not in kept]
+            if not dropped:
+                return
+            for part in dropped:
+                for place, _ in part.follower.state:
+                    var = self.body.invars[place]
+                    self.env[var] = to_device(self.env[var])
+            self.parts = kept
+
+    def _compute(self, wanted: set[Any]) -> None:
+        """Everything that some variables need, outside the loops."""
+        needed = set(wanted)
+        chosen = []
+        for equation in reversed(self.body.eqns):
+            if any(v in needed for v in equation.outvars):
+                chosen.append(equation)
+                needed.update(_variables(equation))
+        for equation in reversed(chosen):
+            operands = [_read(atom, self.env) for atom in equation.invars]
+            results = _compat.bind(equation, operands)
+            self.env.update(zip(equation.outvars, results, strict=True))
+
+    # Running it.
+
+    def _loop(self, part: _Part) -> dict[int, Any]:
+        """The outputs of a follower, by number."""
+        follower, spec = part.follower, partition_spec(part.follower.spec)
+        target = self.body.invars[follower.inputs[0]]
+        states = [self.body.invars[i] for i, _ in follower.state]
+        places = (follower.fresh, *(o for _, o in follower.state))
+        loop = _Loop(
+            equations=part.equations,
+            target=target,
+            states=states,
+            whole=[v for v in part.whole if v is not target],
+            single=part.single,
+            outs=[self.body.outvars[place] for place in places],
+        )
+        read = (target, *states, *loop.whole)
+        mapped = jax.shard_map(
+            loop.run,
+            mesh=self.mesh,
+            in_specs=(*[spec] * len(read), *[PartitionSpec()] * len(part.single)),
+            out_specs=(spec,) * len(places),
+            check_vma=False,  # Equations are bound as they were traced.
+        )
+        results = mapped(*(self.env[v] for v in (*read, *part.single)))
+        return dict(zip(places, results, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """The elementwise part over pieces of one device's shard.
+
+    Attributes:
+        equations: what runs.
+        target: the parameter.
+        states: what lies in host memory.
+        whole, single: what else is read.
+        outs: the parameter and the states after it.
+    """
+
+    equations: Sequence[Any]
+    target: Any
+    states: Sequence[Any]
+    whole: Sequence[Any]
+    single: Sequence[Any]
+    outs: Sequence[Any]
+
+    def run(self, target: Any, *others: Any) -> tuple[Any, ...]:
+        """One device's shards, new."""
+        held, others = others[: len(self.states)], others[len(self.states) :]
+        whole = dict(zip(self.whole, others, strict=False))
+        single = dict(zip(self.single, others[len(whole) :], strict=True))
+        axis, count = pieces(target.shape, target.dtype.itemsize)
+        size = target.shape[axis] // count
+
+        def piece(k: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            def at(x: Any) -> Any:
+                return lax.dynamic_slice_in_dim(x, k * size, size, axis)
+
+            here = [at(x) for x in carry]
+            env = dict(zip(self.states, map(to_device, here[1:]), strict=True))
+            env |= {v: at(x) for v, x in whole.items()}
+            fresh, *state = self._evaluated({**env, **single, self.target: here[0]})
+            return tuple(
+                lax.dynamic_update_slice_in_dim(x, y, k * size, axis)
+                for x, y in zip(carry, (fresh, *map(to_host, state)), strict=True)
+            )
+
+        new: tuple[Any, ...] = lax.fori_loop(0, count, piece, (target, *held))
+        return new
+
+    def _evaluated(self, env: dict[Any, Any]) -> list[Any]:
+        shape = env[self.target].shape
+        for equation in self.equations:
+            operands = [_read(atom, env) for atom in equation.invars]
+            if equation.primitive.name == _SPREAD:
+                results = [lax.broadcast_in_dim(operands[0], shape, ())]
+            else:
+                results = _compat.bind(equation, operands)
+            env.update(zip(equation.outvars, results, strict=True))
+        return [_read(atom, env) for atom in self.outs]
+
+
+def to_device(value: Any) -> Any:
+    """The value in the device's own memory."""
+    return jax.device_put(value, jax.memory.Space.Device)
+
+
+def to_host(value: Any) -> Any:
+    """The value in host memory that devices can reach."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
+    """Along which dimension a shard is cut, and into how many equal pieces.
+
+    >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
+    ((0, 4), (0, 1), (0, 7))
+    """
+    wanted = math.ceil(math.prod(shape) * itemsize_bytes / PIECE_BYTES)
+    for axis, size in enumerate(shape):
+        fitting = [n for n in range(wanted, min(size, 4 * wanted) + 1) if size % n == 0]
+        if fitting:
+            return axis, fitting[0]
+    return 0, shape[0]
+
+
+def _elementwise(equation: Any, shape: Sequence[int]) -> bool:
+    """One result of a shape, of operands of that shape and scalars."""
+    if len(equation.outvars) != 1 or equation.outvars[0].aval.shape != shape:
+        return False
+    if equation.primitive.name == _SPREAD:
+        return all(not atom.aval.shape for atom in equation.invars)
+    return equation.primitive.name in SAME_SHAPE
+
+
+def _variables(equation: Any) -> list[Any]:
+    return [atom for atom in equation.invars if not _compat.is_literal(atom)]
