@@ -12,25 +12,25 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from tests.planner.oracle_stage import Inner, compositions, shares_of
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
-from whalejax.planner.frames import CHUNKS, OFFLOADS, ORDERS
+from whalejax.planner.frames import CHUNKS, ORDERS
 from whalejax.planner.layout import spec_of
 from whalejax.planner.outlook import HOLDERS, PLACES, Placement
 from whalejax.planner.priced import Links
 from whalejax.planner.schedules import schedule, simulate
+from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.wide import WideSearch
 
 
-table_of = lru_cache(maxsize=None)(schedule)
+table_of = cache(schedule)
 
 
-@cache
 def in_flight(name: str, stages: int, parts: int, chunks: int) -> tuple[int, ...]:
     return table_of(name, stages, parts, chunks).in_flight
 
