@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.dimensions import Dimensions, roles_of
-from whalejax.planner.graph import LOOPS, Graph, Op, TaskGraph
+from whalejax.planner.dimensions import Dimensions, op_roles
+from whalejax.planner.graph import LOOPS, Graph, TaskGraph
 from whalejax.planner.layers import Layers
 
 
@@ -160,7 +160,7 @@ def chain_of(
     spots: list[Spot] = []
     known: dict[frozenset[int], tuple[bool, ...]] = {}
     for index, op in enumerate(graph.ops):
-        roles = _roles(index, op, dims)
+        roles = op_roles(index, op, dims)
         if roles not in known:
             known[roles] = tuple(bool(roles & batch) and not roles & s for s in shared)
         spots.append(
@@ -193,13 +193,6 @@ def chain_of(
 
 def _place(layer: int, layers: int) -> int:
     return FIRST if layer < 0 else LAST if layer >= layers else LAYER
-
-
-def _roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
-    """Every role that stands in an operation."""
-    slots = op.operands + op.results
-    layouts = (dims.seen.get((index, s), dims.layouts[t]) for s, t in enumerate(slots))
-    return frozenset[int]().union(*map(roles_of, layouts))
 
 
 def _weights_follow(graph: Graph, weight: Sequence[bool], spots: list[Spot]) -> None:

@@ -7,10 +7,11 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
+from whalejax.planner.between import SUFFIX, shared_roles, split_between
 from whalejax.planner.choices import idle_marks
 from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions, analyse
@@ -41,6 +42,31 @@ FROZEN_SHARE = 0.01
 
 KEPT_CANDIDATES = 12
 """Weighed plans that a plan remembers."""
+
+
+def analysed_for(plan: Plan, graph: Graph) -> Analysed:
+    """A graph with the TaskGraphs of a plan.
+
+    Args:
+        plan: made for the same model.
+        graph: a trace of it.
+    """
+    analysed = analyse_graph(graph)
+    if not plan.sequence_parallel:
+        return analysed
+    names = {
+        name
+        for region in plan.compute
+        if not region.task_graph.endswith(SUFFIX)
+        for axis, roles in region.axes
+        for name in roles
+        if axis == "tensor"
+    }
+    roles = [analysed.dims.find(name) for name in names]
+    batch = {r.index for r in analysed.dims.batch}
+    shared = frozenset({r.index for r in roles if r is not None} - batch)
+    split = split_between(analysed.graph, analysed.dims, shared)
+    return Analysed(graph=split.graph, dims=analysed.dims)
 
 
 Again = Callable[[Remat], Graph]
@@ -92,10 +118,12 @@ def decide(
     check_marks(graph, request.num_devices)
     searched = _searched(graph, cluster, request, again)
     fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
+    if request.sequence_parallel and not any(one.scored for _, one in searched):
+        raise PlanError(_no_sequence(searched[0][1]))
     if not fitting:
         raise refusal(searched[-1][1], open_remat=request.remat is None)
     analysed, search = next(
-        pair for pair in searched if pair[1].request.remat == fitting[0].remat
+        pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
     return written(analysed, search, fitting, cluster, request, precision, batch)
 
@@ -119,6 +147,7 @@ def _searched(
         one = Search(analysed.graph, analysed.dims, cluster, asked)
         one.run()
         found.append((analysed, one))
+        found.extend(_between(analysed, one, cluster))
         return True
 
     if request.remat is not None:
@@ -132,6 +161,56 @@ def _searched(
         if policy != "none":
             search(((ALL, policy),))
     return found
+
+
+MOST_SPLITS = 3
+"""Sets of sharded dimensions, those of the fastest plans, beside which the sequence is
+sharded too."""
+
+
+def _between(
+    analysed: Analysed, plain: Search, cluster: Cluster
+) -> Iterator[tuple[Analysed, Search]]:
+    """Searches with sequence parallelism, beside the best without."""
+    request, options = plain.request, plain.options
+    if request.sequence_parallel is False:
+        return
+    tried: dict[frozenset[int], None] = {}
+    for scored in sorted(plain.scored, key=lambda s: s.time.step_seconds):
+        shards = options.sequence and scored.mesh["tensor"] > 1
+        if shards and len(tried) < MOST_SPLITS:
+            tried[shared_roles(scored.tables, options.batch)] = None
+    for shared in tried:
+        if not shared:
+            continue
+        split = split_between(analysed.graph, analysed.dims, shared)
+        one = Search(
+            split.graph, analysed.dims, cluster, request, beside=plain, split=split
+        )
+        one.run()
+        yield Analysed(graph=split.graph, dims=analysed.dims), one
+    if request.sequence_parallel:
+        plain.scored = []
+
+
+def _no_sequence(search: Search) -> str:
+    """Why no plan is sequence parallel."""
+    options, mesh = search.options, search.request.mesh or {}
+    sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
+    if not sizes:
+        why = (
+            "the model has no sequence: no dimension that can be sharded meets itself "
+            "in a product, as attention's does"
+        )
+    elif mesh.get("tensor") == 1:
+        why = "mesh= fixes tensor 1, and it is that axis which would shard the sequence"
+    else:
+        why = (
+            f"the sequence ({sizes}) does not divide by any size of tensor (times "
+            "context) that the marks and mesh= leave, or no weights divide by it. Pad "
+            "the sequence, or fix another mesh="
+        )
+    return f"sequence_parallel=True: {why}. Leave it to the planner, or drop it"
 
 
 def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> None:
@@ -196,6 +275,7 @@ def written(
         zero=best.zero,
         remat=best.remat,
         offload=best.offload,
+        sequence_parallel=best.sequence_parallel,
         precision=precision,
         default=request.default or "",
         roles=role_infos(dims),

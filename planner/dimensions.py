@@ -53,6 +53,19 @@ def roles_of(layout: Layout) -> frozenset[int]:
     return frozenset(role for atoms in layout for role in atoms)
 
 
+def op_roles(index: int, op: Op, dims: Dimensions) -> frozenset[int]:
+    """Every role that stands in an operation.
+
+    Args:
+        index: of the operation in its graph.
+        op: the operation.
+        dims: the graph's dimensions.
+    """
+    slots = op.operands + op.results
+    layouts = (dims.seen.get((index, s), dims.layouts[t]) for s, t in enumerate(slots))
+    return frozenset[int]().union(*map(roles_of, layouts))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
     """What ``analyse`` finds.

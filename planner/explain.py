@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from whalejax.planner.dimensions import Dimensions, starred
 from whalejax.planner.graph import Tensor
 from whalejax.planner.layout import Spec, shards
-from whalejax.planner.terms import offload_words, remat_words
+from whalejax.planner.terms import own_words
 
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def layout_text(plan: Plan) -> str:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
-    own = [remat_words(plan.remat), offload_words(plan.offload)]
+    own = own_words(plan.remat, plan.offload, plan.sequence_parallel)
     beyond = plan.beyond.words() if plan.beyond else ()
-    return " · ".join([words, *filter(None, own), *beyond])
+    return " · ".join([words, *own, *beyond])
 
 
 def leaf_note(

@@ -50,8 +50,7 @@ from whalejax.planner.terms import (
     OFFLOADS,
     RUNNABLE_OFFLOADS,
     Remat,
-    offload_words,
-    remat_words,
+    own_words,
 )
 from whalejax.planner.weigh import pace_of, stage_layers
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
@@ -102,6 +101,7 @@ def foresee(
         num_micro_batches=best.micro_batches,
         remat=best.remat if request.remat is None else request.remat,
         offload=best.offload,
+        sequence_parallel=best.case.variant.sequence_parallel,
     )
     try:
         plan = decide(
@@ -171,7 +171,6 @@ class _Chosen:
         attention = ("all-gather", "ring")[int(f.ring[0])]
         return Beyond(
             stages=self._stages() if self.mesh["stage"] > 1 else None,
-            sequence_parallel=case.variant.sequence_parallel,
             attention=attention if self.mesh["context"] > 1 else "",
             shares=tuple(zip(names, case.micro_batches, strict=True))
             if several
@@ -223,8 +222,8 @@ class _Chosen:
             words += f", ZeRO-{self.zero}"
         if self.micro_batches > 1:
             words += f", {self.micro_batches} micro-batches"
-        own = [remat_words(self.remat), offload_words(self.offload)]
-        return ", ".join([words, *filter(None, own), *self.beyond.words()])
+        own = own_words(self.remat, self.offload, self.case.variant.sequence_parallel)
+        return ", ".join([words, *own, *self.beyond.words()])
 
     @property
     def tables(self) -> dict[int, Table]:
@@ -258,6 +257,7 @@ def _plan(
         zero=best.zero,
         remat=best.remat,
         offload=best.offload,
+        sequence_parallel=best.case.variant.sequence_parallel,
         precision=precision,
         default=request.default or "",
         roles=role_infos(search.dims),

@@ -160,7 +160,6 @@ class Beyond:
 
     Attributes:
         stages: the pipeline, if there is one.
-        sequence_parallel: ``tensor`` shards the sequence between its products.
         attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
         shares: (device kind, micro-batches) that a replica takes at most, where
             replicas differ.
@@ -169,7 +168,6 @@ class Beyond:
     """
 
     stages: Stages | None = None
-    sequence_parallel: bool = False
     attention: str = ""
     shares: tuple[tuple[str, int], ...] = ()
     covered: int = 0
@@ -186,8 +184,6 @@ class Beyond:
                 name += f" of {self.stages.chunks} parts a stage"
             on = f" on {' → '.join(dict.fromkeys(self.stages.kinds))}"
             found.append(f"{name}, {each} layers each{on if self.stages.kinds else ''}")
-        if self.sequence_parallel:
-            found.append("sequence parallel")
         if self.attention:
             found.append(f"{self.attention} attention")
         if self.shares:
@@ -227,6 +223,8 @@ class Plan:
             ``"full"`` only what a layer is given.
         offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
             stay), ``"activations"``, ``"params"`` with their gradients.
+        sequence_parallel: ``tensor`` shards the sequence between the products whose
+            other dimensions it shards.
         precision: ``"f32"`` (as the model says) or ``"bf16"``.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
@@ -257,6 +255,7 @@ class Plan:
     zero: int
     remat: Remat = ()
     offload: tuple[str, ...] = ()
+    sequence_parallel: bool = False
     precision: str
     default: str
     roles: tuple[RoleInfo, ...]

@@ -18,11 +18,11 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
+from whalejax.planner.between import Split, shared_roles
 from whalejax.planner.choices import (
     NOTHING_TO_SPLIT,
     Options,
@@ -40,12 +40,11 @@ from whalejax.planner.cost import (
     row_hits,
 )
 from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import BatchReduction, Graph
+from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Table, divisors, shards
 from whalejax.planner.leaves import (
     LeafFacts,
     LeafLayout,
-    OptimizerBytes,
     batch_homes,
     batch_specs,
     ignores_pin,
@@ -59,16 +58,14 @@ from whalejax.planner.memory import (
 )
 from whalejax.planner.peaks import Moments, moments, peak_of
 from whalejax.planner.pins import pinned_axes
-from whalejax.planner.plan import LeafPlan
 from whalejax.planner.ranking import best_first
 from whalejax.planner.rows import Rows, build_rows
+from whalejax.planner.scored import Request as Request
+from whalejax.planner.scored import Scored as Scored
 from whalejax.planner.terms import (
     MemoryTerms,
-    Remat,
     TimeTerms,
     moves_to_host,
-    offload_words,
-    remat_words,
 )
 from whalejax.planner.update import (
     combined_gradients,
@@ -89,98 +86,6 @@ IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
 
 LEAST_SHARE = 0.5
 """Part of the parameters' bytes that an axis must shard to count as sharding them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to plan for, beside the graph and the cluster.
-
-    Attributes:
-        optimizer: bytes of its state.
-        state_bytes: bytes that are neither trained nor computed.
-        batch_bytes: of each leaf of the global batch.
-        num_micro_batches: fixed by the user, or None for the search to choose.
-        default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
-            or None to leave them to the search.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        num_devices: devices to use.
-        mesh: axis sizes that the user fixed; others are searched.
-        zero: ZeRO level over ``data`` that the user fixed, or None.
-        reductions: what is computed per micro-batch where there are several.
-        remat: which TaskGraphs are computed again, or None for the search to choose.
-        policies: what it chooses from, the one that keeps most first.
-        offload: what lies in host memory, or None for the search to choose.
-    """
-
-    optimizer: OptimizerBytes
-    state_bytes: int = 0
-    batch_bytes: tuple[int, ...] = ()
-    num_micro_batches: int | None = None
-    default: str | None = None
-    cast_bytes: float = 1.0
-    num_devices: int
-    mesh: Mapping[str, int] | None = None
-    zero: int | None = None
-    reductions: tuple[BatchReduction, ...] = ()
-    remat: Remat | None = None
-    policies: tuple[str, ...] = ("none",)
-    offload: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """One evaluated plan.
-
-    Attributes:
-        mesh: axis sizes, outermost first, all axes present.
-        zero: ZeRO level over ``data``.
-        remat: which TaskGraphs are computed again.
-        offload: what lies in host memory.
-        num_micro_batches: parts of the batch.
-        tables: compute table of each TaskGraph.
-        facts, layouts: the parameters, and the layout of each of their groups.
-        collectives: of one step.
-        time, memory: predictions.
-        fits: memory is within the device's.
-        roomy: so it is with as few micro-batches as there can be.
-    """
-
-    mesh: Mapping[str, int]
-    zero: int
-    remat: Remat = ()
-    offload: tuple[str, ...] = ()
-    num_micro_batches: int
-    tables: Mapping[int, Table]
-    facts: LeafFacts
-    layouts: tuple[LeafLayout, ...]
-    collectives: tuple[Collective, ...]
-    time: TimeTerms
-    memory: MemoryTerms
-    fits: bool
-    roomy: bool
-
-    @property
-    def leaves(self) -> tuple[LeafPlan, ...]:
-        """The plan of every parameter."""
-        return self.facts.leaves(self.layouts)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Payload of all collectives in a step, for breaking ties."""
-        parts = self.num_micro_batches
-        return sum(c.payload_bytes * c.times(parts) for c in self.collectives)
-
-    @property
-    def layout(self) -> str:
-        """The layout in words."""
-        axes = [f"{a} {n}" for a, n in self.mesh.items() if n > 1]
-        words = " × ".join(axes) or "one device"
-        if self.zero:
-            words += f", ZeRO-{self.zero}"
-        if self.num_micro_batches > 1:
-            words += f", {self.num_micro_batches} micro-batches"
-        own = [remat_words(self.remat), offload_words(self.offload)]
-        return ", ".join([words, *filter(None, own)])
 
 
 def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
@@ -211,21 +116,35 @@ class Search:
 
     Attributes:
         graph, dims, rows: what is planned.
+        split: what stands between products is set apart in the graph, for sequence
+            parallelism; the options are those of the search ``beside`` without.
         named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``.
         refused: for each reason, how many meshes it ruled out.
     """
 
     def __init__(
-        self, graph: Graph, dims: Dimensions, cluster: Cluster, request: Request
+        self,
+        graph: Graph,
+        dims: Dimensions,
+        cluster: Cluster,
+        request: Request,
+        *,
+        beside: Search | None = None,
+        split: Split | None = None,
     ) -> None:
         self.graph = graph
+        self.split = split
         self.dims = dims
         self.cluster = cluster
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
         self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
-        self.options: Options = choices(graph, dims, self.rows, request.default)
+        self.options: Options = (
+            choices(graph, dims, self.rows, request.default)
+            if beside is None
+            else beside.options
+        )
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self._batch_homes = batch_homes(graph)
         self.named_axes = pinned_axes(graph)
@@ -308,10 +227,27 @@ class Search:
             tables = dict(zip(self.options.order, combination, strict=True))
             if not self._uses_model_axes(mesh, tables):
                 continue
+            if self.split is not None:
+                if not self._serves(self.split, mesh, tables):
+                    continue
+                options = self.options
+                tables = self.split.tables(tables, options.batch, options.sequence)
             if self._batch_divides(mesh, tables):
                 yield tables
             else:
                 self._refuse(BATCH_DOES_NOT_DIVIDE)
+
+    def _serves(
+        self, split: Split, mesh: Mapping[str, int], tables: Mapping[int, Table]
+    ) -> bool:
+        """The products are sharded as the split takes it, and the sequence divides."""
+        parts = mesh["context"] * mesh["tensor"]
+        sizes = [self.options.sizes[r] for r in self.options.sequence]
+        return (
+            mesh["tensor"] > 1
+            and shared_roles(tables, self.options.batch) == split.shared
+            and all(size % parts == 0 for size in sizes)
+        )
 
     def _no_context(self, mesh: Mapping[str, int]) -> str:
         """Why a mesh's context axis shards no sequence, or an empty text."""
@@ -403,6 +339,7 @@ class Search:
             zero=zero,
             remat=self.request.remat or (),
             offload=offload,
+            sequence_parallel=self.split is not None,
             num_micro_batches=count,
             tables=tables,
             facts=self.facts,

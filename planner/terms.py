@@ -130,6 +130,14 @@ def offload_words(offload: tuple[str, ...]) -> str:
     return f"{' and '.join(offload)} in host memory" if offload else ""
 
 
+def own_words(
+    remat: Remat, offload: tuple[str, ...], sequence_parallel: bool
+) -> list[str]:
+    """What a plan does beside its mesh, each in a few words."""
+    sequence = "sequence parallel" if sequence_parallel else ""
+    return [*filter(None, [sequence, remat_words(remat), offload_words(offload)])]
+
+
 def remat_words(remat: Remat) -> str:
     """A plan's remat in few words, such as ``"remat full"``; empty where it is none.
 

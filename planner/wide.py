@@ -174,7 +174,9 @@ class WideSearch:
         return Points(**{name: table[:, i] for i, name in enumerate(names)})
 
     def _model(self) -> Model:
-        self.served = list(self.variants.of(self._points()))
+        wanted = self.request.sequence_parallel
+        found = self.variants.of(self._points())
+        self.served = [v for v in found if wanted in (None, v.sequence_parallel)]
         if not self.served:
             raise NoMeshError("no mesh serves the marks and what the user fixed")
         chain, optimizer = self.served[0].chain, self.request.optimizer

@@ -172,6 +172,7 @@ class Strategy:
             it to the planner.
         zero: ZeRO level, or None for the planner's choice.
         default: of what no mark covers.
+        sequence_parallel: ``tensor`` shards the sequence too; None for the planner.
         annotated: the model's own marks are in.
         batch, params, gradients, optimizer: mesh axes that shard some leaf of each;
             None where the planner decides. A plan that shards less would be compared
@@ -183,6 +184,7 @@ class Strategy:
     zero: int | None = 0
     default: Literal["replicate", "split"] | None = None
     annotated: bool = False
+    sequence_parallel: bool | None = False
     batch: frozenset[str] | None = None
     params: frozenset[str] | None = None
     gradients: frozenset[str] | None = None
@@ -195,6 +197,7 @@ class Strategy:
             "mesh": self.mesh(devices) or None,
             "zero": self.zero,
             "default": marks[self.default]() if self.default else None,
+            "sequence_parallel": self.sequence_parallel,
         }
 
 
@@ -278,6 +281,26 @@ STRATEGIES: Final = (
     Strategy(name="data-context", mesh=_two_by("data", "context")),
     Strategy(name="context-tensor", mesh=_two_by("context", "tensor"), default="split"),
     Strategy(
+        name="tensor-sequence",
+        mesh=_all("tensor"),
+        default="split",
+        sequence_parallel=True,
+        **_sharded(_axes(), _axes("tensor")),
+    ),
+    Strategy(
+        name="fsdp-tensor-sequence",
+        mesh=_two_by("fsdp", "tensor"),
+        default="split",
+        sequence_parallel=True,
+        **_sharded(_axes("fsdp"), _axes("fsdp", "tensor")),
+    ),
+    Strategy(
+        name="context-tensor-sequence",
+        mesh=_two_by("context", "tensor"),
+        default="split",
+        sequence_parallel=True,
+    ),
+    Strategy(
         name="replicate-split",
         mesh=_all("tensor"),
         annotated=True,
@@ -295,8 +318,9 @@ STRATEGIES: Final = (
         zero=None,
         default="replicate",
         annotated=True,
+        sequence_parallel=None,
     ),
-    Strategy(name="planner", mesh=lambda n: {}, zero=None),
+    Strategy(name="planner", mesh=lambda n: {}, zero=None, sequence_parallel=None),
 )
 
 
@@ -370,7 +394,9 @@ def reason_to_skip(case: Case) -> str | None:
         return "two mesh axes need at least 4 devices"
     if "expert" in strategy.name and not model.experts:
         return "the model has no experts"
-    if "context" in strategy.name and not model.attention:
+    if ("context" in strategy.name or "sequence" in strategy.name) and (
+        not model.attention
+    ):
         return "the model has no attention"
     if "replicate-split" in strategy.name and model.marks == "part":
         return "its marks leave the rest to a default strategy: see default-replicate"

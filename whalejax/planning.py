@@ -55,6 +55,7 @@ def plan(
     runnable: bool = True,
     remat: str | Mapping[str, str] | None = None,
     offload: str | Sequence[str] | None = None,
+    sequence_parallel: bool | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
@@ -88,8 +89,8 @@ def plan(
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
         runnable: take only what ``wh.compile`` can run. False widens the search to
-            pipelines, sequence parallelism, ring attention, host memory and unlike
-            devices; a plan that uses any of them is an estimate.
+            pipelines, ring attention, activations and parameters in host memory, and
+            unlike devices; a plan that uses any of them is an estimate.
         remat: what the layers keep for the backward pass, which computes the rest
             again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
             ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,
@@ -99,6 +100,9 @@ def plan(
         offload: what lies in host memory: ``"optimizer"`` (its state), or nothing,
             ``()``; estimates take ``"activations"`` and ``"params"`` too, several as a
             list. None lets the planner choose, where nothing fits without.
+        sequence_parallel: whether the axis ``tensor`` shards the sequence between the
+            products whose heads, width or vocabulary it shards; None lets the planner
+            choose.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -136,6 +140,7 @@ def plan(
         runnable=runnable,
         remat=remat,
         offload=offload,
+        sequence_parallel=sequence_parallel,
         compiler_options=compiler_options,
     ).plan()
 
@@ -186,6 +191,7 @@ class Asked:
     runnable: bool = True
     remat: str | Mapping[str, str] | None = None
     offload: str | Sequence[str] | None = None
+    sequence_parallel: bool | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
@@ -194,6 +200,11 @@ class Asked:
         kind = _check_options(
             self.default, self.precision, self.num_micro_batches, self.zero
         )
+        if self.sequence_parallel not in (None, True, False):
+            raise PlanError(
+                f"sequence_parallel is {self.sequence_parallel!r:.60}; expected True, "
+                "False, or None for the planner to choose"
+            )
         options = _checked_options(self.compiler_options)
         machine = self.cluster.under(options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
@@ -219,6 +230,7 @@ class Asked:
             remat=None if self.remat is None else remat,
             policies=tuple(p for p in POLICIES if names or p != "named"),
             offload=_checked_offload(self.offload, self.runnable),
+            sequence_parallel=self.sequence_parallel,
         )
         decided = functools.partial(
             decide if self.runnable else foresee,
@@ -281,7 +293,7 @@ class Asked:
         """``Plan.what_if``."""
         known = (
             "batch cluster mesh zero num_micro_batches precision remat offload "
-            "runnable compiler_options"
+            "sequence_parallel runnable compiler_options"
         ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:

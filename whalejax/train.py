@@ -36,7 +36,7 @@ from whalejax.lowering.spmd import (
 )
 from whalejax.matching import BatchLayout, check_same_model, mesh_of
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.decide import analyse_graph
+from whalejax.planner.decide import analysed_for
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.terms import moves_to_host
@@ -117,7 +117,7 @@ class TrainStep:
         self.mesh = mesh
         self.adapter = adapter
         self._origin = _Origin(adapter)
-        analysed = analyse_graph(captured.graph)
+        analysed = analysed_for(plan, captured.graph)
         self._program = Program(
             plan=plan,
             captured=captured,

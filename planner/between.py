@@ -1,0 +1,105 @@
+"""Sequence parallelism: what stands between the products that a tensor axis shards.
+
+A tensor axis shards heads, hidden width and vocabulary; norms, dropout and the residual
+stream between those products hold none of them, and every device would compute all of
+it. As TaskGraphs of their own they may have another table, in which the axis shards the
+sequence, and the borders to either side become an all-gather and a reduce-scatter where
+there was an all-reduce (Korthikanti et al., 2022).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whalejax.planner.dimensions import Dimensions, op_roles
+from whalejax.planner.graph import Graph, TaskGraph
+from whalejax.planner.layout import Table
+
+
+SUFFIX = " between"
+"""Follows the name of a TaskGraph in that of its part between products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A graph whose TaskGraphs are split in two.
+
+    Attributes:
+        graph: the same operations; new TaskGraphs stand behind the others.
+        parents: TaskGraph between products to the one that it is part of.
+        shared: the roles that ``tensor`` shards in the products.
+    """
+
+    graph: Graph
+    parents: Mapping[int, int]
+    shared: frozenset[int]
+
+    def tables(
+        self, tables: Mapping[int, Table], batch: Sequence[int], sequence: Sequence[int]
+    ) -> dict[int, Table]:
+        """Those of the new TaskGraphs too.
+
+        Args:
+            tables: of the others.
+            batch: the batch roles.
+            sequence: what ``tensor`` shards between products.
+        """
+        found = dict(tables)
+        for child, parent in self.parents.items():
+            table = tables[parent]
+            splits = not set(table["tensor"]) <= set(batch)
+            found[child] = {**table, "tensor": tuple(sequence)} if splits else table
+        return found
+
+
+def shared_roles(tables: Mapping[int, Table], batch: Sequence[int]) -> frozenset[int]:
+    """The roles that ``tensor`` shards in some TaskGraph, but for the batch."""
+    found = {r for table in tables.values() for r in table.get("tensor", ())}
+    return frozenset(found.difference(batch))
+
+
+def split_between(graph: Graph, dims: Dimensions, shared: frozenset[int]) -> Split:
+    """Set operations on the batch apart that hold none of some roles.
+
+    Args:
+        graph: the captured loss, experts set apart.
+        dims: its logical dimensions.
+        shared: the roles.
+    """
+    weight = graph.weight_tensors()
+    batch = frozenset(r.index for r in dims.batch)
+    children: dict[int, int] = {}
+    homes: list[int] = []
+    known: dict[frozenset[int], bool] = {}
+    for index, op in enumerate(graph.ops):
+        roles = op_roles(index, op, dims)
+        if roles not in known:
+            known[roles] = bool(roles & batch) and not roles & shared
+        home = op.task_graph
+        mark = graph.task_graphs[home].strategy
+        lends = mark is not None and mark.kind == "replicate"
+        if known[roles] and not lends:
+            home = children.setdefault(home, len(graph.task_graphs) + len(children))
+        homes.append(home)
+    reader: dict[int, int] = {}
+    for index in reversed(range(len(graph.ops))):
+        op = graph.ops[index]
+        if op.results and all(weight[t] for t in op.results):
+            # What is done with weights alone stands where their first reader does.
+            homes[index] = reader.get(op.results[0], homes[index])
+        for t in op.operands:
+            reader[t] = homes[index]
+    ops = tuple(
+        dataclasses.replace(op, task_graph=home)
+        for op, home in zip(graph.ops, homes, strict=True)
+    )
+    new = tuple(
+        TaskGraph(index=child, name=graph.task_graphs[parent].name + SUFFIX)
+        for parent, child in children.items()
+    )
+    whole = dataclasses.replace(graph, ops=ops, task_graphs=(*graph.task_graphs, *new))
+    return Split(
+        graph=whole, parents={c: p for p, c in children.items()}, shared=shared
+    )

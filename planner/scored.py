@@ -1,0 +1,109 @@
+"""What is asked of a search, and the plans that it evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whalejax.planner.cost import Collective
+from whalejax.planner.graph import BatchReduction
+from whalejax.planner.layout import Table
+from whalejax.planner.leaves import LeafFacts, LeafLayout, OptimizerBytes
+from whalejax.planner.plan import LeafPlan
+from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms, own_words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to plan for, beside the graph and the cluster.
+
+    Attributes:
+        optimizer: bytes of its state.
+        state_bytes: bytes that are neither trained nor computed.
+        batch_bytes: of each leaf of the global batch.
+        num_micro_batches: fixed by the user, or None for the search to choose.
+        default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
+            or None to leave them to the search.
+        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        num_devices: devices to use.
+        mesh: axis sizes that the user fixed; others are searched.
+        zero: ZeRO level over ``data`` that the user fixed, or None.
+        reductions: what is computed per micro-batch where there are several.
+        remat: which TaskGraphs are computed again, or None for the search to choose.
+        policies: what it chooses from, the one that keeps most first.
+        offload: what lies in host memory, or None for the search to choose.
+        sequence_parallel: the user wants it, or not; None for the search to choose.
+    """
+
+    optimizer: OptimizerBytes
+    state_bytes: int = 0
+    batch_bytes: tuple[int, ...] = ()
+    num_micro_batches: int | None = None
+    default: str | None = None
+    cast_bytes: float = 1.0
+    num_devices: int
+    mesh: Mapping[str, int] | None = None
+    zero: int | None = None
+    reductions: tuple[BatchReduction, ...] = ()
+    remat: Remat | None = None
+    policies: tuple[str, ...] = ("none",)
+    offload: tuple[str, ...] | None = None
+    sequence_parallel: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One evaluated plan.
+
+    Attributes:
+        mesh: axis sizes, outermost first, all axes present.
+        zero: ZeRO level over ``data``.
+        remat: which TaskGraphs are computed again.
+        offload: what lies in host memory.
+        sequence_parallel: ``tensor`` shards the sequence between products.
+        num_micro_batches: parts of the batch.
+        tables: compute table of each TaskGraph.
+        facts, layouts: the parameters, and the layout of each of their groups.
+        collectives: of one step.
+        time, memory: predictions.
+        fits: memory is within the device's.
+        roomy: so it is with as few micro-batches as there can be.
+    """
+
+    mesh: Mapping[str, int]
+    zero: int
+    remat: Remat = ()
+    offload: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    num_micro_batches: int
+    tables: Mapping[int, Table]
+    facts: LeafFacts
+    layouts: tuple[LeafLayout, ...]
+    collectives: tuple[Collective, ...]
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
+    roomy: bool
+
+    @property
+    def leaves(self) -> tuple[LeafPlan, ...]:
+        """The plan of every parameter."""
+        return self.facts.leaves(self.layouts)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload of all collectives in a step, for breaking ties."""
+        parts = self.num_micro_batches
+        return sum(c.payload_bytes * c.times(parts) for c in self.collectives)
+
+    @property
+    def layout(self) -> str:
+        """The layout in words."""
+        axes = [f"{a} {n}" for a, n in self.mesh.items() if n > 1]
+        words = " × ".join(axes) or "one device"
+        if self.zero:
+            words += f", ZeRO-{self.zero}"
+        if self.num_micro_batches > 1:
+            words += f", {self.num_micro_batches} micro-batches"
+        own = own_words(self.remat, self.offload, self.sequence_parallel)
+        return ", ".join([words, *own])

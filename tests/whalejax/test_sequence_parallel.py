@@ -1,0 +1,134 @@
+"""Sequence parallelism: found by the planner, run by constraints at borders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax import hlo, models
+from whalejax.adapters import adapt
+from whalejax.capture import capture
+from whalejax.jobs import abstract_model
+from whalejax.planner.between import SUFFIX
+from whalejax.planner.decide import analyse_graph, analysed_for
+
+
+def asked(name: str = "gpt-test", batch: int = 16, **options: Any) -> wh.Plan:
+    job = models.job(name, **options.pop("model", {"annotated": False}))
+    options = {"cluster": "h100:8", "optimizer": optax.sgd(0.1), "zero": 0, **options}
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch)),
+        **options,
+    )
+
+
+MESH = {"data": 2, "tensor": 4}
+SIZES = {"embed": 2048, "heads": 16, "mlp": 5632, "sequence": 1024, "layers": 4}
+
+
+def test_the_residual_stream_is_a_task_graph_of_its_own() -> None:
+    job = models.job("llama-test", **SIZES)
+    plan = asked(
+        "llama-test",
+        mesh={"data": 4, "tensor": 4},
+        cluster="v5e:4x4",
+        model=SIZES,
+        sequence_parallel=True,
+    )
+    assert plan.sequence_parallel and "sequence parallel" in str(plan)
+    tables = {region.task_graph: dict(region.axes) for region in plan.compute}
+    assert set(tables) == {"default", "default" + SUFFIX}
+    assert tables["default"]["tensor"] != tables["default" + SUFFIX]["tensor"]
+    graph = capture(adapt(abstract_model(job), job.loss_fn), job.batch_at(0, 16)).graph
+    analysed = analysed_for(plan, graph)
+    between = [
+        op
+        for op in analysed.graph.ops
+        if analysed.graph.task_graphs[op.task_graph].name.endswith(SUFFIX)
+    ]
+    assert any(op.kind == "rsqrt" for op in between)
+    assert not any("bqhd" in op.scope for op in between), "heads are in attention"
+    assert analyse_graph(graph).graph.task_graphs == graph.task_graphs
+
+
+def test_an_all_reduce_becomes_a_gather_and_a_scatter() -> None:
+    plain, sharded = (
+        asked(mesh=MESH, sequence_parallel=flag) for flag in (False, True)
+    )
+    traffic = []
+    for plan in (plain, sharded):
+        found: Counter[str] = Counter()
+        for c in plan.collectives:
+            if c.axes == ("tensor",):
+                found[c.kind] += c.payload_bytes * c.times(plan.num_micro_batches)
+        traffic.append(found)
+    before, after = traffic
+    assert set(before) == {"all-reduce"}
+    assert set(after) == {"all-gather", "reduce-scatter"}
+    # The result of the first lookup is scattered too, where it was added up.
+    assert after["all-gather"] <= after["reduce-scatter"] * 1.01
+    assert sharded.memory.activations_bytes < 0.8 * plain.memory.activations_bytes
+
+
+def test_the_compiled_program_gathers_what_was_planned() -> None:
+    job = models.job("gpt-test", annotated=False)
+    plan = asked(mesh=MESH, sequence_parallel=True)
+    step = wh.compile(
+        plan,
+        job.loss_fn,
+        abstract_model(job),
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices(),
+    )
+    found = hlo.collectives(hlo.read(step.lower().compile().as_text()))
+    gathered = sum(
+        c.payload_bytes * c.times(plan.num_micro_batches)
+        for c in plan.collectives
+        if c.kind == "all-gather"
+    )
+    assert found.nbytes["all-gather"] == gathered
+    # This compiler makes no reduce-scatter: it reduces whole, and cuts.
+    assert set(found.counts) == {"all-gather", "all-reduce"}
+
+
+def test_the_planner_takes_it_where_it_is_faster() -> None:
+    plan = asked(
+        "llama-test",
+        mesh={"data": 2, "tensor": 8},
+        cluster="v5e:4x4",
+        model=SIZES,
+        remat="none",
+    )
+    plain = plan.what_if(sequence_parallel=False)
+    assert plan.sequence_parallel and not plain.sequence_parallel
+    assert plan.time.step_seconds < plain.time.step_seconds
+    assert plan.memory.total_bytes < plain.memory.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mlp-test", {}, "the model has no sequence: no dimension"),
+        ("gpt-test", {"mesh": {"tensor": 1}}, "mesh= fixes tensor 1"),
+        (
+            "gpt-test",
+            {"model": {"annotated": False, "sequence": 12}, "mesh": {"tensor": 8}},
+            r"the sequence \(12\) does not divide",
+        ),
+    ],
+)
+def test_where_it_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(wh.WhaleError, match=message):
+        asked(name, sequence_parallel=True, **options)
+
+
+def test_it_is_a_switch() -> None:
+    with pytest.raises(wh.WhaleError, match="sequence_parallel is 'yes'; expected"):
+        asked(sequence_parallel="yes")
