@@ -125,7 +125,9 @@ def decide(
     analysed, search = next(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
-    return written(analysed, search, fitting, cluster, request, precision, batch)
+    refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
+    weighed = [*fitting, *refused]
+    return written(analysed, search, weighed, cluster, request, precision, batch)
 
 
 def _searched(
@@ -252,14 +254,14 @@ def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> N
 def written(
     analysed: Analysed,
     search: Search,
-    fitting: list[Scored],
+    weighed: list[Scored],
     cluster: Cluster,
     request: Request,
     precision: str,
     batch: Sequence[BatchLeaf],
 ) -> Plan:
     """The plan of the first of some scored ones; the others are its candidates."""
-    best = fitting[0]
+    best = weighed[0]
     graph, dims = analysed.graph, analysed.dims
     leaves = tuple(
         dataclasses.replace(leaf, note=leaf_note(leaf, tensor, best.mesh, dims))
@@ -286,7 +288,7 @@ def written(
         collectives=tuple(c for c in best.collectives if c.count),
         time=best.time,
         memory=best.memory,
-        candidates=_candidates(search, fitting),
+        candidates=_candidates(search, weighed),
         notes=_notes(analysed, search, best, leaves),
         product_flops=search.product_flops(best),
     )
@@ -334,10 +336,10 @@ def batch_layouts(
     )
 
 
-def _candidates(search: Search, fitting: list[Scored]) -> tuple[Candidate, ...]:
-    best = fitting[0]
+def _candidates(search: Search, weighed: list[Scored]) -> tuple[Candidate, ...]:
+    best = weighed[0]
     found: dict[str, Candidate] = {}
-    for s in fitting:
+    for s in (s for s in weighed if s.fits):
         slower = s.time.step_seconds - best.time.step_seconds
         if s is best:
             verdict = "chosen"
@@ -347,7 +349,7 @@ def _candidates(search: Search, fitting: list[Scored]) -> tuple[Candidate, ...]:
             verdict = "equally fast, more memory or communication"
         found.setdefault(s.layout, _candidate(s, verdict))
     limit = search.cluster.memory_bytes
-    for s in ranked([s for s in search.scored if not s.fits]):
+    for s in (s for s in weighed if not s.fits):
         over = s.memory.total_bytes - limit
         text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
         found.setdefault(s.layout, _candidate(s, text))

@@ -73,6 +73,6 @@ def search_of(
 
 def example(**options: Any) -> Plan:
     """A plan with shards of every sort: fsdp × tensor, ZeRO over data."""
-    return plan_of(
-        gpt(2, WIDE), mesh={"data": 2, "fsdp": 2, "tensor": 2}, zero=1, **options
-    )
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    options = {"zero": 1, "sequence_parallel": False, **options}
+    return plan_of(gpt(2, WIDE), mesh=mesh, **options)

@@ -42,9 +42,8 @@ def step_of(name: str, annotated: bool = False, **options: Any) -> TrainStep:
     options["mesh"] = dict(options["mesh"])
     if options.pop("split", False):
         options["default"] = wh.split()
-    return compiled(
-        job, abstract(name, annotated), zero=options.pop("zero", 0), **options
-    )
+    options = {"zero": 0, "sequence_parallel": False, **options}
+    return compiled(job, abstract(name, annotated), **options)
 
 
 @functools.cache

@@ -210,7 +210,7 @@ def test_the_fewest_micro_batches_that_fit_are_taken() -> None:
     assert free.num_micro_batches == 1
     needed = free.memory.total_bytes - free.memory.activations_bytes // 2
     tight = wh.cluster("h100:8").with_memory(needed)
-    plan = planned("mlp-test", job=job, mesh=mesh, zero=0, cluster=tight)
+    plan = planned("mlp-test", job=job, mesh=mesh, zero=0, cluster=tight, remat="none")
     assert plan.num_micro_batches > 1
     fewer = plan.num_micro_batches // 2
     with pytest.raises(wh.WhaleError, match="no plan fits"):
@@ -220,6 +220,7 @@ def test_the_fewest_micro_batches_that_fit_are_taken() -> None:
             mesh=mesh,
             zero=0,
             cluster=tight,
+            offload=(),
             num_micro_batches=fewer,
         )
 
