@@ -7,11 +7,12 @@ decided with everything needed to explain it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
-from whalejax.planner.between import SUFFIX, shared_roles, split_between
+from whalejax.planner.between import SUFFIX, Split, shared_roles, split_between
 from whalejax.planner.choices import idle_marks
 from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions, analyse
@@ -30,6 +31,7 @@ from whalejax.planner.plan import (
     Remat,
     RoleInfo,
 )
+from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.search import Request, Scored, Search, ranked
@@ -140,16 +142,35 @@ def _searched(
     """
     found: list[tuple[Analysed, Search]] = []
 
+    def best() -> float:
+        steps = (s.time.step_seconds for _, o in found for s in o.scored if s.fits)
+        return min(steps, default=math.inf)
+
     def search(remat: Remat) -> bool:
         there = graph if again is None or not remat else again(remat)
         if remat and there is graph:
             return False
         analysed = analyse_graph(there)
         asked = dataclasses.replace(request, remat=remat)
-        one = Search(analysed.graph, analysed.dims, cluster, asked)
+        bound = best() * SLACK
+        one = Search(analysed.graph, analysed.dims, cluster, asked, bound=bound)
         one.run()
         found.append((analysed, one))
-        found.extend(_between(analysed, one, cluster))
+        for split in _splits(analysed, one):
+            bound = best() * (1 + TIE)
+            apart = Search(
+                split.graph,
+                analysed.dims,
+                cluster,
+                asked,
+                beside=one,
+                split=split,
+                bound=bound,
+            )
+            apart.run()
+            found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
+        if request.sequence_parallel:
+            one.scored = []
         return True
 
     if request.remat is not None:
@@ -165,34 +186,26 @@ def _searched(
     return found
 
 
+SLACK = 1.25
+"""How much slower than the best a plan may be for its sequence-parallel twin to be
+weighed: what stands between products is no larger part of a step."""
+
 MOST_SPLITS = 3
 """Sets of sharded dimensions, those of the fastest plans, beside which the sequence is
 sharded too."""
 
 
-def _between(
-    analysed: Analysed, plain: Search, cluster: Cluster
-) -> Iterator[tuple[Analysed, Search]]:
-    """Searches with sequence parallelism, beside the best without."""
-    request, options = plain.request, plain.options
-    if request.sequence_parallel is False:
+def _splits(analysed: Analysed, plain: Search) -> Iterator[Split]:
+    """Ways to set apart what stands between products, beside the best plans without."""
+    options = plain.options
+    if plain.request.sequence_parallel is False or not options.sequence:
         return
     tried: dict[frozenset[int], None] = {}
     for scored in sorted(plain.scored, key=lambda s: s.time.step_seconds):
-        shards = options.sequence and scored.mesh["tensor"] > 1
-        if shards and len(tried) < MOST_SPLITS:
+        if scored.mesh["tensor"] > 1 and len(tried) < MOST_SPLITS:
             tried[shared_roles(scored.tables, options.batch)] = None
-    for shared in tried:
-        if not shared:
-            continue
-        split = split_between(analysed.graph, analysed.dims, shared)
-        one = Search(
-            split.graph, analysed.dims, cluster, request, beside=plain, split=split
-        )
-        one.run()
-        yield Analysed(graph=split.graph, dims=analysed.dims), one
-    if request.sequence_parallel:
-        plain.scored = []
+    for shared in filter(None, tried):
+        yield split_between(analysed.graph, analysed.dims, shared)
 
 
 def _no_sequence(search: Search) -> str:

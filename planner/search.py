@@ -13,9 +13,11 @@ among equals the one that communicates less: predictions are not finer than that
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -111,6 +113,26 @@ def meshes(num_devices: int, context: int = 1) -> Iterator[dict[str, int]]:
                 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """One mesh under one table for each TaskGraph at one ZeRO level.
+
+    Attributes:
+        mesh, tables, zero, layouts: as in ``Scored``.
+        counts: numbers of micro-batches that there can be, rising.
+        costs: of rows, by the number of micro-batches, as far as they are known.
+        memories: the same, with nothing in host memory.
+    """
+
+    mesh: dict[str, int]
+    tables: dict[int, Table]
+    zero: int
+    layouts: tuple[LeafLayout, ...]
+    counts: tuple[int, ...]
+    costs: dict[int, tuple[RowCost, ...]]
+    memories: dict[int, MemoryTerms]
+
+
 class Search:
     """One search over one captured model.
 
@@ -120,6 +142,7 @@ class Search:
             parallelism; the options are those of the search ``beside`` without.
         named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``.
+        bound: step time above which a plan is not worth its evaluation.
         refused: for each reason, how many meshes it ruled out.
     """
 
@@ -132,8 +155,10 @@ class Search:
         *,
         beside: Search | None = None,
         split: Split | None = None,
+        bound: float = math.inf,
     ) -> None:
         self.graph = graph
+        self.bound = bound
         self.split = split
         self.dims = dims
         self.cluster = cluster
@@ -301,11 +326,28 @@ class Search:
                 continue
             if self._shards_nothing(mesh, zero, layouts):
                 continue
+            memories: dict[int, MemoryTerms] = {}
+            counts = tuple(self._micro_batches(mesh, tables))
+            case = _Case(mesh, tables, zero, layouts, counts, costs, memories)
+            if self.bound < math.inf and self._least_seconds(case) > self.bound:
+                continue
             for offload in self._offloads():
-                one = self._scored(mesh, tables, zero, layouts, offload, costs)
+                one = self._scored(case, offload)
                 self.scored.append(one)
                 if one.fits:
                     break
+
+    def _least_seconds(self, case: _Case) -> float:
+        """Step time with as few micro-batches as there can be, which is the least."""
+        return self._case_time(case, case.counts[0])[0].step_seconds
+
+    def _case_time(
+        self, case: _Case, count: int
+    ) -> tuple[TimeTerms, tuple[Collective, ...]]:
+        s = self._setting(case.mesh, count)
+        if count not in case.costs:
+            case.costs[count] = tuple(self._costs(case.tables, s))
+        return self._time(case.layouts, case.zero, count, case.costs[count], s)
 
     def _offloads(self) -> list[tuple[str, ...]]:
         """What may lie in host memory; the more only where the less does not fit."""
@@ -315,47 +357,34 @@ class Search:
         hosts = all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
         return [(), ("optimizer",)] if hosts else [()]
 
-    def _scored(
-        self,
-        mesh: dict[str, int],
-        tables: dict[int, Table],
-        zero: int,
-        layouts: tuple[LeafLayout, ...],
-        offload: tuple[str, ...],
-        costs: dict[int, tuple[RowCost, ...]],
-    ) -> Scored:
-        """One plan; ``costs`` keeps those of rows by the number of micro-batches."""
-        moved = self._moved_bytes(layouts, mesh) if offload else 0
-        count, memory = self._smallest_count(mesh, tables, layouts, moved)
-        s = self._setting(mesh, count)
-        if count not in costs:
-            costs[count] = tuple(self._costs(tables, s))
-        time, collectives = self._time(layouts, zero, count, costs[count], s)
+    def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
+        """One plan."""
+        moved = self._moved_bytes(case.layouts, case.mesh) if offload else 0
+        count, memory = self._smallest_count(case, moved)
+        time, collectives = self._case_time(case, count)
         link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
         fits = self._fits(memory)
-        fewest = next(self._micro_batches(mesh, tables))
+        fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
         return Scored(
-            mesh=mesh,
-            zero=zero,
+            mesh=case.mesh,
+            zero=case.zero,
             remat=self.request.remat or (),
             offload=offload,
             sequence_parallel=self.split is not None,
             num_micro_batches=count,
-            tables=tables,
+            tables=case.tables,
             facts=self.facts,
-            layouts=layouts,
+            layouts=case.layouts,
             collectives=collectives,
             time=dataclasses.replace(
                 time,
-                allocation_seconds=self.cluster.slowest.fresh_seconds(
-                    memory.temporary_bytes
-                ),
+                allocation_seconds=fresh,
                 # A loop that waits for each piece: nothing hides behind it.
                 offload_seconds=2 * moved / link if link else 0.0,
             ),
             memory=memory,
             fits=fits,
-            roomy=fits and count == fewest and not offload,
+            roomy=fits and count == case.counts[0] and not offload,
         )
 
     def _moved_bytes(
@@ -388,27 +417,34 @@ class Search:
                 return True
         return False
 
-    def _smallest_count(
-        self,
-        mesh: Mapping[str, int],
-        tables: Mapping[int, Table],
-        layouts: tuple[LeafLayout, ...],
-        moved: int,
-    ) -> tuple[int, MemoryTerms]:
-        """The fewest micro-batches that fit, or the most that there can be."""
-        found: tuple[int, MemoryTerms] | None = None
-        for count in self._micro_batches(mesh, tables):
-            memory = self._memory(layouts, tables, self._setting(mesh, count))
-            memory = dataclasses.replace(
-                memory,
-                optimizer_bytes=memory.optimizer_bytes - moved,
+    def _smallest_count(self, case: _Case, moved: int) -> tuple[int, MemoryTerms]:
+        """The fewest micro-batches that fit, or the most that there can be.
+
+        Memory falls with their number, but for what accumulation itself takes.
+        """
+        counts = case.counts
+
+        def memory(place: int) -> MemoryTerms:
+            count = counts[place]
+            if count not in case.memories:
+                s = self._setting(case.mesh, count)
+                case.memories[count] = self._memory(case.layouts, case.tables, s)
+            found = case.memories[count]
+            return dataclasses.replace(
+                found,
+                optimizer_bytes=found.optimizer_bytes - moved,
                 host_bytes=moved,
             )
-            found = (count, memory)
-            if self._fits(memory):
-                break
-        assert found is not None  # one micro-batch is always possible
-        return found
+
+        last = len(counts) - 1
+        if self._fits(memory(0)):
+            last = 0
+        elif self._fits(memory(last)):
+            fitting = range(1, last)
+            last = 1 + bisect.bisect_left(
+                fitting, True, key=lambda place: self._fits(memory(place))
+            )
+        return counts[last], memory(last)
 
     def _memory(
         self, layouts: Sequence[LeafLayout], tables: Mapping[int, Table], s: Setting
