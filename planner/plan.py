@@ -225,7 +225,7 @@ class Plan:
             stay), ``"activations"``, ``"params"`` with their gradients.
         sequence_parallel: ``tensor`` shards the sequence between the products whose
             other dimensions it shards.
-        precision: ``"f32"`` (as the model says) or ``"bf16"``.
+        precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
         compute: one table for each TaskGraph.

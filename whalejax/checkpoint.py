@@ -34,13 +34,15 @@ from whalejax.checkpoint_record import (
     write_record,
 )
 from whalejax.meshes.problems import WhaleError
+from whalejax.precision import LossScale
 
 
 if TYPE_CHECKING:
     from whalejax.planner.plan import Plan
 
 
-_SECTIONS: Final = ("params", "rest", "opt_state", "step", "rng")
+_SCALE: Final = "loss_scale"
+_SECTIONS: Final = ("params", "rest", "opt_state", "step", "rng", _SCALE)
 _ARRAYS: Final = "arrays"
 _LONGEST_REASON: Final = 200
 
@@ -100,11 +102,27 @@ def restore(path: str | os.PathLike[str], abstract_state: Any, plan: Plan) -> An
     target = Path(path).absolute()
     saved = {leaf.place: leaf for leaf in read_record(target)}
     wanted = _leaves(abstract_state, plan)
-    check_same(target, saved, {leaf.place: leaf for leaf, _ in wanted})
+    # The scale of a loss belongs to a precision: another one's starts anew.
+    scales = [leaf for leaf in saved.values() if leaf.section == _SCALE]
+    fresh: list[Any] = []
+    if bool(scales) != (abstract_state.loss_scale is not None):
+        like = jax.tree.leaves(abstract_state.loss_scale)
+        pairs = zip(jax.tree.leaves(LossScale.fresh()), like, strict=False)
+        fresh = [jax.device_put(x, aval.sharding) for x, aval in pairs]
+        wanted = [pair for pair in wanted if pair[0].section != _SCALE]
+    else:
+        scales = []
+    known = {place: x for place, x in saved.items() if x not in scales}
+    check_same(target, known, {leaf.place: leaf for leaf, _ in wanted})
     entries = [(saved[leaf.place], array.sharding) for leaf, array in wanted]
-    requests = [(leaf, _request(leaf, sharding)) for leaf, sharding in entries]
+    # Orbax reads all or nothing.
+    unused = [(leaf, abstract_state.step.sharding) for leaf in scales]
+    requests = [
+        (leaf, _request(leaf, sharding)) for leaf, sharding in (*entries, *unused)
+    ]
     found = _read_arrays(target, _nested(requests))
     values = [_typed(leaf, found, sharding) for leaf, sharding in entries]
+    values += fresh
     return jax.tree.unflatten(jax.tree.structure(abstract_state), values)
 
 

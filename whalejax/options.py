@@ -21,7 +21,9 @@ PlanFile = Annotated[conf.Positional[Path], conf.arg(metavar="PLAN.json")]
 OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
 OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
 Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
-Precision = Annotated[Literal["f32", "bf16"] | None, conf.arg(metavar="f32|bf16")]
+Precision = Annotated[
+    Literal["f32", "bf16", "f16"] | None, conf.arg(metavar="f32|bf16|f16")
+]
 Offload = Annotated[Literal["optimizer", "none"] | None, conf.arg(metavar="WHAT")]
 
 
@@ -51,7 +53,7 @@ class TrainCommand:
     resume: bool = False
     """go on from the latest checkpoint in the directory of --save, if there is one"""
     precision: Precision = None
-    """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
+    """f32: the model's own types, as if left out; bf16 or f16, with float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     remat: OptionalText = None
@@ -85,7 +87,7 @@ class PlanCommand:
     output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
     """write the plan to this file"""
     precision: Precision = None
-    """f32: the model's own types, as if left out; bf16: bfloat16, float32 masters"""
+    """f32: the model's own types, as if left out; bf16 or f16, with float32 masters"""
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     remat: OptionalText = None

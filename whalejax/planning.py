@@ -70,9 +70,11 @@ def plan(
             this process.
         default: strategy of what no mark covers: ``wh.replicate()`` or ``wh.split()``;
             None leaves it to the planner.
-        precision: ``"f32"`` (the model's own types) or ``"bf16"`` (bfloat16 compute,
-            float32 masters). Float32 leaves of the batch are cast too: give masks and
-            targets that must stay exact as integers or booleans.
+        precision: ``"f32"`` (the model's own types), ``"bf16"`` or ``"f16"`` (compute
+            in 16 bits, float32 masters; in float16 the loss is scaled, steps that
+            overflow change nothing and are counted in ``metrics["skipped_steps"]``).
+            Float32 leaves of the batch are cast too: give masks and targets that must
+            stay exact as integers or booleans.
         num_micro_batches: parts of the global batch, one after the other; None takes
             the fewest that fit.
         allow_idle: accept plans that leave devices idle where none uses all.

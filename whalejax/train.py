@@ -40,7 +40,7 @@ from whalejax.planner.decide import analysed_for
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.terms import moves_to_host
-from whalejax.precision import at_precision
+from whalejax.precision import LossScale, all_finite, at_precision
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Origin:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "rest", "opt_state", "step", "rng"],
+    data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],
     meta_fields=["origin"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,7 @@ class TrainState:
         opt_state: the optimizer's state.
         step: number of steps done, an int32 scalar.
         rng: the run's random key, from which each step folds its own, or None.
+        loss_scale: how losses are scaled where float16 computes, or None.
         origin: tells which step it belongs to.
     """
 
@@ -84,6 +85,7 @@ class TrainState:
     opt_state: Any
     step: Any
     rng: Any
+    loss_scale: LossScale | None
     origin: _Origin
 
     @property
@@ -209,6 +211,7 @@ class TrainStep:
                 ),
                 step=jnp.zeros((), jnp.int32),
                 rng=key,
+                loss_scale=self._fresh_scale(),
                 origin=self._origin,
             )
 
@@ -241,8 +244,12 @@ class TrainStep:
             ),
             step=self._whole,
             rng=self._whole,
+            loss_scale=jax.tree.map(lambda _: self._whole, self._fresh_scale()),
             origin=self._origin,
         )
+
+    def _fresh_scale(self) -> LossScale | None:
+        return LossScale.fresh() if self.plan.precision == "f16" else None
 
     def _abstract_params(self) -> Any:
         return jax.tree.map(
@@ -322,6 +329,7 @@ class TrainStep:
             opt_state=jax.eval_shape(self._program.optimizer.init, params),
             step=jax.ShapeDtypeStruct((), jnp.int32),
             rng=jax.eval_shape(lambda: jax.random.key(0)),
+            loss_scale=jax.eval_shape(self._fresh_scale),
             origin=self._origin,
         )
         abstract: TrainState = jax.tree.map(
@@ -365,22 +373,37 @@ class TrainStep:
         program = self._program
         params = jax.tree.leaves(state.params)
         rng = state.rng if self.adapter.takes_rng else None
-        sums, rest = gradients_of(program, params, state.rest, batch, rng, state.step)
+        scaling = state.loss_scale
+        scale = None if scaling is None else scaling.scale
+        sums, rest = gradients_of(
+            program, params, state.rest, batch, rng, state.step, scale
+        )
         gradients = [
             (g / sums.weight.astype(g.dtype)).astype(p.dtype)
             for g, p in zip(map(wide, sums.gradients), params, strict=True)
         ]
         loss = sums.total / sums.weight
-        fresh, opt_state = update(program, params, state.opt_state, gradients, loss)
+        finite = None if scaling is None else all_finite(gradients)
+        fresh, opt_state = update(
+            program, params, state.opt_state, gradients, loss, finite
+        )
+        metrics = self._metrics(sums.total, sums.weight, sums.metrics)
+        if scaling is not None and finite is not None:
+            taken = functools.partial(jnp.where, finite)
+            rest = jax.tree.map(taken, rest, state.rest)
+            scaling = scaling.after(finite)
+            metrics["loss_scale"] = scaling.scale
+            metrics["skipped_steps"] = scaling.skipped_steps
         new = TrainState(
             params=_structure(state.params).unflatten(fresh),
             rest=rest,
             opt_state=opt_state,
             step=state.step + 1,
             rng=state.rng,
+            loss_scale=scaling,
             origin=self._origin,
         )
-        return new, self._metrics(sums.total, sums.weight, sums.metrics)
+        return new, metrics
 
     def _evaluate(self, state: TrainState, batch: list[Any]) -> dict[str, Any]:
         program = self._program

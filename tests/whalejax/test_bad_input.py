@@ -468,7 +468,7 @@ def test_options_that_are_none() -> None:
     }
     assert refused(**options) == (
         "wh.plan: 4 problems\n"
-        "  1. precision is 'fp8'; expected one of f32, bf16\n"
+        "  1. precision is 'fp8'; expected one of f32, bf16, f16\n"
         "  2. num_micro_batches is 0; expected 1 or more, or None\n"
         "  3. zero is 3; expected 0, 1 or 2 (over the axis data). ZeRO-3 is the mesh "
         'axis fsdp: mesh={"fsdp": n}\n'

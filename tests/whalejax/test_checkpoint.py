@@ -155,9 +155,10 @@ def test_odd_leaves_come_back(tmp_path: Path) -> None:
         opt_state: Any
         step: Any
         rng: Any
+        loss_scale: Any = None
 
     jax.tree_util.register_dataclass(
-        State, ["params", "rest", "opt_state", "step", "rng"], []
+        State, ["params", "rest", "opt_state", "step", "rng", "loss_scale"], []
     )
     plan = shared_step().plan
     state = State(

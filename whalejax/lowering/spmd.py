@@ -144,6 +144,7 @@ def gradients_of(
     batch: Sequence[Any],
     rng: Any,
     step: Any,
+    scale: Any = None,
 ) -> tuple[Sums, Any]:
     """Loss and gradients of the global batch, and the new rest.
 
@@ -153,6 +154,8 @@ def gradients_of(
         rest: what is not trained, in the adapter's structure.
         rng: the run's key, or None where the loss takes none.
         step: number of the step; keys fold it in, and the micro-batch's index.
+        scale: what the loss is multiplied by before it is differentiated, and the
+            gradients divided by; or None.
     """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
@@ -161,14 +164,21 @@ def gradients_of(
     # the compiler reshards the activations instead.
     stored = [leaf.param_spec for leaf in program.plan.leaves]
     specs = [leaf.gradient_spec for leaf in program.plan.leaves]
-    differentiate = jax.value_and_grad(program.loss, has_aux=True)
+
+    def loss(*arguments: Any) -> tuple[Any, tuple[Any, Any]]:
+        total, others = program.loss(*arguments)
+        return total if scale is None else total * scale, (total, others)
+
+    differentiate = jax.value_and_grad(loss, has_aux=True)
 
     def one(rest: Any, batch: Sequence[Any], index: Any) -> Any:
         folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), index)
         key = None if rng is None else jax.random.fold_in(rng, index)
-        (total, (weight, metrics, fresh)), gradients = differentiate(
+        (_, (total, (weight, metrics, fresh))), gradients = differentiate(
             list(params), folded, batch, key
         )
+        if scale is not None:
+            gradients = [wide(g) / scale for g in gradients]
         fresh = adapter.restore_keys(fresh, rest)
         gradients = program.constrain(program.constrain(gradients, stored), specs)
         sums = _sums(program, total, weight, metrics, tuple(gradients))
@@ -288,6 +298,7 @@ def update(
     state: Any,
     gradients: Sequence[Any],
     loss: Any,
+    applies: Any = None,
 ) -> tuple[list[Any], Any]:
     """The optimizer's step, each device on the shards it owns.
 
@@ -297,6 +308,7 @@ def update(
         state: optimizer state.
         gradients: flat gradients of the mean loss.
         loss: the mean loss, for optimizers that look at it.
+        applies: a scalar: where it is false nothing changes; None where it is true.
 
     Returns:
         New parameters, as stored, and new optimizer state.
@@ -309,21 +321,30 @@ def update(
     count = len(params)
 
     def step(values: Sequence[Any]) -> list[Any]:
+        *values, loss, applies = values
         tree = structure.unflatten(values[:count])
         updates, new = program.optimizer.update(
             structure.unflatten(values[count : 2 * count]),
-            state_tree.unflatten(values[2 * count : -1]),
+            state_tree.unflatten(values[2 * count :]),
             tree,
-            value=values[-1],
+            value=loss,
         )
         fresh = optax.apply_updates(tree, updates)
-        return [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
+        found = [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
+        if not skips:
+            return found
+        before = [*values[:count], *values[2 * count :]]
+        pairs = zip(found, before, strict=True)
+        return [jnp.where(applies, x, y) for x, y in pairs]
+
+    skips = applies is not None
 
     values = [
         *program.constrain(params, owned),
         *program.constrain(gradients, owned),
         *leaves,
         loss,
+        applies if skips else jnp.asarray(True),
     ]
     if program.plan.offload:
         results = streamed(step, values, _followers(program, state), program.mesh)
