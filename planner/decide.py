@@ -202,7 +202,8 @@ def _splits(analysed: Analysed, plain: Search) -> Iterator[Split]:
         return
     tried: dict[frozenset[int], None] = {}
     for scored in sorted(plain.scored, key=lambda s: s.time.step_seconds):
-        if scored.mesh["tensor"] > 1 and len(tried) < MOST_SPLITS:
+        enough = len(tried) >= MOST_SPLITS and not plain.request.sequence_parallel
+        if scored.mesh["tensor"] > 1 and not enough:
             tried[shared_roles(scored.tables, options.batch)] = None
     for shared in filter(None, tried):
         yield split_between(analysed.graph, analysed.dims, shared)
@@ -212,13 +213,16 @@ def _no_sequence(search: Search) -> str:
     """Why no plan is sequence parallel."""
     options, mesh = search.options, search.request.mesh or {}
     sizes = ", ".join(str(options.sizes[r]) for r in options.sequence)
+    used = math.prod(mesh.values()) == search.request.num_devices
     if not sizes:
         why = (
             "the model has no sequence: no dimension that can be sharded meets itself "
             "in a product, as attention's does"
         )
-    elif mesh.get("tensor") == 1:
-        why = "mesh= fixes tensor 1, and it is that axis which would shard the sequence"
+    elif mesh.get("tensor", 1 if used else 2) == 1:
+        why = (
+            "mesh= leaves tensor 1, and it is that axis which would shard the sequence"
+        )
     else:
         why = (
             f"the sequence ({sizes}) does not divide by any size of tensor (times "
@@ -423,6 +427,11 @@ def _notes(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
     notes += _torus_notes(search, best)
+    if best.offload and not best.time.offload_seconds:
+        notes.append(
+            "moving to host memory and back is not counted: the cluster does not say "
+            "how fast that is (host_link_bytes_per_second) or how much there is"
+        )
     whole = [leaf for leaf in leaves if leaf.note]
     if whole:
         names = ", ".join(leaf.path for leaf in whole[:3])

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
+from whalejax.planner.dimensions import analyse
 from whalejax.planner.graph import LOOPS, Graph, Op
 from whalejax.planner.layers import layer_starts, stacked_loop
 from whalejax.planner.plan import PlanError
-from whalejax.planner.regions import EXPERTS
+from whalejax.planner.regions import EXPERTS, with_expert_regions
 from whalejax.planner.terms import ALL
 
 
@@ -78,15 +79,19 @@ def checked_policies(
         problems.add(f"{remat!r:.60} is neither a policy nor one for each TaskGraph")
         remat = None
     given = {ALL: remat} if isinstance(remat, str) else dict(remat or {})
+    if EXPERTS in given:
+        known = [g.name for g in with_expert_regions(graph, analyse(graph)).task_graphs]
     for name in given:
-        if name not in known and name not in (ALL, EXPERTS):
+        if name not in (*known, ALL):
             problems.add(
                 f"there is no TaskGraph {name!r}; expected some of {', '.join(known)}"
             )
-    for policy in dict.fromkeys(given.values()):
-        _check(policy, names, problems)
+    for text in dict.fromkeys(map(repr, given.values())):
+        _check(next(p for p in given.values() if repr(p) == text), names, problems)
     problems.raise_if_any()
-    return tuple((name, policy) for name, policy in given.items() if policy != "none")
+    rest = given.pop(ALL, "none")
+    kept = [(name, policy) for name, policy in given.items() if policy != rest]
+    return (*kept, *([(ALL, rest)] if rest != "none" else []))
 
 
 def _check(policy: object, names: Sequence[str], problems: Problems) -> None:
@@ -164,6 +169,8 @@ class _Level:
             if op.kind not in LOOPS and not all(weight[t] for t in op.results)
         ]
         loop = stacked_loop(graph)
+        if not computed:
+            return None
         if loop is not None:
             prefix = (*loop, 0)
             inside = _by_equation(computed, prefix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from whalejax.planner.cost import Collective
@@ -32,6 +32,8 @@ class Request:
         remat: which TaskGraphs are computed again, or None for the search to choose.
         policies: what it chooses from, the one that keeps most first.
         offload: what lies in host memory, or None for the search to choose.
+        hosted: bytes of the optimizer's state that may lie in host memory, by the
+            parameter that they follow; asked for where it matters.
         sequence_parallel: the user wants it, or not; None for the search to choose.
     """
 
@@ -48,6 +50,7 @@ class Request:
     remat: Remat | None = None
     policies: tuple[str, ...] = ("none",)
     offload: tuple[str, ...] | None = None
+    hosted: Callable[[], Mapping[str, int]] | None = None
     sequence_parallel: bool | None = None
 
 

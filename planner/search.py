@@ -67,7 +67,6 @@ from whalejax.planner.scored import Scored as Scored
 from whalejax.planner.terms import (
     MemoryTerms,
     TimeTerms,
-    moves_to_host,
 )
 from whalejax.planner.update import (
     combined_gradients,
@@ -332,6 +331,8 @@ class Search:
             if self.bound < math.inf and self._least_seconds(case) > self.bound:
                 continue
             for offload in self._offloads():
+                if offload and self.request.offload is None and not any(self._hosted):
+                    break  # The optimizer needs its state as a whole.
                 one = self._scored(case, offload)
                 self.scored.append(one)
                 if one.fits:
@@ -387,15 +388,21 @@ class Search:
             roomy=fits and count == case.counts[0] and not offload,
         )
 
+    @functools.cached_property
+    def _hosted(self) -> list[int]:
+        """Bytes of each parameter's optimizer state that may lie in host memory."""
+        if self.request.hosted is None:
+            return [0] * len(self.facts.tensors)
+        found = self.request.hosted()
+        return [found.get(t.path, 0) for t in self.facts.tensors]
+
     def _moved_bytes(
         self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
     ) -> int:
-        """Optimizer state of one device that host memory may hold."""
-        pairs = zip(self.facts.groups, layouts, strict=True)
+        """Optimizer state of one device that lies in host memory where it may."""
+        pairs = zip(self._hosted, self.facts.group_of, strict=True)
         return sum(
-            count * group.optimizer_bytes // shards(layout.optimizer, mesh)
-            for (group, count), layout in pairs
-            if moves_to_host(group.shape)
+            nbytes // shards(layouts[group].optimizer, mesh) for nbytes, group in pairs
         )
 
     def _fits(self, memory: MemoryTerms) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 
@@ -25,7 +26,7 @@ def moves_to_host(shape: tuple[int, ...]) -> bool:
 
     Vectors stay: together they are little, and each would be a transfer of its own.
     """
-    return len(shape) > 1
+    return len(shape) > 1 and math.prod(shape) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

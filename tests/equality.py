@@ -409,9 +409,10 @@ def _too_large(outcome: Outcome, tolerance: float) -> list[str]:
 
 def _unsharded(case: Case, plan: wh.Plan) -> list[str]:
     """Where a plan does not shard what its strategy is about."""
+    # A row-parallel first product shards the batch's features, not its samples.
+    samples = case.strategy.default == "split"
     specs = {
-        # Of the samples: a row-parallel first product shards the batch's features.
-        "batch": [leaf.spec[:1] for leaf in plan.batch],
+        "batch": [leaf.spec[:1] if samples else leaf.spec for leaf in plan.batch],
         "params": [leaf.param_spec for leaf in plan.leaves],
         "gradients": [leaf.gradient_spec for leaf in plan.leaves],
         "optimizer": [leaf.optimizer_spec for leaf in plan.leaves],

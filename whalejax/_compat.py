@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax._src import source_info_util
+from jax._src import effects, source_info_util
 from jax.core import Tracer
 
 
@@ -122,6 +122,11 @@ def is_kept(equation: Any, policy: Any) -> bool:
         return False
     # Answers are truth values, or objects that say whether and where to keep it.
     return answer is not False and "Recompute" not in type(answer).__name__
+
+
+def runs_twice(equation: Any) -> bool:
+    """Whether ``jax.checkpoint`` takes an equation: it has no effect, or one of few."""
+    return not effects.remat_allowed_effects.filter_not_in(equation.effects)
 
 
 def checkpoint_name_of(equation: Any) -> str | None:

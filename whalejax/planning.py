@@ -20,6 +20,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
+from whalejax.lowering.spmd import hosted_bytes
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
@@ -97,8 +98,9 @@ def plan(
             again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
             ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,
             ``"named:a,b"``) or ``"full"`` (keep what a layer is given); or such a
-            policy for each TaskGraph by its name. What the model itself puts into
-            ``jax.checkpoint`` stays as it is. None lets the planner choose.
+            policy for each TaskGraph by its name, ``"*"`` for all others. What the
+            model itself puts into ``jax.checkpoint`` stays as it is. None lets the
+            planner choose.
         offload: what lies in host memory: ``"optimizer"`` (its state), or nothing,
             ``()``; estimates take ``"activations"`` and ``"params"`` too, several as a
             list. None lets the planner choose, where nothing fits without.
@@ -202,11 +204,7 @@ class Asked:
         kind = _check_options(
             self.default, self.precision, self.num_micro_batches, self.zero
         )
-        if self.sequence_parallel not in (None, True, False):
-            raise PlanError(
-                f"sequence_parallel is {self.sequence_parallel!r:.60}; expected True, "
-                "False, or None for the planner to choose"
-            )
+        _check_switch("sequence_parallel", self.sequence_parallel)
         options = _checked_options(self.compiler_options)
         machine = self.cluster.under(options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
@@ -218,6 +216,8 @@ class Asked:
         count, reductions = self.num_micro_batches, batch_reductions(captured)
         if self.sync_batch_stats and reductions:
             count = _synced(count, reductions)
+        hosts = functools.cache(lambda: hosted_bytes(adapter, self.optimizer))
+        offload = _checked_offload(self.offload, self.runnable, hosts)
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
@@ -231,7 +231,8 @@ class Asked:
             reductions=reductions,
             remat=None if self.remat is None else remat,
             policies=tuple(p for p in POLICIES if names or p != "named"),
-            offload=_checked_offload(self.offload, self.runnable),
+            offload=offload,
+            hosted=hosts,
             sequence_parallel=self.sequence_parallel,
         )
         decided = functools.partial(
@@ -315,12 +316,27 @@ class Asked:
         return dataclasses.replace(self, **changes).plan()
 
 
-def _checked_offload(offload: Any, runnable: bool) -> tuple[str, ...] | None:
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool | None):
+        raise PlanError(
+            f"{name} is {value!r:.60}; expected True, False, or None, which leaves it "
+            "to the planner"
+        )
+
+
+def _checked_offload(
+    offload: Any, runnable: bool, hosts: Callable[[], Mapping[str, int]]
+) -> tuple[str, ...] | None:
     """What is to lie in host memory, in the usual order."""
     if offload is None:
         return None
-    given = [offload] if isinstance(offload, str) else list(offload)
     problems = Problems("offload", PlanError)
+    given = [offload] if isinstance(offload, str) else offload
+    if not isinstance(given, Sequence):
+        raise PlanError(
+            f"offload is {offload!r:.60}; expected some of {', '.join(OFFLOADS)}, () "
+            "for nothing, or None for the planner to choose"
+        )
     for name in given:
         if name not in OFFLOADS:
             problems.add(f"{name!r} is none of {', '.join(OFFLOADS)}; () is nothing")
@@ -329,6 +345,12 @@ def _checked_offload(offload: Any, runnable: bool) -> tuple[str, ...] | None:
                 f"{name} in host memory does not run in this version; "
                 f"{', '.join(RUNNABLE_OFFLOADS)} does. runnable=False estimates it"
             )
+    if runnable and "optimizer" in given and not any(hosts().values()):
+        problems.add(
+            "this optimizer has no state that is updated element by element, as Adam's "
+            "and momentum's is, so none of it can pass through the device in pieces. "
+            "Take another optimizer, or offload=()"
+        )
     problems.raise_if_any()
     return tuple(name for name in OFFLOADS if name in given)
 
@@ -336,8 +358,10 @@ def _checked_offload(offload: Any, runnable: bool) -> tuple[str, ...] | None:
 def _remat_note(asked: Remat, found: Plan) -> list[str]:
     if not asked or found.remat:
         return []
-    words = remat_words(asked)
-    return [f"{words}: nothing repeats there that could be computed again in parts"]
+    return [
+        f"{remat_words(asked)} has no effect: no layers were found there, or the model "
+        "itself puts them into jax.checkpoint or another call that is kept as it is"
+    ]
 
 
 def _checked_options(options: Any) -> dict[str, bool | int | float | str]:

@@ -29,6 +29,7 @@ from whalejax.lowering.evaluate import HOST_MEMORY, named
 from whalejax.lowering.spmd import (
     Program,
     gradients_of,
+    hosted,
     losses_of,
     owners_of,
     update,
@@ -39,7 +40,6 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.terms import moves_to_host
 from whalejax.precision import LossScale, all_finite, at_precision
 
 
@@ -224,7 +224,9 @@ class TrainStep:
         state = jax.eval_shape(self._program.optimizer.init, self._abstract_params())
         # What belongs to no parameter is whole.
         owners = owners_of(state, [(leaf.path, leaf.shape) for leaf in leaves])
-        hosted = "optimizer" in self.plan.offload
+        moves = "optimizer" in self.plan.offload
+        found = hosted(self._program.optimizer, self.adapter) if moves else []
+        moved = {follower.fresh for follower in found}
         return TrainState(
             params=structure.unflatten(
                 [named(x.param_spec, self.mesh) for x in leaves]
@@ -237,7 +239,7 @@ class TrainStep:
                     else named(
                         leaves[owner].optimizer_spec,
                         self.mesh,
-                        host=hosted and moves_to_host(leaves[owner].shape),
+                        host=owner in moved,
                     )
                     for owner in owners
                 ]
@@ -389,8 +391,7 @@ class TrainStep:
         )
         metrics = self._metrics(sums.total, sums.weight, sums.metrics)
         if scaling is not None and finite is not None:
-            taken = functools.partial(jnp.where, finite)
-            rest = jax.tree.map(taken, rest, state.rest)
+            rest = jax.tree.map(functools.partial(jnp.where, finite), rest, state.rest)
             scaling = scaling.after(finite)
             metrics["loss_scale"] = scaling.scale
             metrics["skipped_steps"] = scaling.skipped_steps

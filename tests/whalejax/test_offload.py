@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,11 +25,21 @@ OPTIMIZERS: Final = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)),
     "momentum": optax.sgd(1e-3, momentum=0.9, nesterov=True),
     "narrow": optax.adam(1e-3, mu_dtype="bfloat16"),
-    "lamb": optax.lamb(1e-3),  # its norms need the state as a whole
+    "partly": optax.multi_transform(
+        {"a": optax.adam(1e-3), "b": optax.lamb(1e-3)},
+        lambda params: {k: "a" if "0" in k else "b" for k in params},
+    ),
+}
+WHOLE: Final = {
+    "lamb": optax.lamb(1e-3),  # norms of its updates
     "adafactor": optax.adafactor(1e-3),
     "several": optax.MultiSteps(optax.adam(1e-3), 2),  # a cond around the update
+    "watched": optax.chain(optax.adam(1e-3), optax.zero_nans()),
+    "widening": optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: p.astype("bfloat16"), params),
+        lambda updates, state, params=None: (updates, updates),
+    ),
 }
-ELEMENTWISE: Final = ("adamw", "clipped", "momentum", "narrow")
 
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "zero-1": {"mesh": {"data": 8}, "zero": 1},
@@ -57,13 +68,14 @@ def run(
         for i in range(steps):
             state, _ = step(state, job.batch_at(i, 16))
     assert compiles.count == 1
-    kinds = {
-        leaf.sharding.memory_kind
+    # What is predicted to lie in host memory lies there, and nothing else.
+    held = sum(
+        leaf.addressable_shards[0].data.nbytes
         for leaf in jax.tree.leaves(state.opt_state)
-        if leaf.ndim > 1
-        and leaf.shape in {p.shape for p in jax.tree.leaves(state.params)}
-    }
-    assert kinds == ({"pinned_host"} if plan.offload else {"device"})
+        if leaf.sharding.memory_kind == "pinned_host"
+    )
+    assert held == plan.memory.host_bytes
+    assert (held > 0) == bool(plan.offload)
     return step, [
         np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))
     ]
@@ -83,12 +95,20 @@ def test_it_computes_the_same(
         loops = hlo_loops(found[1][0])
     for one, other in zip(found[0][1], found[1][1], strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-14)
-    assert loops > 0 if name in ELEMENTWISE else loops == 0
+    plan = found[1][0].plan
+    assert loops > 0 and plan.memory.host_bytes > 0
 
 
 def hlo_loops(step: wh.TrainStep) -> int:
     """Loops over pieces of state, in the program before it is optimised."""
     return step.lower().as_text().count("stablehlo.while")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_state_that_is_needed_whole_stays(name: str) -> None:
+    with pytest.raises(wh.WhaleError, match="no state that is updated element by elem"):
+        run(WHOLE[name], offload="optimizer", **LAYOUTS["zero-1"])
+    assert run(WHOLE[name], 1, **LAYOUTS["zero-1"])[0].plan.offload == ()
 
 
 def test_it_communicates_what_it_did() -> None:
@@ -142,12 +162,39 @@ def test_a_checkpoint_moves_between_memories(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "count"),
-    [((8, 8), 1), ((4096, 4096), 4), ((7, 4096, 4096), 7), ((13, 5000, 4096), 65)],
+    [((8, 8), 1), ((4096, 4096), 4), ((7, 4096, 4096), 32), ((13, 5000, 4096), 100)],
 )
 def test_pieces_divide_and_are_small(shape: tuple[int, ...], count: int) -> None:
     axis, found = streamed.pieces(shape, 4)
-    assert found == count or shape[axis] % found == 0
-    assert shape[axis] % found == 0
+    assert found == count and shape[axis] % found == 0
+    assert math.prod(shape) * 4 / found <= streamed.PIECE_BYTES
+
+
+def test_a_parameter_without_elements_stays_where_it_is() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return ((x @ params["w"]) ** 2).mean() + params["none"].sum()
+
+    net = {"w": np.ones((16, 8), np.float32), "none": np.ones((0, 5), np.float32)}
+    x = np.ones((8, 16), np.float32)
+    plan = wh.plan(
+        loss,
+        net,
+        x,
+        optimizer=optax.adam(1e-3),
+        cluster="h100:8",
+        mesh={"data": 8},
+        offload="optimizer",
+    )
+    step = wh.compile(
+        plan, loss, net, optimizer=optax.adam(1e-3), devices=jax.devices()
+    )
+    _, metrics = step(step.init_from(net), x)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_cluster_that_does_not_know_its_host() -> None:
+    plan = asked(80e9, offload="optimizer", cluster="cpu:8")
+    assert any("is not counted" in note for note in plan.notes)
 
 
 # Choosing.
@@ -160,10 +207,9 @@ def asked(memory: float, **options: Any) -> wh.Plan:
         abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 8)),
         optimizer=optax.adam(1e-3),
-        cluster=wh.cluster("h100:8").with_memory(int(memory)),
         mesh={"data": 8},
         zero=0,
-        **options,
+        **{"cluster": wh.cluster("h100:8").with_memory(int(memory)), **options},
     )
 
 
@@ -194,6 +240,7 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     [
         ("disk", "'disk' is none of optimizer, activations, params"),
         (["optimizer", "params"], "params in host memory does not run in this version"),
+        (False, r"offload is False; expected some of optimizer"),
     ],
 )
 def test_what_cannot_be_moved_is_named(offload: Any, message: str) -> None:

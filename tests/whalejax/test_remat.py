@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 import whalejax as wh
 from tests.equality import OneDevice, check, on_one_device
@@ -19,7 +20,7 @@ from whalejax import _compat, models
 from whalejax.adapters import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.recompute import Region, regions
+from whalejax.planner.recompute import Region, checked_policies, regions
 
 
 LAYERS, EMBED, MLP, BATCH = 4, 32, 128, 64
@@ -241,11 +242,54 @@ def test_a_plan_remembers_it(tmp_path: Any) -> None:
         ({"head": "full"}, "there is no TaskGraph 'head'; expected some of default"),
         (3, "3 is neither a policy nor one for each TaskGraph"),
         ("named:", "'named:' lists no name"),
+        ({"default": ["dots"]}, r"\['dots'\] is no policy"),
+        ({"experts": "full"}, "there is no TaskGraph 'experts'"),
     ],
 )
 def test_bad_policies_are_named(remat: Any, message: str) -> None:
     with pytest.raises(wh.WhaleError, match=message):
         asked(remat=remat)
+
+
+def test_an_exception_stays_one() -> None:
+    graph = captured(unrolled).graph
+    given = {"*": "full", "default": "none"}
+    kept = checked_policies(given, graph, ())
+    assert kept == (("default", "none"), ("*", "full"))
+    assert regions(graph, dict(kept)) == ()
+    plan = asked(remat=given)
+    assert plan.remat == ()
+    assert any("has no effect" in note for note in plan.notes)
+
+
+def test_layers_that_cannot_be_computed_again_are_left() -> None:
+    def heard(one: Any, x: Any) -> Any:
+        y = layer(one, x)
+        io_callback(lambda _: None, None, jax.lax.stop_gradient(y.sum()))
+        return y
+
+    def loss(params: Any, x: Any) -> Any:
+        for one in params["layers"]:
+            x = heard(one, x)
+        return (x @ params["head"]).mean()
+
+    @jax.custom_jvp
+    def opaque(params: Any, x: Any) -> Any:
+        return unrolled(params, x)
+
+    opaque.defjvps(None, None)
+    for one in (loss, lambda params, x: opaque(params, x)):
+        before = captured(one)
+        assert before.with_remat((("*", "full"),)) is before
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda p, b: p["w"].mean(), lambda p, b: (p["w"] * 2.0).sum()]
+)
+def test_a_loss_of_parameters_alone(loss: Any) -> None:
+    net = {"w": jnp.ones((8, 8))}
+    plan = wh.plan(loss, net, batches(), cluster="h100:8", remat="full")
+    assert plan.remat == ()
 
 
 def test_a_name_that_the_model_does_not_give() -> None:

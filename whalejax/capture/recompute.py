@@ -60,6 +60,31 @@ def _products(primitive: Any, *avals: Any, **params: Any) -> bool:
     return convolves or bool(dots(primitive, *avals, **params))
 
 
+def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
+    """The regions that a checkpoint can go around.
+
+    Left out are those inside calls that are bound as they are (with derivatives of
+    their own, in branches), and those with an effect that JAX does not compute again.
+
+    Args:
+        jaxpr: closed, as captured.
+        regions: equations of it.
+    """
+    found = []
+    for region in regions:
+        body: Any = _compat.open_jaxpr(jaxpr)[0]
+        for index in region.prefix[::2]:
+            equation = body.eqns[index]
+            if _compat.recursion(equation) not in ("inline", "scan"):
+                break
+            body = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])[0]
+        else:
+            equations = body.eqns[region.first : region.end]
+            if all(map(_compat.runs_twice, equations)):
+                found.append(region)
+    return found
+
+
 def recomputed(jaxpr: Any, regions: Sequence[Region]) -> Any:
     """A program with a checkpoint around each region.
 

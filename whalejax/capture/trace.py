@@ -18,7 +18,7 @@ from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.drafts import Position, Value
-from whalejax.capture.recompute import recomputed
+from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
@@ -64,7 +64,8 @@ class Captured:
         Args:
             remat: (TaskGraph, policy) pairs, as in a plan.
         """
-        where = regions(analyse_graph(self.graph).graph, dict(remat))
+        found = regions(analyse_graph(self.graph).graph, dict(remat))
+        where = applicable(self.jaxpr, found)
         if not where:
             return self
         program = recomputed(self.jaxpr, where)

@@ -10,7 +10,7 @@ on one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from whalejax import _compat
 from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import evaluate, named
-from whalejax.lowering.streamed import Follower, streamed
+from whalejax.lowering.streamed import Follower, streamable, streamed
 from whalejax.optimizers import followed
 from whalejax.planner.layout import Spec
 from whalejax.planner.terms import moves_to_host
@@ -320,10 +321,50 @@ def update(
     state_tree: Any = jax.tree.structure(state)
     count = len(params)
 
+    step = stepping(program.optimizer, structure, state_tree, skips=applies is not None)
+    values = [
+        *program.constrain(params, owned),
+        *program.constrain(gradients, owned),
+        *leaves,
+        loss,
+        jnp.asarray(True) if applies is None else applies,
+    ]
+    if program.plan.offload:
+        held = [
+            replace(follower, spec=owned[follower.fresh])
+            for follower in hosted(program.optimizer, program.adapter)
+        ]
+        results = streamed(step, values, held, program.mesh)
+    else:
+        results = step(values)
+    fresh, new = results[:count], state_tree.unflatten(results[count:])
+    return program.constrain(fresh, stored), new
+
+
+def stepping(
+    optimizer: optax.GradientTransformationExtraArgs,
+    structure: Any,
+    state_tree: Any,
+    *,
+    skips: bool,
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """An optimizer's step from flat values to flat values.
+
+    Args:
+        optimizer: the optimizer.
+        structure, state_tree: of the parameters and of the state.
+        skips: the last value says whether anything changes.
+
+    Returns:
+        From parameters, gradients, state, the loss and a truth value to parameters and
+        state.
+    """
+    count = structure.num_leaves
+
     def step(values: Sequence[Any]) -> list[Any]:
         *values, loss, applies = values
         tree = structure.unflatten(values[:count])
-        updates, new = program.optimizer.update(
+        updates, new = optimizer.update(
             structure.unflatten(values[count : 2 * count]),
             state_tree.unflatten(values[2 * count :]),
             tree,
@@ -337,41 +378,69 @@ def update(
         pairs = zip(found, before, strict=True)
         return [jnp.where(applies, x, y) for x, y in pairs]
 
-    skips = applies is not None
+    return step
 
-    values = [
-        *program.constrain(params, owned),
-        *program.constrain(gradients, owned),
-        *leaves,
-        loss,
-        applies if skips else jnp.asarray(True),
+
+def hosted(
+    optimizer: optax.GradientTransformationExtraArgs, adapter: Adapter
+) -> list[Follower]:
+    """Parameters whose optimizer state lies in host memory where a plan moves it.
+
+    Those are matrices whose state is updated element by element.
+
+    Args:
+        optimizer: the optimizer.
+        adapter: the model, with abstract parameters.
+
+    Returns:
+        Each with its state, by the numbers of ``stepping``; layouts are left open.
+    """
+    abstract = [
+        _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        for x in jax.tree.leaves(adapter.params)
     ]
-    if program.plan.offload:
-        results = streamed(step, values, _followers(program, state), program.mesh)
-    else:
-        results = step(values)
-    fresh, new = results[:count], state_tree.unflatten(results[count:])
-    return program.constrain(fresh, stored), new
-
-
-def _followers(program: Program, state: Any) -> list[Follower]:
-    """Parameters whose optimizer state lies in host memory."""
-    leaves = program.plan.leaves
-    count = len(leaves)
+    count = len(abstract)
+    structure: Any = jax.tree.structure(adapter.params)
+    state = jax.eval_shape(optimizer.init, structure.unflatten(abstract))
+    shapes = [x.shape for x in abstract]
+    owners = owners_of(state, [*zip(adapter.param_paths, shapes, strict=True)])
     held: dict[int, list[tuple[int, int]]] = {}
-    owners = owners_of(state, [(leaf.path, leaf.shape) for leaf in leaves])
     for place, owner in enumerate(owners):
-        if owner is not None and moves_to_host(leaves[owner].shape):
+        if owner is not None and moves_to_host(shapes[owner]):
             held.setdefault(owner, []).append((2 * count + place, count + place))
-    return [
-        Follower(
-            inputs=(owner, count + owner),
-            state=tuple(pairs),
-            fresh=owner,
-            spec=leaves[owner].optimizer_spec,
-        )
+    followers = [
+        Follower(inputs=(owner, count + owner), state=tuple(pairs), fresh=owner)
         for owner, pairs in held.items()
     ]
+    state_tree: Any = jax.tree.structure(state)
+    step = stepping(optimizer, structure, state_tree, skips=False)
+    scalars = [_compat.abstract((), jnp.float32), _compat.abstract((), jnp.bool_)]
+    values = [*abstract, *abstract, *jax.tree.leaves(state), *scalars]
+    return streamable(step, values, followers)
+
+
+def hosted_bytes(
+    adapter: Adapter, optimizer: optax.GradientTransformation
+) -> dict[str, int]:
+    """Bytes of optimizer state that a plan may move to host memory.
+
+    Args:
+        adapter: the model, with abstract parameters.
+        optimizer: an optax transformation.
+
+    Returns:
+        By the dotted path of the parameter that they follow.
+    """
+    extended = optax.with_extra_args_support(optimizer)
+    state = jax.tree.leaves(jax.eval_shape(extended.init, adapter.params))
+    first = 2 * len(adapter.param_paths)
+    return {
+        adapter.param_paths[follower.fresh]: sum(
+            state[place - first].size * state[place - first].dtype.itemsize
+            for place, _ in follower.state
+        )
+        for follower in hosted(extended, adapter)
+    }
 
 
 def owners_of(

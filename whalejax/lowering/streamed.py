@@ -5,7 +5,8 @@ nothing would be saved: compilers start the transfers as early as they can. Here
 optimizer is traced, and for every parameter the part of it that is elementwise (all of
 Adam's, and of momentum's) runs in a loop over pieces: a piece of the state comes, is
 updated and goes back. What is not elementwise, such as the norm of all gradients, is
-computed before. State that such a part needs as a whole is brought whole.
+computed before. State that anything needs as a whole (LAMB's, for its norms) is not
+streamed, and so does not lie in host memory.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class Follower:
         inputs: numbers of inputs of its shape: the parameter, its gradient.
         state: pairs of an input and an output: state, and the same after the update.
         fresh: number of the output that is the parameter after the update.
-        spec: layout of all of them.
+        spec: layout of all of them; needed for running alone.
     """
 
     inputs: tuple[int, ...]
     state: tuple[tuple[int, int], ...]
     fresh: int
-    spec: Spec
+    spec: Spec = ()
 
 
 def streamed(
@@ -59,16 +60,27 @@ def streamed(
     Args:
         update: the step.
         values: its inputs; state of followers is in host memory.
-        followers: what to stream.
+        followers: what to stream, each of which ``streamable`` gave.
         mesh: the devices.
 
     Returns:
         The outputs; state of followers is in host memory.
     """
-    avals = [_compat.abstract(x.shape, x.dtype) for x in values]
-    program = _compat.trace(lambda *xs: list(update(xs)), avals)
-    program = _compat.trace(lambda *xs: _inlined(program, xs), avals)
-    return _Streamed(program, values, followers, mesh).run()
+    parts = _Parts(update, values, followers)
+    return _Run(parts, values, mesh).outputs()
+
+
+def streamable(
+    update: Update, values: Sequence[Any], followers: Sequence[Follower]
+) -> list[Follower]:
+    """Those whose state nothing needs as a whole.
+
+    Args:
+        update: the step.
+        values: its inputs, abstract or real.
+        followers: parameters and their state.
+    """
+    return [part.follower for part in _Parts(update, values, followers).parts]
 
 
 def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
@@ -95,55 +107,65 @@ class _Part:
     """The elementwise part of the program that gives one follower's outputs.
 
     Attributes:
+        follower: whose.
+        places: numbers of the outputs: the parameter, then the state.
         equations: in program order.
         whole, single: variables that it reads beside the state: of the parameter's
             shape, and scalars.
     """
 
     follower: Follower
+    places: tuple[int, ...]
     equations: tuple[Any, ...]
     whole: tuple[Any, ...]
     single: tuple[Any, ...]
 
 
-class _Streamed:
+class _Parts:
+    """The program of an update, and the parts of it that can run in pieces.
+
+    Attributes:
+        body, constants: the program.
+        parts: one for each follower whose state nothing else reads.
+    """
+
     def __init__(
-        self,
-        program: Any,
-        values: Sequence[Any],
-        followers: Sequence[Follower],
-        mesh: Mesh,
+        self, update: Update, values: Sequence[Any], followers: Sequence[Follower]
     ) -> None:
-        self.body, constants = _compat.open_jaxpr(program)
-        self.mesh = mesh
-        self.env: dict[Any, Any] = dict(
-            zip(self.body.constvars, constants, strict=True)
-        )
-        self.env.update(zip(self.body.invars, values, strict=True))
+        avals = [_compat.abstract(x.shape, x.dtype) for x in values]
+        program = _compat.trace(lambda *xs: list(update(xs)), avals)
+        program = _compat.trace(lambda *xs: _inlined(program, xs), avals)
+        self.body, self.constants = _compat.open_jaxpr(program)
         self.maker = {v: e for e in self.body.eqns for v in e.outvars}
-        self.parts = [self._part(f) for f in followers]
-        self._drop_what_others_need()
+        self.parts = [self._part(f) for f in followers if self._same_form(f)]
+        while self._drop_what_others_need():
+            pass
 
-    def run(self) -> list[Any]:
-        """The outputs."""
+    def wanted(self) -> set[Any]:
+        """Variables that are computed outside the loops."""
         outs = self.body.outvars
-        streamed = {
-            outs[place]
-            for part in self.parts
-            for place in (part.follower.fresh, *(o for _, o in part.follower.state))
-        }
-        wanted = {v for part in self.parts for v in (*part.whole, *part.single)}
-        wanted |= {v for v in outs if not _compat.is_literal(v) and v not in streamed}
-        self._compute(wanted)
-        found: dict[int, Any] = {}
-        for part in self.parts:
-            found.update(self._loop(part))
-        return [
-            found[place] if place in found else _read(atom, self.env)
-            for place, atom in enumerate(outs)
-        ]
+        places = {p for part in self.parts for p in part.places}
+        found = {v for part in self.parts for v in (*part.whole, *part.single)}
+        plain = (v for place, v in enumerate(outs) if place not in places)
+        return found | {v for v in plain if not _compat.is_literal(v)}
 
-    # What is elementwise.
+    def needed(self) -> tuple[list[Any], set[Any]]:
+        """The equations that give what is wanted, and all that they read."""
+        variables = self.wanted()
+        chosen = []
+        for equation in reversed(self.body.eqns):
+            if any(v in variables for v in equation.outvars):
+                chosen.append(equation)
+                variables.update(_variables(equation))
+        return chosen[::-1], variables
+
+    def _same_form(self, follower: Follower) -> bool:
+        """The update changes neither shape nor dtype, so that a buffer serves both."""
+        places = [(follower.inputs[0], follower.fresh), *follower.state]
+        pairs = (
+            (self.body.invars[i].aval, self.body.outvars[o].aval) for i, o in places
+        )
+        return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
     def _part(self, follower: Follower) -> _Part:
         shape = self.body.invars[follower.inputs[0]].aval.shape
@@ -164,75 +186,75 @@ class _Streamed:
         equations = [e for e in self.body.eqns if id(e) in inside]
         return _Part(
             follower,
+            places,
             tuple(equations),
             tuple(v for v in read if v.aval.shape == shape),
             tuple(v for v in read if v.aval.shape != shape),
         )
 
-    def _drop_what_others_need(self) -> None:
-        """Bring state to the device whole where something else computes with it."""
-        while True:
-            hosted = {
-                self.body.invars[i] for p in self.parts for i, _ in p.follower.state
-            }
-            depends = set(hosted)
-            for equation in self.body.eqns:
-                if any(v in depends for v in _variables(equation)):
-                    depends.update(equation.outvars)
-            kept = [
-                p
-                for p in self.parts
-                if depends.isdisjoint((*p.whole, *p.single))
-                and all(not v.aval.shape for v in p.single)
-            ]
-            dropped = [p for p in self.parts if p not in kept]
-            if not dropped:
-                return
-            for part in dropped:
-                for place, _ in part.follower.state:
-                    var = self.body.invars[place]
-                    self.env[var] = to_device(self.env[var])
-            self.parts = kept
+    def _drop_what_others_need(self) -> bool:
+        """Leave out parts whose state is read elsewhere; whether there were any."""
+        _, variables = self.needed()
+        kept = [
+            part
+            for part in self.parts
+            if all(self.body.invars[i] not in variables for i, _ in part.follower.state)
+            and all(not v.aval.shape for v in part.single)
+        ]
+        dropped = len(kept) < len(self.parts)
+        self.parts = kept
+        return dropped
 
-    def _compute(self, wanted: set[Any]) -> None:
-        """Everything that some variables need, outside the loops."""
-        needed = set(wanted)
-        chosen = []
-        for equation in reversed(self.body.eqns):
-            if any(v in needed for v in equation.outvars):
-                chosen.append(equation)
-                needed.update(_variables(equation))
-        for equation in reversed(chosen):
+
+class _Run:
+    """An update on values: what is wanted whole first, then the loops."""
+
+    def __init__(self, parts: _Parts, values: Sequence[Any], mesh: Mesh) -> None:
+        self.parts = parts
+        self.body = parts.body
+        self.mesh = mesh
+        self.env: dict[Any, Any] = dict(
+            zip(self.body.constvars, parts.constants, strict=True)
+        )
+        self.env.update(zip(self.body.invars, values, strict=True))
+
+    def outputs(self) -> list[Any]:
+        """What the update gives."""
+        for equation in self.parts.needed()[0]:
             operands = [_read(atom, self.env) for atom in equation.invars]
             results = _compat.bind(equation, operands)
             self.env.update(zip(equation.outvars, results, strict=True))
-
-    # Running it.
+        found: dict[int, Any] = {}
+        for part in self.parts.parts:
+            found.update(self._loop(part))
+        return [
+            found[place] if place in found else _read(atom, self.env)
+            for place, atom in enumerate(self.body.outvars)
+        ]
 
     def _loop(self, part: _Part) -> dict[int, Any]:
         """The outputs of a follower, by number."""
         follower, spec = part.follower, partition_spec(part.follower.spec)
         target = self.body.invars[follower.inputs[0]]
         states = [self.body.invars[i] for i, _ in follower.state]
-        places = (follower.fresh, *(o for _, o in follower.state))
         loop = _Loop(
             equations=part.equations,
             target=target,
             states=states,
             whole=[v for v in part.whole if v is not target],
             single=part.single,
-            outs=[self.body.outvars[place] for place in places],
+            outs=[self.body.outvars[place] for place in part.places],
         )
         read = (target, *states, *loop.whole)
         mapped = jax.shard_map(
             loop.run,
             mesh=self.mesh,
             in_specs=(*[spec] * len(read), *[PartitionSpec()] * len(part.single)),
-            out_specs=(spec,) * len(places),
+            out_specs=(spec,) * len(part.places),
             check_vma=False,  # Equations are bound as they were traced.
         )
         results = mapped(*(self.env[v] for v in (*read, *part.single)))
-        return dict(zip(places, results, strict=True))
+        return dict(zip(part.places, results, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +326,7 @@ def pieces(shape: Sequence[int], itemsize_bytes: int) -> tuple[int, int]:
     """Along which dimension a shard is cut, and into how many equal pieces.
 
     >>> pieces((4096, 4096), 4), pieces((8, 8), 4), pieces((7, 4096, 4096), 4)
-    ((0, 4), (0, 1), (0, 7))
+    ((0, 4), (0, 1), (1, 32))
     """
     wanted = math.ceil(math.prod(shape) * itemsize_bytes / PIECE_BYTES)
     for axis, size in enumerate(shape):
