@@ -100,21 +100,28 @@ def layer_starts(graph: Graph) -> tuple[int, ...]:
 
 
 def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
-    """The position of the scan whose turns are the layers, or None.
+    """The position of the scan over slices of weights that does most work, or None.
+
+    A few layers below a large vocabulary hold less than half of the parameters, and
+    are layers all the same.
 
     Args:
         graph: the captured loss.
     """
     weight = graph.weight_tensors()
-    trip = _stacked_trip(graph, weight)
-    if trip == 1:
-        return None
-    loops: Counter[tuple[int, ...]] = Counter()
+    slicing: set[tuple[int, ...]] = set()
     for op in graph.ops:
-        sizes = [graph.tensors[t] for t in op.operands if weight[t]]
-        if op.kind == "scan" and op.trip == 1:
-            loops[op.position] += sum(t.size for t in sizes if t.shape[:1] == (trip,))
-    return max(loops, key=lambda position: loops[position])
+        if op.kind == "scan" and op.trip == 1 and len(op.operands) == 1:
+            stack, one = op.operands[0], op.results
+            if weight[stack] and one and weight[one[0]]:
+                if graph.tensors[one[0]].shape == graph.tensors[stack].shape[1:]:
+                    slicing.add(op.position)
+    work: Counter[tuple[int, ...]] = Counter()
+    for op in graph.ops:
+        for place in range(1, len(op.position), 2):
+            if op.position[:place] in slicing:
+                work[op.position[:place]] += op.flops * op.trip
+    return max(work, key=lambda position: work[position], default=None)
 
 
 def _unrolled(graph: Graph, weight: Sequence[bool]) -> tuple[Layers, dict[int, int]]:

@@ -148,12 +148,14 @@ class _Level:
         prefix: its position.
         ops: for each of its equations that computes values, the operations inside.
         starts: the equation with which each layer begins, and the end of the last.
+        parts: they are no layers, but parts of a model without any.
     """
 
     graph: Graph
     prefix: Position
     ops: Mapping[int, tuple[Op, ...]]
     starts: tuple[int, ...]
+    parts: bool = False
 
     @classmethod
     def of(cls, graph: Graph) -> _Level | None:
@@ -180,7 +182,10 @@ class _Level:
         if not starts:
             prefix = _common([op.position for op in computed])
             level = cls(graph, prefix, _by_equation(computed, prefix), ())
-            return cls(graph, prefix, level.ops, level._parts())
+            parts = level._parts()
+            # One part would keep all of itself while it is computed again.
+            several = len(parts) > 2
+            return cls(graph, prefix, level.ops, parts, parts=True) if several else None
         layers = [graph.ops[i] for i in range(starts[0], starts[-1])]
         positions = [op.position for op in layers if op.kind not in LOOPS]
         prefix = _common(positions)
@@ -206,8 +211,11 @@ class _Level:
                 layer += 1
                 before = (layer, before[1])
             ops = self.ops.get(index, ())
-            if any(op.remat is not None for op in ops):
-                before = kept  # The user's own stays as it is.
+            # The user's own stays as it is, and so does a loop that is no layer's:
+            # computed again as a whole it would keep what all of its turns keep.
+            loops = self.parts and any(op.trip > 1 for op in ops)
+            if loops or any(op.remat is not None for op in ops):
+                before = kept
             elif ops:
                 before = layer, policy_for(names[ops[0].task_graph], policies)
             yield index, before
@@ -266,14 +274,14 @@ class _Level:
         kept = {index: self._kept_bytes(ops) for index, ops in self.ops.items()}
         products = sum(op.matmul is not None for ops in self.ops.values() for op in ops)
         crossing, total = self._crossing(), sum(kept.values())
-        found = [min(self.ops)]
+        found = [min(self.ops, default=0)]
         sums = dict(zip(kept, itertools.accumulate(kept.values()), strict=True))
         for part in range(1, math.isqrt(products)):
             ideal, reach = part * total / math.isqrt(products), total / products
             near = [i + 1 for i, n in sums.items() if abs(n - ideal) <= reach]
             if near:
                 found.append(min(near, key=lambda border: crossing.get(border, 0)))
-        return (*dict.fromkeys(found), max(self.ops) + 1)
+        return (*dict.fromkeys(found), max(self.ops, default=0) + 1)
 
     def _kept_bytes(self, ops: Sequence[Op]) -> int:
         """What the backward pass reads of some operations."""

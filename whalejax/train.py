@@ -577,8 +577,8 @@ def _check_host_memory(plan: Plan, mesh: Mesh) -> None:
         raise PlanError(
             f"the plan keeps {' and '.join(plan.offload)} in host memory "
             f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
-            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows'}. Plan "
-            "with offload=(), on more devices if need be"
+            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows of'} "
+            "(so have GPUs that are compiled for and not there). Plan with offload=()"
         )
 
 

@@ -100,6 +100,26 @@ def test_the_body_of_a_scan_is_a_region() -> None:
     assert one.prefix[-1] == 0 and one.first == 0
 
 
+def test_few_layers_below_a_large_vocabulary_are_layers() -> None:
+    job = models.job("llama-test", vocab=4096)
+    adapter = adapt(abstract_model(job), job.loss_fn)
+    captured_ = capture(adapter, jax.eval_shape(lambda: job.batch_at(0, 8)))
+    (one,) = regions(captured_.graph, {"*": "full"})
+    assert one.prefix and one.first == 0
+    kept = captured_.with_remat((("*", "full"),)).graph.stacked
+    assert sum(s.nbytes for s in kept) < sum(s.nbytes for s in captured_.graph.stacked)
+
+
+def test_a_loop_that_is_no_layers_is_left() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        one = params["layers"][0]
+        x, _ = jax.lax.scan(lambda x, _: (layer(one, x), None), x, None, length=6)
+        return (x @ params["head"]).mean()
+
+    before = captured(loss)
+    assert before.with_remat((("*", "full"),)) is before
+
+
 def test_layers_of_one_residual_stream_keep_nothing_but_it() -> None:
     again = captured(unrolled).with_remat((("*", "full"),))
     bodies = [

@@ -126,8 +126,9 @@ class _Visits:
 def _called(line: Line) -> list[str]:
     if line.opcode in ("fusion", "async-start"):
         return [line.computation("calls")]
-    if line.opcode == "call":
-        return [line.computation("to_apply")]
+    if line.opcode in ("call", "call-start"):
+        key = "to_apply" if "to_apply=" in line.rest else "calls"
+        return [line.computation(key)]
     if line.opcode == "custom-call":
         found = re.search(r"called_computations=\{([^}]*)\}", line.rest)
         return _names(found[1]) if found else []

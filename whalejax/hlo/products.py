@@ -36,6 +36,7 @@ windows are those of the convolution itself."""
 
 _NO_PRODUCT = re.compile(
     r"^(?:AllocateBuffer|Assume\w+|AsyncCollective(?:Start|Done)|ConcatBitcast"
+    r"|PrepareAsyncCall(?:Start|Done)"
     r"|GatherScatterIndicesBitpacked|Sharding|SPMD\w+|(?:Approx)?TopK|PartialReduce"
     r"|MoveTo(?:Host|Device)|annotate_device_placement|Pad|Slice\w*|Sort\w*"
     r"|__cub\$\w+|cu_threefry\w+|cuda_threefry\w+|RngBitGenerator|SliceToDynamic"
