@@ -108,6 +108,7 @@ def pairs(only: str | None) -> Iterator[Pair]:
                     mesh=mesh,
                     zero=zero,
                     num_micro_batches=1,
+                    sequence_parallel=False,
                 )
             except wh.PlanError as error:
                 print(f"{name} {mesh}: not possible ({str(error).splitlines()[0]})")

@@ -284,6 +284,10 @@ def planned(program: Program) -> wh.Plan:
         zero=program.zero,
         num_micro_batches=1,
         precision="bf16",
+        # As it was compiled: the model's own remat, and nothing beside the mesh.
+        remat="none",
+        offload=(),
+        sequence_parallel=False,
     )
 
 
