@@ -110,7 +110,7 @@ def train(
     try:
         for done in range(first + 1, steps + 1):
             state, metrics = step(state, batches(done - 1))
-            losses.expect(done, metrics["loss"])
+            losses.expect(done, metrics["loss"], metrics.get("loss_scale"))
             saves = save_dir and (done % save_every == 0 or done == steps)
             if saves or done == steps or windows.is_due(done - first):
                 losses.wait()
@@ -160,18 +160,24 @@ class _Losses:
     def __init__(self, on_step: Callable[[Progress], None] | None) -> None:
         self.values: list[float] = []
         self.step_seconds: float | None = None
-        self._in_flight: deque[tuple[int, Any]] = deque()
+        self._in_flight: deque[tuple[int, Any, Any]] = deque()
         self._on_step = on_step
 
-    def expect(self, step: int, loss: Any) -> None:
-        """Take the loss of a step that was started; wait for one well before it."""
-        self._in_flight.append((step, loss))
+    def expect(self, step: int, loss: Any, scale: Any = None) -> None:
+        """Take the loss of a step that was started; wait for one well before it.
+
+        Args:
+            step: its number.
+            loss: of the step.
+            scale: of losses in float16 after it, or None.
+        """
+        self._in_flight.append((step, loss, scale))
         while len(self._in_flight) > _STEPS_IN_FLIGHT:
             self._take()
 
     def wait(self) -> None:
         """Wait for everything in flight."""
-        for _, loss in self._in_flight:
+        for _, loss, _ in self._in_flight:
             float(loss)
 
     def take_all(self) -> None:
@@ -180,9 +186,11 @@ class _Losses:
             self._take()
 
     def _take(self) -> None:
-        step, loss = self._in_flight.popleft()
+        step, loss, scale = self._in_flight.popleft()
         value = float(loss)
-        if not math.isfinite(value):
+        # In float16 such a step changed nothing, and a smaller scale is tried.
+        hopeful = scale is not None and float(scale) > 1.0
+        if not math.isfinite(value) and not hopeful:
             raise _NotFiniteError(step, f"the loss is {value}")
         self.values.append(value)
         if self._on_step is not None:

@@ -208,6 +208,15 @@ class _Session:
                 resumed_from=self.checkpoint,
                 on_step=functools.partial(self._show, meter, *units_of(batch)),
             )
+        scaling = done.state.loss_scale
+        skipped = 0 if scaling is None else int(scaling.skipped_steps)
+        if scaling is not None and skipped:
+            self.console.print(
+                f"{skipped} step{'s' if skipped > 1 else ''} changed nothing, because "
+                "gradients overflowed in float16; the loss scale is "
+                f"{float(scaling.scale):g} now",
+                markup=False,
+            )
         return done.losses, done.step_seconds
 
     def _say_where_from(self) -> None:

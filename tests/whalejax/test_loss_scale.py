@@ -14,6 +14,7 @@ import pytest
 
 import whalejax as wh
 from tests.equality import keep_gradient
+from whalejax import cli, loop
 from whalejax.precision import FIRST_SCALE, GROWS_AFTER, LossScale, all_finite
 
 
@@ -95,6 +96,7 @@ def test_small_gradients_do_not_vanish() -> None:
     assert error(gradients(8, "f16", mesh={"fsdp": 8}), exact) < 1e-2
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("offload", [(), "optimizer"])
 def test_an_overflow_is_skipped_and_counted(offload: Any) -> None:
     step = step_of(offload=offload)
@@ -154,3 +156,48 @@ def test_checkpoints_move_between_precisions(tmp_path: Path) -> None:
     assert float(fresh.loss_scale.scale) == FIRST_SCALE
     fresh, metrics = half(fresh, data())
     assert int(metrics["skipped_steps"]) == 0
+
+
+def test_training_goes_on_after_an_overflow(tmp_path: Path) -> None:
+    step = step_of()
+    wild = 2
+    found = loop.train(
+        step,
+        step.init_from(net()),
+        lambda i: data(1e6 if i == wild else 1.0),
+        steps=5,
+    )
+    assert len(found.losses) == 5
+    assert found.state.loss_scale is not None
+    assert int(found.state.loss_scale.skipped_steps) == 1
+    with pytest.raises(wh.WhaleError, match="the loss is"):
+        loop.train(step, step.init_from(net()), lambda i: data(np.nan), steps=30)
+
+
+def test_the_command_line_shows_skipped_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import jax.numpy as jnp
+import numpy as np
+import optax
+import whalejax as wh
+
+def make():
+    x = np.ones((64, 8), np.float32)
+    x[8:16] = 1e6  # the second batch
+    return wh.Job(
+        lambda net, x: ((x @ net["w"]) ** 2).mean() * 1e-2,
+        lambda: {"w": jnp.ones((8, 8))},
+        x,
+        optax.sgd(1e-6),
+        batch_size=8,
+    )
+"""
+    )
+    words = f"train {tmp_path}/train.py:make --cluster cpu:8 --steps 4 --precision f16"
+    cli.main(words.split())
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "1 step changed nothing, because gradients overflowed in float16" in said
+    assert "the loss scale is 16384 now" in said

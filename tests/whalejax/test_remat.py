@@ -161,6 +161,7 @@ def test_what_the_user_wrapped_stays_as_it_is() -> None:
     assert after is before
 
 
+@pytest.mark.smoke
 def test_marks_stay_what_they_are() -> None:
     def loss(params: Any, x: Any) -> Any:
         with wh.replicate():
@@ -282,6 +283,7 @@ def test_an_exception_stays_one() -> None:
     assert any("has no effect" in note for note in plan.notes)
 
 
+@pytest.mark.smoke
 def test_layers_that_cannot_be_computed_again_are_left() -> None:
     def heard(one: Any, x: Any) -> Any:
         y = layer(one, x)

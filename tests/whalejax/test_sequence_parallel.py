@@ -77,6 +77,7 @@ def test_an_all_reduce_becomes_a_gather_and_a_scatter() -> None:
     assert sharded.memory.activations_bytes < 0.8 * plain.memory.activations_bytes
 
 
+@pytest.mark.smoke
 def test_the_compiled_program_gathers_what_was_planned() -> None:
     job = models.job("gpt-test", annotated=False)
     plan = asked(mesh=MESH, sequence_parallel=True)
