@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.dimensions import Dimensions, roles_of
-from whalejax.planner.graph import Graph, Mark, TaskGraph
+from whalejax.planner.graph import ATTENTION, Graph, Mark, TaskGraph
 from whalejax.planner.layout import Table
 from whalejax.planner.pins import (
     Limits,
@@ -305,11 +305,21 @@ def _meetings(
 
 def _cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that meet themselves, as the sequence does in attention: context's own."""
-    found: set[int] = set()
+    found = _attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
         found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
     return frozenset(found)
+
+
+def _attended(graph: Graph, dims: Dimensions) -> set[int]:
+    """The sequences of attention in blocks, where no scores meet themselves."""
+    return {
+        role
+        for op in graph.ops
+        if op.kind == ATTENTION
+        for role in dims.layouts[op.operands[1]][op.column]
+    }
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
@@ -319,7 +329,7 @@ def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
     other, as an encoder's and a decoder's do, the longer one is taken.
     """
     batch = {r.index for r in dims.batch}
-    found: set[int] = set()
+    found = _attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
         if op.matmul is not None and not any(rows.weight[t] for t in op.operands):

@@ -6,7 +6,8 @@ collectives over several axes are hierarchical: the inner ones move whole payloa
 outer ones what the inner ones have reduced or not yet gathered.
 
 Payloads are bytes on one device: what an all-reduce reduces, what an all-gather
-yields, what a reduce-scatter takes, what an all-to-all exchanges.
+yields, what a reduce-scatter takes, what an all-to-all exchanges, what a
+collective-permute sends.
 
 What is asked for is not always what runs: see ``runs_as``.
 """
@@ -23,7 +24,9 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster, Level
 
 
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+CollectiveKind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +89,25 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
     memory form no ring; see ``Level``.
     """
     level = part.level
+    if kind == "collective-permute":
+        return _permute_seconds(payload_bytes, part)
     rounds = 2 if kind == "all-reduce" else 1
     wire = payload_bytes * level.moved(part.size) / level.bandwidth_bytes_per_second
     wait = level.latency_seconds * level.waits(part.size)
     return float(rounds * (wait + wire) * level.slowdown_of(kind))
+
+
+def _permute_seconds(payload_bytes: float, part: Part) -> float:
+    """What one device sends to the next: one of the steps of a ring.
+
+    On a torus it takes one of the two links of an axis.
+    """
+    level = part.level
+    links = 2 if level.torus else 1
+    wire = payload_bytes * links / level.bandwidth_bytes_per_second
+    steps = 1 if level.shared else max(1, level.size - 1)
+    wait = level.latency_seconds * level.waits(part.size) / steps
+    return float((wait + wire) * level.slowdown_of("collective-permute"))
 
 
 def runs_as(
@@ -168,6 +186,10 @@ def collective_seconds(
         payload_bytes: bytes on one device (see the module).
         parts: from ``axis_parts``, innermost first.
     """
+    if kind == "collective-permute":
+        # Every device sends at once, so the slowest link decides.
+        steps = [ring_seconds(kind, payload_bytes, part) for part in parts]
+        return max(steps, default=0.0)
     if kind == "all-to-all":
         return sum(ring_seconds(kind, payload_bytes, part) for part in parts)
     total = 0.0

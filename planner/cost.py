@@ -19,6 +19,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
+from whalejax.planner.blocks import AHEAD, BEHIND, block_seconds
 from whalejax.planner.collectives import (
     CollectiveKind,
     axis_parts,
@@ -27,7 +28,7 @@ from whalejax.planner.collectives import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.fused import lying
-from whalejax.planner.graph import CONVOLUTION, LINEAR
+from whalejax.planner.graph import ATTENTION, CONVOLUTION, LINEAR
 from whalejax.planner.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.rows import Flow, Product, Row, Slot, Use
 
@@ -41,10 +42,11 @@ class Collective:
     """A collective of the step, folded.
 
     Attributes:
-        kind: all-reduce, all-gather, reduce-scatter or all-to-all.
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
         axes: mesh axes it runs over.
         phase: forward, backward or update.
-        what: gradient, activation, parameter or border.
+        what: gradient, activation, parameter, border, or ring for what goes round
+            while something is computed.
         payload_bytes: bytes on one device, each time.
         count: how often in one micro-batch (in one step for the update).
         scope: one place of the model.
@@ -71,11 +73,13 @@ class RowCost:
         compute_seconds: matrix products and memory traffic.
         collectives: what it communicates.
         launches: how many separate kernels it is, for the fixed cost of launching.
+        covers_seconds: the part of the computing while which something goes round.
     """
 
     compute_seconds: float
     collectives: tuple[Collective, ...] = ()
     launches: float = 0.0
+    covers_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +146,12 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     ahead, behind, launches = row_seconds(row, hits, s, s.cluster.slowest)
     if row.remat:
         behind += ahead
+    seconds = (ahead + behind) * row.count
     return RowCost(
-        compute_seconds=(ahead + behind) * row.count,
-        collectives=gradients_of(row, hits, s),
+        compute_seconds=seconds,
+        collectives=(*gradients_of(row, hits, s), *_round(row, hits, s)),
         launches=launches * row.count,
+        covers_seconds=seconds if row.kind == ATTENTION else 0.0,
     )
 
 
@@ -165,6 +171,8 @@ def row_seconds(
         kernels both are.
     """
     forward, backward = memory_traffic(row, hits, s)
+    if row.product is not None and row.kind == ATTENTION:
+        return block_seconds(local_product(row.product, hits, s), row.product, kind)
     if row.product is None:
         ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
         launches = float(bool(row.writes)) * (2 if _gradient(row) else 1)
@@ -247,7 +255,11 @@ def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
     """FLOPs of a row's products on one device in one micro-batch, both passes."""
     if row.product is None:
         return 0
-    times = 1 + row.product.left_gradient + row.product.right_gradient + row.remat
+    times: float = (
+        1 + row.product.left_gradient + row.product.right_gradient + row.remat
+    )
+    if row.kind == ATTENTION:
+        times = (AHEAD * (1 + row.remat) + BEHIND) * row.product.share
     return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
 
 
@@ -304,6 +316,46 @@ def gradients_of(
         if operand.weight and operand.differentiable
         for axes in _sums(present - operand.roles, hits, s)
     )
+
+
+def _round(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
+    """What goes round a ring for attention whose sequence is sharded.
+
+    Keys and values go forward and again backward, where their cotangents go with them
+    and one step further, home. In zig-zag order all is dealt out first, and results are
+    brought back.
+    """
+    if row.kind != ATTENTION or row.product is None:
+        return []
+    axes = _axes_on(row.product.m_roles, hits)
+    size = math.prod(s.mesh[axis] for axis in axes)
+    if size == 1:
+        return []
+    query, key, value = (local_bytes(slot, hits, s) for slot in row.operands[:3])
+    output = local_bytes(row.results[0], hits, s)
+    sums = (key + value) * max(1, 4 // row.operands[1].itemsize_bytes)
+    again = 1 + row.remat
+    sent = [("ring", "forward", key + value, (size - 1) * again)]
+    if _gradient(row):
+        sent.append(("ring", "backward", key + value, size - 1))
+        sent.append(("ring", "backward", sums, size))
+    if row.product.zigzag:
+        once = query + key + value + output
+        sent.append(("border", "forward", once, again))
+        if _gradient(row):
+            sent.append(("border", "backward", once, 1))
+    return [
+        Collective(
+            kind="collective-permute",
+            axes=axes,
+            phase=phase,
+            what=what,
+            payload_bytes=_whole(payload),
+            count=count * row.count,
+            scope=row.scope,
+        )
+        for what, phase, payload, count in sent
+    ]
 
 
 def flow_cost(

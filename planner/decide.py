@@ -17,13 +17,14 @@ from whalejax.planner.choices import idle_marks
 from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.explain import gigabytes, leaf_note
-from whalejax.planner.graph import BatchReduction, Graph
+from whalejax.planner.graph import ATTENTION, BatchReduction, Graph
 from whalejax.planner.layout import Table
 from whalejax.planner.leaves import batch_homes, batch_specs
 from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import (
     BatchLeaf,
     Candidate,
+    Chosen,
     LeafPlan,
     Plan,
     PlanError,
@@ -71,8 +72,9 @@ def analysed_for(plan: Plan, graph: Graph) -> Analysed:
     return Analysed(graph=split.graph, dims=analysed.dims)
 
 
-Again = Callable[[Remat], Graph]
-"""The captured loss with some TaskGraphs computed again in the backward pass."""
+Again = Callable[[Remat, Chosen], Graph]
+"""The captured loss with some TaskGraphs computed again in the backward pass, and some
+attention run in blocks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +112,8 @@ def decide(
         precision: noted in the plan.
         batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
             layouts are filled in here.
-        again: the graph with TaskGraphs computed again in the backward pass; without
-            it nothing is.
+        again: the graph with TaskGraphs computed again in the backward pass, and with
+            attention in blocks; without it nothing is.
 
     Raises:
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
@@ -138,52 +140,105 @@ def _searched(
     """One search for each policy of remat that may be worth it, the lightest first.
 
     Computing again takes time and gives memory: where every layout has enough with the
-    fewest micro-batches, no policy can be better than none.
+    fewest micro-batches, no policy can be better than none. Attention in blocks is
+    tried where scores are much of the work, or memory is short.
     """
-    found: list[tuple[Analysed, Search]] = []
+    searches = _Searches(graph, cluster, request, again)
+    searches.policies(request.attention or ())
+    _, plain = searches.found[0]
+    if request.attention is None and plain.options.sequence:
+        if searches.tight(plain) or score_share(graph) >= LEAST_SCORES:
+            searches.policies(((ALL, "ring"),))
+    return searches.found
 
-    def best() -> float:
-        steps = (s.time.step_seconds for _, o in found for s in o.scored if s.fits)
+
+class _Searches:
+    """Searches of programs of one loss; each is bounded by the best before it."""
+
+    def __init__(
+        self, graph: Graph, cluster: Cluster, request: Request, again: Again | None
+    ) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.request = request
+        self.again = again
+        self.found: list[tuple[Analysed, Search]] = []
+
+    def best_seconds(self) -> float:
+        """Step time of the fastest plan so far that fits."""
+        steps = (
+            s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
+        )
         return min(steps, default=math.inf)
 
-    def search(remat: Remat) -> bool:
-        there = graph if again is None or not remat else again(remat)
-        if remat and there is graph:
-            return False
-        analysed = analyse_graph(there)
-        asked = dataclasses.replace(request, remat=remat)
-        bound = best() * SLACK
-        one = Search(analysed.graph, analysed.dims, cluster, asked, bound=bound)
+    def tight(self, search: Search) -> bool:
+        """Some plan lacks memory, or has enough only in parts."""
+        return not search.scored or any(not s.roomy for s in search.scored)
+
+    def policies(self, attention: Chosen) -> None:
+        """Search with one way of attention, under the policies of remat."""
+        asked = self.request.remat
+        if asked is not None:
+            if not self.search(asked, attention):
+                self.search((), attention)
+            return
+        if not self.search((), attention):
+            return
+        first = next(o for _, o in self.found if o.request.attention == attention)
+        policies = self.request.policies if self.again is not None else ()
+        for policy in policies if self.tight(first) else ():
+            if policy != "none":
+                self.search(((ALL, policy),), attention)
+
+    def search(self, remat: Remat, attention: Chosen) -> bool:
+        """One program, and beside its best plans those that shard the sequence too.
+
+        Returns:
+            Whether there is such a program.
+        """
+        graph = self.graph
+        if self.again is not None and (remat or attention):
+            graph = self.again(remat, attention)
+            rings = any(op.kind == ATTENTION for op in graph.ops)
+            if graph is self.graph or (attention and not rings):
+                return False
+        analysed = analyse_graph(graph)
+        asked = dataclasses.replace(self.request, remat=remat, attention=attention)
+        bound = self.best_seconds() * SLACK
+        one = Search(analysed.graph, analysed.dims, self.cluster, asked, bound=bound)
         one.run()
-        found.append((analysed, one))
+        self.found.append((analysed, one))
         for split in _splits(analysed, one):
-            bound = best() * (1 + TIE)
             apart = Search(
                 split.graph,
                 analysed.dims,
-                cluster,
+                self.cluster,
                 asked,
                 beside=one,
                 split=split,
-                bound=bound,
+                bound=self.best_seconds() * (1 + TIE),
             )
             apart.run()
-            found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
-        if request.sequence_parallel:
+            self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
+        if self.request.sequence_parallel:
             one.scored = []
         return True
 
-    if request.remat is not None:
-        if not search(request.remat):
-            search(())
-        return found
-    search(())
-    (_, plain), policies = found[0], request.policies
-    tight = not plain.scored or any(not s.roomy for s in plain.scored)
-    for policy in policies if again is not None and tight else ():
-        if policy != "none":
-            search(((ALL, policy),))
-    return found
+
+LEAST_SCORES = 0.1
+"""Share of the work from which products of values with values are worth other ways."""
+
+
+def score_share(graph: Graph) -> float:
+    """The share of all products that are of values with values, as scores are."""
+    weight = graph.weight_tensors()
+    total = scores = 0
+    for op in graph.ops:
+        if op.matmul is not None:
+            total += op.flops * op.trip
+            if not any(weight[t] for t in op.operands[:2]):
+                scores += op.flops * op.trip
+    return scores / max(1, total)
 
 
 SLACK = 1.25
@@ -295,6 +350,7 @@ def written(
         remat=best.remat,
         offload=best.offload,
         sequence_parallel=best.sequence_parallel,
+        attention=best.attention,
         precision=precision,
         default=request.default or "",
         roles=role_infos(dims),

@@ -50,7 +50,7 @@ def layout_text(plan: Plan) -> str:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
-    own = own_words(plan.remat, plan.offload, plan.sequence_parallel)
+    own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
     beyond = plan.beyond.words() if plan.beyond else ()
     return " · ".join([words, *own, *beyond])
 

@@ -22,6 +22,10 @@ LOOPS = ("scan", "while", "cond")
 CONVOLUTION = "conv_general_dilated"
 """The kind of operations that convolve."""
 
+ATTENTION = "attention"
+"""The kind of operations that are attention as a whole: two products and a softmax, run
+a block at a time, with keys and values that go round where the sequence is sharded."""
+
 LINEAR = frozenset(
     (
         "add add_any sub neg convert_element_type copy transpose reduce_sum cumsum "
@@ -147,6 +151,8 @@ class Op:
         kernel: id of the fused kernel it is part of, or None. Values between the
             operations of one stay on chip and are computed again for the backward pass.
         share: part of its work that is done, below 1 where a causal mask skips some.
+        zigzag: attention whose mask is causal, so that rows are dealt out in zig-zag
+            order.
     """
 
     kind: str
@@ -167,6 +173,7 @@ class Op:
     unknown: bool = False
     kernel: int | None = None
     share: float = 1.0
+    zigzag: bool = False
 
     @property
     def regathers(self) -> bool:
@@ -176,6 +183,18 @@ class Op:
         scale) keeps them.
         """
         return self.matmul is not None
+
+    @property
+    def column(self) -> int:
+        """Of attention: the dimension of the keys that is their sequence.
+
+        It is tied to the values, and to nothing else.
+        """
+        return next(
+            dict(factor.members)[1]
+            for factor in self.factors
+            if {slot for slot, _ in factor.members} == {1, 2}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,13 @@ from whalejax.planner.cost import Collective
 from whalejax.planner.layout import Spec
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
+from whalejax.planner.terms import Chosen as Chosen
 from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 """Version of the file format."""
 
 
@@ -225,6 +226,8 @@ class Plan:
             stay), ``"activations"``, ``"params"`` with their gradients.
         sequence_parallel: ``tensor`` shards the sequence between the products whose
             other dimensions it shards.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
+            not as the model computes it; ``"*"`` stands for the others.
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
@@ -256,6 +259,7 @@ class Plan:
     remat: Remat = ()
     offload: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    attention: Chosen = ()
     precision: str
     default: str
     roles: tuple[RoleInfo, ...]

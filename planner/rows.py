@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from whalejax.planner.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.fused import Fused, Reading, reading
-from whalejax.planner.graph import LOOPS, Graph, Op
+from whalejax.planner.graph import ATTENTION, LOOPS, Graph, Op
 
 
 _TRANSCENDENTAL = frozenset(
@@ -59,6 +59,7 @@ class Product:
         left_gradient, right_gradient: that operand needs a gradient, which is one
             more product of the same FLOPs in the backward pass.
         share: part of it that is done, below 1 where a mask hides some.
+        zigzag: of attention in blocks: rows are dealt out in zig-zag order.
     """
 
     m: int
@@ -73,6 +74,7 @@ class Product:
     left_gradient: bool
     right_gradient: bool
     share: float = 1.0
+    zigzag: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +306,24 @@ class _Builder:
         left, right = operands[0].roles, operands[1].roles
         out = results[0].roles
         m, k, n, batch = op.matmul
+        if op.kind == ATTENTION:
+            # Its rows are of the sequence that its columns are of, and stay apart.
+            rows = frozenset(operands[1].layout[op.column])
+            return Product(
+                m=m,
+                k=k,
+                n=n,
+                batch=batch,
+                m_roles=rows,
+                k_roles=frozenset(),
+                n_roles=frozenset(),
+                batch_roles=left - rows,
+                dtype=self.graph.tensors[op.operands[0]].dtype,
+                left_gradient=operands[0].differentiable,
+                right_gradient=operands[1].differentiable,
+                share=op.share,
+                zigzag=op.zigzag,
+            )
         return Product(
             m=m,
             k=k,

@@ -10,7 +10,7 @@ from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import Table
 from whalejax.planner.leaves import LeafFacts, LeafLayout, OptimizerBytes
 from whalejax.planner.plan import LeafPlan
-from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms, own_words
+from whalejax.planner.terms import Chosen, MemoryTerms, Remat, TimeTerms, own_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Request:
         hosted: bytes of the optimizer's state that may lie in host memory, by the
             parameter that they follow; asked for where it matters.
         sequence_parallel: the user wants it, or not; None for the search to choose.
+        attention: how attention runs, or None for the search to choose.
     """
 
     optimizer: OptimizerBytes
@@ -52,6 +53,7 @@ class Request:
     offload: tuple[str, ...] | None = None
     hosted: Callable[[], Mapping[str, int]] | None = None
     sequence_parallel: bool | None = None
+    attention: Chosen | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Scored:
         remat: which TaskGraphs are computed again.
         offload: what lies in host memory.
         sequence_parallel: ``tensor`` shards the sequence between products.
+        attention: which TaskGraphs run it in blocks.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
         facts, layouts: the parameters, and the layout of each of their groups.
@@ -78,6 +81,7 @@ class Scored:
     remat: Remat = ()
     offload: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    attention: Chosen = ()
     num_micro_batches: int
     tables: Mapping[int, Table]
     facts: LeafFacts
@@ -108,5 +112,7 @@ class Scored:
             words += f", ZeRO-{self.zero}"
         if self.num_micro_batches > 1:
             words += f", {self.num_micro_batches} micro-batches"
-        own = own_words(self.remat, self.offload, self.sequence_parallel)
+        own = own_words(
+            self.remat, self.offload, self.sequence_parallel, self.attention
+        )
         return ", ".join([words, *own])

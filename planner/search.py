@@ -372,6 +372,7 @@ class Search:
             remat=self.request.remat or (),
             offload=offload,
             sequence_parallel=self.split is not None,
+            attention=self.request.attention or (),
             num_micro_batches=count,
             tables=case.tables,
             facts=self.facts,
@@ -530,11 +531,21 @@ class Search:
             launch_seconds=launches * self.cluster.slowest.launch_seconds,
             gradient_seconds=seconds["gradient"] * (1 - hidden.overlap_gradients),
             parameter_seconds=seconds["parameter"] * (1 - hidden.overlap_parameters),
-            activation_seconds=seconds["activation"],
+            activation_seconds=seconds["activation"]
+            + self._exposed(seconds["ring"], costs, count),
             border_seconds=seconds["border"],
             update_seconds=update_seconds(self.facts, layouts, self.cluster, s),
         )
         return terms, tuple(run)
+
+    def _exposed(
+        self, ring_seconds: float, costs: Sequence[RowCost], count: int
+    ) -> float:
+        """What of a ring's rounds takes longer than what is computed meanwhile."""
+        if self.cluster.platform == "cpu":
+            return ring_seconds
+        covered = sum(cost.covers_seconds for cost in costs) * count
+        return max(0.0, ring_seconds - covered)
 
     def product_flops(self, scored: Scored) -> int:
         """FLOPs of matrix products on one device in one step."""

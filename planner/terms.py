@@ -10,6 +10,9 @@ from dataclasses import dataclass
 Remat = tuple[tuple[str, str], ...]
 """(TaskGraph, policy) of those that the backward pass computes again."""
 
+Chosen = tuple[tuple[str, str], ...]
+"""(TaskGraph, kind) of those whose attention was decided: ``ring`` or ``gather``."""
+
 ALL = "*"
 """Stands for every TaskGraph that has no policy of its own."""
 
@@ -132,11 +135,34 @@ def offload_words(offload: tuple[str, ...]) -> str:
 
 
 def own_words(
-    remat: Remat, offload: tuple[str, ...], sequence_parallel: bool
+    remat: Remat,
+    offload: tuple[str, ...],
+    sequence_parallel: bool,
+    attention: Chosen = (),
 ) -> list[str]:
     """What a plan does beside its mesh, each in a few words."""
     sequence = "sequence parallel" if sequence_parallel else ""
-    return [*filter(None, [sequence, remat_words(remat), offload_words(offload)])]
+    words = [
+        sequence,
+        attention_words(attention),
+        remat_words(remat),
+        offload_words(offload),
+    ]
+    return [*filter(None, words)]
+
+
+def attention_words(attention: Chosen) -> str:
+    """How a plan runs attention, in few words; empty where as the model does.
+
+    >>> attention_words((("*", "ring"),))
+    'ring attention'
+    >>> attention_words((("default", "ring"), ("split", "gather")))
+    'ring attention in default'
+    """
+    names = [name for name, kind in attention if kind == "ring"]
+    if not names:
+        return ""
+    return "ring attention" + f" in {', '.join(names)}" * (names != [ALL])
 
 
 def remat_words(remat: Remat) -> str:

@@ -173,6 +173,7 @@ class Strategy:
         zero: ZeRO level, or None for the planner's choice.
         default: of what no mark covers.
         sequence_parallel: ``tensor`` shards the sequence too; None for the planner.
+        attention: how it runs; None for the planner.
         annotated: the model's own marks are in.
         batch, params, gradients, optimizer: mesh axes that shard some leaf of each;
             None where the planner decides. A plan that shards less would be compared
@@ -185,6 +186,7 @@ class Strategy:
     default: Literal["replicate", "split"] | None = None
     annotated: bool = False
     sequence_parallel: bool | None = False
+    attention: Literal["gather", "ring"] | None = "gather"
     batch: frozenset[str] | None = None
     params: frozenset[str] | None = None
     gradients: frozenset[str] | None = None
@@ -198,6 +200,7 @@ class Strategy:
             "zero": self.zero,
             "default": marks[self.default]() if self.default else None,
             "sequence_parallel": self.sequence_parallel,
+            "attention": self.attention,
         }
 
 
@@ -300,6 +303,28 @@ STRATEGIES: Final = (
         default="split",
         sequence_parallel=True,
     ),
+    Strategy(name="ring", mesh=_all("context"), attention="ring"),
+    Strategy(name="data-ring", mesh=_two_by("data", "context"), attention="ring"),
+    Strategy(
+        name="ring-tensor",
+        mesh=_two_by("context", "tensor"),
+        default="split",
+        attention="ring",
+    ),
+    Strategy(
+        name="fsdp-tensor-ring",
+        mesh=_two_by("fsdp", "tensor"),
+        default="split",
+        attention="ring",
+        **_sharded(_axes("fsdp"), _axes("fsdp", "tensor")),
+    ),
+    Strategy(
+        name="ring-tensor-sequence",
+        mesh=_two_by("context", "tensor"),
+        default="split",
+        sequence_parallel=True,
+        attention="ring",
+    ),
     Strategy(
         name="replicate-split",
         mesh=_all("tensor"),
@@ -319,8 +344,15 @@ STRATEGIES: Final = (
         default="replicate",
         annotated=True,
         sequence_parallel=None,
+        attention=None,
     ),
-    Strategy(name="planner", mesh=lambda n: {}, zero=None, sequence_parallel=None),
+    Strategy(
+        name="planner",
+        mesh=lambda n: {},
+        zero=None,
+        sequence_parallel=None,
+        attention=None,
+    ),
 )
 
 
@@ -394,9 +426,8 @@ def reason_to_skip(case: Case) -> str | None:
         return "two mesh axes need at least 4 devices"
     if "expert" in strategy.name and not model.experts:
         return "the model has no experts"
-    if ("context" in strategy.name or "sequence" in strategy.name) and (
-        not model.attention
-    ):
+    words = ("context", "sequence", "ring")
+    if any(word in strategy.name for word in words) and not model.attention:
         return "the model has no attention"
     if "replicate-split" in strategy.name and model.marks == "part":
         return "its marks leave the rest to a default strategy: see default-replicate"

@@ -25,6 +25,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.optimizers import optimizer_bytes
+from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.decide import decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
@@ -32,7 +33,14 @@ from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.search import PLANNED_AXES, Request
-from whalejax.planner.terms import OFFLOADS, RUNNABLE_OFFLOADS, Remat, remat_words
+from whalejax.planner.terms import (
+    ALL,
+    OFFLOADS,
+    RUNNABLE_OFFLOADS,
+    Chosen,
+    Remat,
+    remat_words,
+)
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
 
 
@@ -57,6 +65,7 @@ def plan(
     remat: str | Mapping[str, str] | None = None,
     offload: str | Sequence[str] | None = None,
     sequence_parallel: bool | None = None,
+    attention: str | Mapping[str, str] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
@@ -107,6 +116,11 @@ def plan(
         sequence_parallel: whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards; None lets the planner
             choose.
+        attention: ``"ring"`` computes attention a block of scores at a time, with keys
+            and values that go round where the axis ``context`` shards the sequence;
+            ``"gather"`` as the model does, with keys and values gathered there; or one
+            of them for each TaskGraph by its name, ``"*"`` for all others. None lets
+            the planner choose.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -145,6 +159,7 @@ def plan(
         remat=remat,
         offload=offload,
         sequence_parallel=sequence_parallel,
+        attention=attention,
         compiler_options=compiler_options,
     ).plan()
 
@@ -196,6 +211,7 @@ class Asked:
     remat: str | Mapping[str, str] | None = None
     offload: str | Sequence[str] | None = None
     sequence_parallel: bool | None = None
+    attention: str | Mapping[str, str] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
@@ -218,6 +234,10 @@ class Asked:
             count = _synced(count, reductions)
         hosts = functools.cache(lambda: hosted_bytes(adapter, self.optimizer))
         offload = _checked_offload(self.offload, self.runnable, hosts)
+        blocks = functools.cache(captured.with_attention)
+        attention = checked_attention(self.attention, captured.graph, self.runnable)
+        if attention:
+            check_rings(blocks(attention).graph, attention, blocks(attention).whole)
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
@@ -234,6 +254,7 @@ class Asked:
             offload=offload,
             hosted=hosts,
             sequence_parallel=self.sequence_parallel,
+            attention=attention,
         )
         decided = functools.partial(
             decide if self.runnable else foresee,
@@ -241,7 +262,7 @@ class Asked:
             machine,
             precision=self.precision,
             batch=batch_leaves(self.batch),
-            again=lambda remat: captured.with_remat(remat).graph,
+            again=lambda remat, attention: blocks(attention).with_remat(remat).graph,
         )
         idle = self.allow_idle
         found = _with_fewest_idle(decided, request) if idle else decided(request)
@@ -253,6 +274,7 @@ class Asked:
             notes=(
                 *found.notes,
                 *_remat_note(remat, found),
+                *_attention_note(found, blocks),
                 *adapter.notes,
                 *_option_note(options),
             ),
@@ -296,7 +318,7 @@ class Asked:
         """``Plan.what_if``."""
         known = (
             "batch cluster mesh zero num_micro_batches precision remat offload "
-            "sequence_parallel runnable compiler_options"
+            "sequence_parallel attention runnable compiler_options"
         ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:
@@ -361,6 +383,16 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     return [
         f"{remat_words(asked)} has no effect: no layers were found there, or the model "
         "itself puts them into jax.checkpoint or another call that is kept as it is"
+    ]
+
+
+def _attention_note(found: Plan, blocks: Callable[[Chosen], Captured]) -> list[str]:
+    """Why keys and values are gathered that might go round, where any are."""
+    if not found.runnable or found.axis_sizes.get("context", 1) == 1:
+        return []
+    reasons = blocks(found.attention or ((ALL, "ring"),)).whole
+    return [
+        f"keys and values are gathered over context: {reason}" for reason in reasons
     ]
 
 

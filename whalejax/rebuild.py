@@ -19,6 +19,68 @@ Body = Callable[[Sequence[Any]], Sequence[Any]]
 """From the inputs of an inner jaxpr to its outputs."""
 
 
+Each = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""From an equation and its operands to its results."""
+
+Instead = Callable[[Any], tuple[Sequence[Any], Any] | None]
+"""From an equation to the variables and the function that give its results."""
+
+
+def run(
+    jaxpr: Any,
+    values: Sequence[Any],
+    each: Each,
+    *,
+    instead: Instead = lambda equation: None,
+    alive: set[int] | None = None,
+    constant: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """A program, equation by equation, every one in the scopes that it was traced in.
+
+    Args:
+        jaxpr: open or closed.
+        values: its inputs.
+        each: runs one equation.
+        instead: what runs in place of one, and on which variables.
+        alive: ids of the equations that run; all where left out.
+        constant: what stands for an array that the program holds.
+    """
+    body, constants = _compat.open_jaxpr(jaxpr)
+    env: dict[Any, Any] = dict(
+        zip(body.constvars, map(constant, constants), strict=True)
+    )
+    env.update(zip(body.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    for equation in body.eqns:
+        if alive is not None and id(equation) not in alive:
+            continue
+        other = instead(equation)
+        with _compat.equation_context(equation):
+            if other is None:
+                results = each(equation, [read(atom) for atom in equation.invars])
+            else:
+                variables, function = other
+                results = function(*map(read, variables))
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in body.outvars]
+
+
+def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
+    """A loop or a checkpointed region with its own policy, around another body.
+
+    Args:
+        equation: a scan or a checkpointed region as traced.
+        values: its operands.
+        body: what runs inside.
+    """
+    if _compat.recursion(equation) == "scan":
+        return scan(equation, values, body)
+    return remat(equation, values, body, equation.params["policy"])
+
+
 def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list[Any]:
     """A checkpointed region.
 

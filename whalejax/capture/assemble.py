@@ -154,6 +154,8 @@ def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, .
             kept=draft.kept,
             scope=draft.scope,
             unknown=draft.behaviour.unknown,
+            share=draft.behaviour.share,
+            zigzag=draft.behaviour.zigzag,
         )
         for draft, region in zip(walk.ops, of_op, strict=True)
     )

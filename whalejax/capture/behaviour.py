@@ -61,6 +61,7 @@ class Behaviour:
         parts: (dimension, count) where the operation cuts or joins operand 0 or
             result 0 into equal parts; the walk writes it as a reshape and a split.
         unknown: no rule is known.
+        share, zigzag: see ``planner.graph.Op``.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -72,6 +73,8 @@ class Behaviour:
     stops_gradient: bool = False
     parts: tuple[int, int] | None = None
     unknown: bool = False
+    share: float = 1.0
+    zigzag: bool = False
 
 
 Rule = Callable[[Equation], Behaviour]

@@ -17,14 +17,16 @@ from whalejax.adapters import Adapter
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
+from whalejax.capture.calls import with_calls
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.fused import fused_dimensions, picks
-from whalejax.planner.graph import Graph, Mark
+from whalejax.planner.graph import ATTENTION, Graph, Mark
 from whalejax.planner.recompute import regions
 
 
@@ -45,6 +47,8 @@ class Captured:
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
         notes: what could not be counted, in words.
+        attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
+        whole: of attention that cannot be, where it stands and why.
     """
 
     graph: Graph
@@ -57,6 +61,38 @@ class Captured:
     batch_axes: tuple[int | None, ...]
     reader: _Reader
     notes: tuple[str, ...] = ()
+    attention: tuple[tuple[str, str], ...] = ()
+    whole: tuple[str, ...] = ()
+
+    def with_attention(self, chosen: Sequence[tuple[str, str]]) -> Captured:
+        """The same loss, in which some attention is run in blocks.
+
+        Args:
+            chosen: (TaskGraph, ``"ring"`` or ``"gather"``) pairs, as in a plan.
+
+        Returns:
+            Where none can be, the same but for the reasons.
+        """
+        if "ring" not in dict(chosen).values():
+            return self
+        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
+        trained = [t.differentiable for t in self.graph.tensors[:inputs]]
+        program, reasons = with_calls(self.jaxpr, trained)
+        found = self._with(program, tuple(chosen))
+        some = any(op.kind == ATTENTION for op in found.graph.ops)
+        return replace(found if some else self, whole=reasons)
+
+    def _with(self, program: Any, attention: Sequence[tuple[str, str]]) -> Captured:
+        graph, walk, results = self.reader.read(program, attention=attention)
+        return replace(
+            self,
+            # It is the same model: a plan for it is one for this.
+            graph=replace(graph, model_hash=self.graph.model_hash),
+            jaxpr=program,
+            outputs=walk.outputs,
+            results=results,
+            attention=tuple(attention),
+        )
 
     def with_remat(self, remat: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, parts of which the backward pass computes again.
@@ -68,16 +104,7 @@ class Captured:
         where = applicable(self.jaxpr, found)
         if not where:
             return self
-        program = recomputed(self.jaxpr, where)
-        graph, walk, results = self.reader.read(program)
-        return replace(
-            self,
-            graph=graph,
-            jaxpr=program,
-            outputs=walk.outputs,
-            results=results,
-            notes=tuple(walk.notes),
-        )
+        return self._with(recomputed(self.jaxpr, where), self.attention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +118,27 @@ class _Reader:
     num_micro_batches: int
 
     def read(
-        self, program: Any, *, tiled: bool = False
+        self,
+        program: Any,
+        *,
+        tiled: bool = False,
+        attention: Sequence[tuple[str, str]] = (),
     ) -> tuple[Graph, Walk, tuple[Value, ...]]:
         """A program as plain data.
 
         Args:
             program: its jaxpr.
             tiled: read slices that cut a value into equal parts as a split.
+            attention: (TaskGraph, ``"ring"`` or ``"gather"``) of calls that are.
         """
-        walk = Walk(tiled=tiled)
+        if not attention:
+            return self._read(Walk(tiled=tiled), program)
+        # Which of them can be is seen once all of them are.
+        graph, _, _ = self._read(Walk(rings=lambda position: True), program)
+        where = ringed(graph, dict(attention))
+        return self._read(Walk(rings=where.__contains__), program)
+
+    def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)
         loss = loss_id(results)
         name_inputs(walk, self.adapter, self.leaves)

@@ -23,6 +23,7 @@ from whalejax import _compat
 from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
 from whalejax.capture.behaviour import Behaviour, Equation
+from whalejax.capture.calls import is_attention
 from whalejax.capture.drafts import (
     Context,
     OpDraft,
@@ -32,7 +33,8 @@ from whalejax.capture.drafts import (
     without_literals,
 )
 from whalejax.capture.rules import behaviour
-from whalejax.planner.graph import Factor, Stacked, TensorKind
+from whalejax.capture.rules_attention import attention_behaviour
+from whalejax.planner.graph import ATTENTION, Factor, Stacked, TensorKind
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class Walk:
 
     Attributes:
         tiled: read slices that together cut a value into equal parts as a split.
+        rings: which calls that are attention, by position, are one operation; the
+            others are looked into like other calls.
         tensors: by id; the program's inputs come first.
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
@@ -51,6 +55,7 @@ class Walk:
     """
 
     tiled: bool = False
+    rings: Callable[[Position], bool] = lambda position: False
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
@@ -140,6 +145,8 @@ class Walk:
         kind = recursion(equation)
         if kind is None:
             return self._primitive(equation, position, operands, here)
+        if is_attention(equation) and self.rings(position):
+            return self._attention(equation, position, operands, here)
         descend: Callable[..., tuple[Value, ...]] = {
             "inline": self._call,
             "opaque": self._call,
@@ -171,6 +178,18 @@ class Walk:
         else:
             kept = _compat.is_kept(equation, here.policy)
             self._emit(view.name, position, operands, results, rule, here, kept=kept)
+        return results
+
+    def _attention(
+        self,
+        equation: Any,
+        position: Position,
+        operands: tuple[Value, ...],
+        here: Context,
+    ) -> tuple[Value, ...]:
+        results = tuple(self._tensor(var.aval) for var in equation.outvars)
+        rule = attention_behaviour(inner_jaxprs(equation)[0])
+        self._emit(ATTENTION, position, operands, results, rule, here)
         return results
 
     def _emit(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from whalejax.planner.decide import Analysed
-from whalejax.planner.graph import LOOPS, Op
+from whalejax.planner.graph import ATTENTION, LOOPS, Op
 from whalejax.planner.layout import Spec, Table, spec_of
 
 
@@ -36,6 +36,7 @@ class Constraints:
         gathers: (position, operand) of parameters that are stored in more shards than
             they are used in: stored layout, then used layout.
         regathers: positions that gather them again for their backward pass.
+        rings: positions of attention that runs in blocks, with layouts of operands.
     """
 
     results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
@@ -48,6 +49,7 @@ class Constraints:
         default_factory=dict
     )
     regathers: frozenset[Position] = frozenset()
+    rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
 
 
 def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
@@ -83,6 +85,7 @@ class _Collector:
         self.operands: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.gathers: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.regathers: set[Position] = set()
+        self.rings: dict[Position, tuple[Spec, ...]] = {}
         self.home: dict[int, int] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
@@ -117,6 +120,11 @@ class _Collector:
                 for slot, tensor in enumerate(op.operands):
                     self._operand(index, slot, tensor, table)
             seen.add(op.position)
+            if op.kind == ATTENTION:
+                self.rings[op.position] = tuple(
+                    self._read(index, slot, tensor, table)
+                    for slot, tensor in enumerate(op.operands)
+                )
             produced = self.outputs.get(op.position, ())
             for tensor in op.results:
                 self.home[tensor] = op.task_graph
@@ -130,6 +138,7 @@ class _Collector:
             operands=self.operands,
             gathers=self.gathers,
             regathers=frozenset(self.regathers),
+            rings=self.rings,
         )
 
     def _pass_homes(
@@ -141,6 +150,11 @@ class _Collector:
     def _spec(self, tensor: int, table: Table) -> Spec:
         layout, sizes = self.dims.layouts[tensor], self.dims.sizes[tensor]
         return spec_of(layout, sizes, table, self.mesh)
+
+    def _read(self, index: int, slot: int, tensor: int, table: Table) -> Spec:
+        """A tensor's layout as an operation reads it."""
+        layout = self.dims.seen.get((index, slot), self.dims.layouts[tensor])
+        return spec_of(layout, self.dims.sizes[tensor], table, self.mesh)
 
     def _operand(self, index: int, slot: int, tensor: int, table: Table) -> None:
         op = self.graph.ops[index]
@@ -154,12 +168,7 @@ class _Collector:
         if seen is None and home == op.task_graph:
             return
         before = self._spec(tensor, self.tables[home])
-        after = spec_of(
-            seen or self.dims.layouts[tensor],
-            self.dims.sizes[tensor],
-            table,
-            self.mesh,
-        )
+        after = self._read(index, slot, tensor, table)
         if before != after:
             self.operands[key] = _way(before, after)
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat, rebuild
 from whalejax.lowering.constraints import Constraints, Position
+from whalejax.lowering.ring import attend
 from whalejax.meshes.build import partition_spec
 from whalejax.planner.layout import Spec
 
@@ -142,7 +143,10 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
         for slot, atom in zip(slots, equation.invars, strict=True)
     ]
     with _compat.equation_context(equation):
-        if kind == "inline":
+        if position in scope.constraints.rings:
+            specs = scope.constraints.rings[position]
+            results = [attend(equation, values, specs, scope.mesh)]
+        elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
             results = _inner(scope, inner, values, (*position, 0))
         elif kind == "remat":

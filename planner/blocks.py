@@ -1,0 +1,53 @@
+"""What attention takes that is computed a block of scores at a time.
+
+Forward there are two products for each block, backward five: the scores again, and the
+cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,
+algorithm 4). The compiler makes a kernel of each of them, so a block's scores pass
+through memory between them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from whalejax.meshes.kinds import DeviceKind
+from whalejax.planner.rings import BLOCK
+from whalejax.planner.rows import Product
+
+
+AHEAD, BEHIND = 2, 5
+"""Products of one block, forward and backward."""
+
+_PASSES = 4, 9
+"""How often a block's scores are written or read, in float32."""
+
+_KERNELS = 5, 11
+"""Kernels for one block."""
+
+
+def block_seconds(
+    local: tuple[Any, Any, Any, Any], product: Product, kind: DeviceKind
+) -> tuple[Any, Any, float]:
+    """Attention on one device: seconds forward and backward, and kernels of both.
+
+    Args:
+        local: rows, depth, columns and count of its product on one device; the columns
+            are those of all devices.
+        product: its share and type.
+        kind: the device.
+    """
+    rows, depth, columns, count = local
+    height, width = (
+        math.gcd(int(n), BLOCK) if n > BLOCK else n for n in (rows, columns)
+    )
+    blocks = rows / height * columns / width * product.share
+    one = kind.matmul_seconds(product.dtype, height, depth, width, count=count) * blocks
+    scores = count * height * width * blocks
+    ahead, behind = (
+        times * one + kind.elementwise_seconds(4 * scores * passes, scores)
+        for times, passes in zip((AHEAD, BEHIND), _PASSES, strict=True)
+    )
+    if not (product.left_gradient or product.right_gradient):
+        return ahead, 0.0, _KERNELS[0] * blocks
+    return ahead, behind, sum(_KERNELS) * blocks

@@ -1,0 +1,120 @@
+"""Which device computes which block of attention scores in which round of a ring.
+
+Queries stay where they are; keys and values go round, one device further in each round.
+Rows and columns are cut into blocks, and a device computes in each round the pairs of
+blocks that no mask hides. With a causal mask the sequence is dealt out in zig-zag order
+(device ``d`` of ``n`` holds parts ``d`` and ``2n - 1 - d`` of ``2n``), which gives all
+devices the same number of pairs in every round (Brandon et al., "Striped Attention",
+2023, on why; the order is that of Llama 3's context parallelism). The lowering runs
+these tables and the cost model counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+BLOCK = 512
+"""Rows and columns of a block, at most: its scores are what is in memory at a time."""
+
+Hidden = Callable[[int, int], np.ndarray]
+"""From numbers of row and column blocks to the blocks that a mask hides whole,
+``bool[rows, columns]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """The rounds of an attention over some devices.
+
+    Attributes:
+        size: devices.
+        row_size, column_size: of one block.
+        rows, columns: for each device the blocks that it holds, in their order there.
+        zigzag: that order is not the sequence's own.
+        pairs: ``[device, round, pair, 4]``: the row block and the column block as the
+            device holds them, and their numbers in the sequence; zeros behind the last.
+        counts: ``[device, round]``: how many pairs there are.
+    """
+
+    size: int
+    row_size: int
+    column_size: int
+    rows: np.ndarray
+    columns: np.ndarray
+    zigzag: bool
+    pairs: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def share(self) -> float:
+        """Scores that the busiest device computes, over those of its rows."""
+        blocks = self.rows.shape[1] * self.columns.shape[1] * self.size
+        return float(self.counts.max(axis=0).sum() / blocks)
+
+
+def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
+    """Deal out an attention.
+
+    Args:
+        num_rows, num_columns: lengths of the sequence of queries and of that of keys;
+            ``size`` divides them.
+        size: devices.
+        hidden: what a mask hides.
+
+    >>> causal = ring(16, 16, 2, lambda a, b: ~np.tri(a, b, dtype=bool))
+    >>> causal.zigzag, causal.rows.tolist(), causal.counts.tolist()
+    (True, [[0, 3], [1, 2]], [[3, 2], [3, 2]])
+    """
+    halves = 2 * size
+    zigzag = size > 1 and num_rows == num_columns and num_rows % halves == 0
+    zigzag = zigzag and bool(
+        np.triu(hidden(halves, halves), 1).sum() * 2 == _off(halves)
+    )
+    parts = halves if zigzag else size
+    row_size, column_size = _block(num_rows // parts), _block(num_columns // parts)
+    rows = _dealt(num_rows // row_size, size, zigzag)
+    columns = _dealt(num_columns // column_size, size, zigzag)
+    seen = ~hidden(rows.size, columns.size)
+    found: dict[tuple[int, int], np.ndarray] = {}
+    for device in range(size):
+        for step in range(size):
+            theirs = columns[(device - step) % size]
+            a, b = np.nonzero(seen[np.ix_(rows[device], theirs)])
+            found[device, step] = np.stack([a, b, rows[device][a], theirs[b]], axis=1)
+    counts = np.array([[len(found[d, s]) for s in range(size)] for d in range(size)])
+    pairs = np.zeros((size, size, max(1, counts.max()), 4), dtype=np.int32)
+    for (device, step), several in found.items():
+        pairs[device, step, : len(several)] = several
+    return Ring(
+        size=size,
+        row_size=row_size,
+        column_size=column_size,
+        rows=rows,
+        columns=columns,
+        zigzag=zigzag,
+        pairs=pairs,
+        counts=counts,
+    )
+
+
+def _off(count: int) -> int:
+    """Blocks that are not on the diagonal."""
+    return count * (count - 1)
+
+
+def _block(length: int) -> int:
+    """The longest block that divides a length."""
+    return next(n for n in range(min(length, BLOCK), 0, -1) if length % n == 0)
+
+
+def _dealt(count: int, size: int, zigzag: bool) -> np.ndarray:
+    """The blocks of each device."""
+    if not zigzag:
+        return np.arange(count).reshape(size, -1)
+    parts = np.arange(count).reshape(2 * size, -1)
+    return np.stack(
+        [np.concatenate([parts[d], parts[2 * size - 1 - d]]) for d in range(size)]
+    )
