@@ -18,6 +18,7 @@ from whalejax.planner.choices import (
     Choice,
     sharded_by_split,
 )
+from whalejax.planner.dimensions import roles_of
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.layout import divisors
 from whalejax.planner.pins import pins_of
@@ -64,15 +65,12 @@ def _reason(search: Search, why: str) -> str:
     """One reason for which meshes were refused, with what was given and a remedy."""
     fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
     given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
-    sequence = [search.options.sizes[r] for r in search.options.sequence]
     remedies = {
         NO_SEQUENCE: (
             "No dimension that can be sharded meets itself in a product, as "
             "attention's sequence does: leave context out"
         ),
-        SEQUENCE_DOES_NOT_DIVIDE: (
-            f"It is {', '.join(map(str, sequence))} long: pad it, or fix another size"
-        ),
+        SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
         NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
         NO_TENSOR: "No weights outside replicate can be sharded: leave tensor out",
         NO_EXPERTS: (
@@ -81,6 +79,25 @@ def _reason(search: Search, why: str) -> str:
         ),
     }
     return f"{why}; {given}. {remedies.get(why, 'Change one of the two')}"
+
+
+def _padding(search: Search) -> str:
+    """To what a sequence would have to be padded, and the memory that this takes."""
+    parts = (search.request.mesh or {}).get("context", 2)
+    found = []
+    for role in search.options.sequence:
+        size = search.options.sizes[role]
+        more = -size % parts
+        if not more:
+            continue
+        kept = [k for k in search.residents.saved if role in roles_of(k.layout)]
+        nbytes = sum(k.nbytes * k.count for k in kept) * more // size // parts
+        found.append(
+            f"It is {size} long: pad it to {size + more} ({more / size:.1%} more; its "
+            f"activations then take {gigabytes(nbytes)} more on each device) and mask "
+            "what was added"
+        )
+    return "; ".join([*found, "or fix another size"])
 
 
 def _devices(count: int) -> str:

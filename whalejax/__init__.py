@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from whalejax.annotations import replicate as replicate
     from whalejax.annotations import split as split
     from whalejax.annotations import stage as stage
+    from whalejax.attending import attention as attention
     from whalejax.losses import Aux as Aux
     from whalejax.losses import Job as Job
     from whalejax.losses import WeightedLoss as WeightedLoss
@@ -44,6 +45,7 @@ _MODULE_OF_NAME = {
     "TrainStep": "whalejax.train",
     "WeightedLoss": "whalejax.losses",
     "WhaleError": "whalejax.meshes",
+    "attention": "whalejax.attending",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.train",
     "pipeline": "whalejax.annotations",
@@ -64,6 +66,7 @@ __all__ = [
     "WeightedLoss",
     "WhaleError",
     "__version__",
+    "attention",
     "cluster",
     "compile",
     "pipeline",

@@ -142,6 +142,7 @@ def _plan(command: PlanCommand) -> None:
         runnable=not command.estimate,
         remat=command.remat,
         offload=command.offload,
+        attention=command.attention,
         compiler_options=compiler_options(command.compiler_options),
         source=(_lasting(command.model), *command.set),
     )

@@ -55,6 +55,7 @@ def make_plan(
     runnable: bool = True,
     remat: str | None = None,
     offload: str | None = None,
+    attention: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
 ) -> Plan:
@@ -63,6 +64,7 @@ def make_plan(
     Args:
         remat: what layers compute again; None leaves it to the planner.
         offload: what lies in host memory; ``"none"``, or None for the planner.
+        attention: how it runs, or None for the planner.
         compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
     """
@@ -77,6 +79,7 @@ def make_plan(
         runnable=runnable,
         remat=remat,
         offload=() if offload == "none" else offload,
+        attention=attention,
         compiler_options=compiler_options,
     )
     return dataclasses.replace(found, source=source)

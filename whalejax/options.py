@@ -25,6 +25,7 @@ Precision = Annotated[
     Literal["f32", "bf16", "f16"] | None, conf.arg(metavar="f32|bf16|f16")
 ]
 Offload = Annotated[Literal["optimizer", "none"] | None, conf.arg(metavar="WHAT")]
+Attention = Annotated[Literal["ring", "gather"] | None, conf.arg(metavar="ring|gather")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,8 @@ class TrainCommand:
     """Train a model on the devices of this machine.
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --precision, --micro-batches, --remat, --offload
-    and --compiler-options.
+    place of --cluster, --batch, --precision, --micro-batches, --remat, --offload,
+    --attention and --compiler-options.
     """
 
     model: Model
@@ -60,6 +61,8 @@ class TrainCommand:
     """what layers compute again: none; all but dots; all but what is named; full"""
     offload: Offload = None
     """in host memory: optimizer (its state), or none; if left out what must be"""
+    attention: Attention = None
+    """ring: in blocks, keys going round; gather: as the model does"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
@@ -94,6 +97,8 @@ class PlanCommand:
     """what layers compute again: none; all but dots; all but what is named; full"""
     offload: Offload = None
     """in host memory: optimizer (its state), or none; if left out what must be"""
+    attention: Attention = None
+    """ring: in blocks, keys going round; gather: as the model does"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     estimate: bool = False

@@ -222,7 +222,6 @@ class Asked:
         )
         _check_switch("sequence_parallel", self.sequence_parallel)
         options = _checked_options(self.compiler_options)
-        machine = self.cluster.under(options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         devices = self.cluster.num_devices
         _check_mesh(self.mesh or {}, devices, self.allow_idle, axes)
@@ -235,9 +234,7 @@ class Asked:
         hosts = functools.cache(lambda: hosted_bytes(adapter, self.optimizer))
         offload = _checked_offload(self.offload, self.runnable, hosts)
         blocks = functools.cache(captured.with_attention)
-        attention = checked_attention(self.attention, captured.graph, self.runnable)
-        if attention:
-            check_rings(blocks(attention).graph, attention, blocks(attention).whole)
+        attention = self._attention(captured, blocks)
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
@@ -259,7 +256,7 @@ class Asked:
         decided = functools.partial(
             decide if self.runnable else foresee,
             captured.graph,
-            machine,
+            self.cluster.under(options),
             precision=self.precision,
             batch=batch_leaves(self.batch),
             again=lambda remat, attention: blocks(attention).with_remat(remat).graph,
@@ -280,6 +277,15 @@ class Asked:
             ),
             question=self,
         )
+
+    def _attention(
+        self, captured: Captured, blocks: Callable[[Chosen], Captured]
+    ) -> Chosen | None:
+        """How attention is to run, if the user says so and it can."""
+        asked = checked_attention(self.attention, captured.graph, self.runnable)
+        if asked:
+            check_rings(blocks(asked).graph, asked, blocks(asked).whole)
+        return asked
 
     def _captured(self) -> tuple[Adapter, Captured]:
         """The model as traced, at most once for equal shapes."""

@@ -101,6 +101,7 @@ def check_options(options: TrainCommand) -> Path | None:
             ("--micro-batches", options.micro_batches),
             ("--remat", options.remat),
             ("--offload", options.offload),
+            ("--attention", options.attention),
             ("--compiler-options", " ".join(options.compiler_options) or None),
         ):
             if given is not None:
@@ -146,6 +147,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         micro_batches=options.micro_batches,
         remat=options.remat,
         offload=options.offload,
+        attention=options.attention,
         compiler_options=compiler_options(options.compiler_options),
     )
 

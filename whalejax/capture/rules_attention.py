@@ -61,9 +61,8 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
         factors=tuple(factors),
         flops=2 * count * rows * columns * (depth + width),
         matmul=(rows, depth, columns, count),
-        saves=tuple(
-            (slot, slots[wrt]) for slot in (*slots[:3], result) for wrt in range(3)
-        ),
+        # The output too, but whoever reads it next keeps it.
+        saves=tuple((slot, slots[wrt]) for slot in slots[:3] for wrt in range(3)),
         share=share,
         zigzag=zigzag,
     )

@@ -348,6 +348,13 @@ def _f(number: Any) -> Any:
     return np.asarray(number, np.float64)
 
 
+def _absolute(a: Interval) -> Interval:
+    low, high = _f(a[0]), _f(a[1])
+    across = (low <= 0) & (high >= 0)
+    ends = np.minimum(abs(low), abs(high)), np.maximum(abs(low), abs(high))
+    return np.where(across, 0.0, ends[0]), ends[1]
+
+
 def _chosen(which: Interval, *cases: Interval) -> Interval:
     low: Any = math.inf
     high: Any = -math.inf
@@ -404,6 +411,7 @@ _INTERVALS: Final[Mapping[str, Callable[..., Interval]]] = {
         lambda a, b: ~((a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])),
     ),
     "not": lambda a: (1.0 - _f(a[1]), 1.0 - _f(a[0])),
+    "abs": _absolute,
     "and": _of_bits(np.minimum),
     "or": _of_bits(np.maximum),
     "select_n": _chosen,

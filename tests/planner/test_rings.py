@@ -1,0 +1,64 @@
+"""Who computes which block of scores: every visible one once, and no others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whalejax.planner.rings import BLOCK, ring
+
+
+def _later(rows: int, columns: int) -> np.ndarray:
+    return ~np.tri(rows, columns, dtype=bool)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_every_visible_block_is_computed_once(size: int, each: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    density = draw.random()
+
+    def hidden(rows: int, columns: int) -> np.ndarray:
+        return np.random.default_rng(seed).random((rows, columns)) < density
+
+    found = ring(size * each, size * each, size, hidden)
+    shape = found.rows.size, found.columns.size
+    computed: Counter[tuple[int, int]] = Counter()
+    for device in range(size):
+        for step in range(size):
+            sender = (device - step) % size
+            for a, b, row, column in found.pairs[device, step][
+                : found.counts[device, step]
+            ]:
+                assert found.rows[device, a] == row
+                assert found.columns[sender, b] == column
+                computed[int(row), int(column)] += 1
+    visible = zip(*np.nonzero(~hidden(*shape)), strict=True)
+    assert computed == Counter((int(a), int(b)) for a, b in visible)
+    assert sorted(found.rows.flat) == list(range(shape[0]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_causal_mask_is_dealt_out_evenly(size: int) -> None:
+    found = ring(64 * size, 64 * size, size, _later)
+    assert found.zigzag
+    assert (found.counts == found.counts[:1]).all(), "devices differ"
+    assert (found.counts[:, 1:] == 2).all(), "rounds differ"
+    # In its own order the last device would compute everything.
+    plain = ring(64 * size + size, 64 * size + size, size, _later)
+    assert not plain.zigzag and plain.counts[-1].sum() == size
+    assert found.share == (2 * size + 1) / (4 * size) < plain.share == 1.0
+
+
+def test_blocks_divide_and_are_no_longer_than_allowed() -> None:
+    found = ring(12 * 1000, 12 * 1000, 3, lambda a, b: np.zeros((a, b), bool))
+    assert found.row_size == 500 <= BLOCK and 4000 % found.row_size == 0
+    assert found.counts.tolist() == [[64] * 3] * 3 and found.share == 1.0
+
+
+def test_rows_and_columns_may_differ_in_number() -> None:
+    found = ring(8, 24, 2, lambda a, b: np.zeros((a, b), bool))
+    assert (found.row_size, found.column_size) == (4, 12) and not found.zigzag

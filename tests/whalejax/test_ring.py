@@ -1,0 +1,189 @@
+"""Plans with attention in blocks: chosen, explained, and run as predicted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import whalejax as wh
+from whalejax import hlo, models
+from whalejax.jobs import abstract_model
+
+
+def asked(name: str = "gpt-test", batch: int = 8, **options: Any) -> wh.Plan:
+    job = models.job(name, **options.pop("model", {"annotated": False}))
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch)),
+        **{
+            "cluster": "h100:8",
+            "optimizer": optax.sgd(0.1),
+            "zero": 0,
+            "remat": "none",
+            "sequence_parallel": False,
+            **options,
+        },
+    )
+
+
+RING = {"mesh": {"data": 2, "context": 4}, "attention": "ring"}
+
+
+def sent(plan: wh.Plan) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for c in plan.collectives:
+        if c.axes == ("context",) and c.what in ("ring", "border"):
+            found[c.kind] += c.payload_bytes * c.times(plan.num_micro_batches)
+    return found
+
+
+def test_what_is_gathered_without_it_goes_round() -> None:
+    ring = asked(**RING)
+    gather = asked(**{**RING, "attention": "gather"})
+    assert "ring attention" in str(ring) and "ring" not in str(gather).splitlines()[0]
+    assert ring.attention == (("*", "ring"),) and gather.attention == ()
+    assert set(sent(ring)) == {"collective-permute"}
+    assert set(sent(gather)) == {"all-gather"}
+    assert ring.memory.activations_bytes < gather.memory.activations_bytes
+    assert ring.what_if(attention="gather").attention == ()
+
+
+def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
+    plan = asked(**RING)
+    plan.save(tmp_path / "plan.json")
+    assert wh.Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.smoke
+def test_the_compiled_program_sends_what_was_planned() -> None:
+    job = models.job("gpt-test", annotated=False)
+    plan = asked(**RING)
+    step = wh.compile(
+        plan,
+        job.loss_fn,
+        abstract_model(job),
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices(),
+    )
+    found = hlo.collectives(hlo.read(step.lower().compile().as_text()))
+    permutes = found.of("collective-permute")
+    assert {i.axes(plan.axis_sizes) for i in permutes} == {("context",)}
+    compiled = sum(i.nbytes * i.count for i in permutes)
+    # Beside keys and values, one number for each row is dealt out.
+    assert compiled == pytest.approx(sent(plan)["collective-permute"], rel=0.05)
+    assert not found.of("all-gather")
+
+
+@pytest.mark.relaxed_promotion  # Flax's norms rely on it
+def test_long_sequences_are_given_it() -> None:
+    """An 8B model's layers at 131,072 tokens hold no scores that would fit."""
+    sizes = {
+        "layers": 4,
+        "embed": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "mlp": 14336,
+        "sequence": 131072,
+        "scan_layers": True,
+    }
+    plan = asked(
+        "llama-test",
+        batch=8,
+        cluster="v5p:4x4x4",
+        model=sizes,
+        precision="bf16",
+        remat=None,
+        sequence_parallel=None,
+        mesh={"context": 8},
+    )
+    assert plan.attention == (("*", "ring"),)
+    with pytest.raises(wh.PlanError, match="no plan fits"):
+        plan.what_if(attention="gather", mesh={"data": 8, "tensor": 8})
+
+
+def test_why_attention_is_gathered_is_said() -> None:
+    plan = asked(
+        "bert-test",
+        mesh={"data": 2, "context": 4},
+        model={"dropout_rate": 0.1, "annotated": False},
+    )
+    (note,) = {n for n in plan.notes if "gathered over context" in n and "layer_0" in n}
+    assert "its weights are changed after the softmax (dropout" in note
+
+
+def test_asked_for_where_there_is_none_it_is_refused() -> None:
+    with pytest.raises(wh.PlanError) as error:
+        asked("mlp-test", attention="ring")
+    assert "no softmax between two products was found" in str(error.value)
+    with pytest.raises(wh.PlanError) as error:
+        asked(
+            "bert-test",
+            attention="ring",
+            model={"dropout_rate": 0.1, "annotated": False},
+        )
+    assert "dropout" in str(error.value) and "drop attention=" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("blocks", "'blocks' is no kind; expected one of gather, ring"),
+        ({"heads": "ring"}, "there is no TaskGraph 'heads'; expected some of default"),
+        (3, "3 is neither a kind nor one for each TaskGraph"),
+    ],
+)
+def test_other_kinds_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(wh.PlanError) as error:
+        asked(attention=given)
+    assert said in str(error.value)
+
+
+def test_estimates_choose_it_themselves() -> None:
+    with pytest.raises(wh.PlanError, match="estimates .* choose it themselves"):
+        asked(attention="ring", runnable=False)
+
+
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_a_sequence_that_does_not_divide_may_be_padded(attention: str) -> None:
+    with pytest.raises(wh.PlanError) as error:
+        asked(
+            mesh={"context": 8},
+            attention=attention,
+            model={"sequence": 1001, "annotated": False},
+        )
+    text = str(error.value)
+    assert "the sequence does not divide by context" in text
+    assert "It is 1001 long: pad it to 1008 (0.7% more; its activations then" in text
+    assert re.search(r"take [\d.]+ [kM]B more on each device\)", text)
+
+
+def test_one_task_graph_alone_may_have_it() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        for name in ("a", "b"):
+            with wh.split() if name == "a" else wh.replicate():
+                q, k, v = (
+                    jnp.einsum("bse,ehd->bshd", x, params[name][i]) for i in range(3)
+                )
+                y = wh.attention(q, k, v, is_causal=True)
+                x = x + jnp.einsum("bshd,ehd->bse", y, params[name][3])
+        return jnp.mean(x**2)
+
+    weights = jax.ShapeDtypeStruct((4, 32, 4, 8), jnp.float32)
+    plan = wh.plan(
+        loss,
+        {"a": weights, "b": weights},
+        jax.ShapeDtypeStruct((8, 64, 32), jnp.float32),
+        cluster="h100:8",
+        attention={"split": "ring"},
+        remat="none",
+    )
+    assert plan.attention == (("split", "ring"),)
+    assert "ring attention in split" in str(plan)

@@ -1,0 +1,111 @@
+"""Attention that is sure to be recognised, for models that write their own.
+
+Whatever computes a softmax between two products is recognised; a kernel of the user's
+own, or one of another library, is not. This is the function to call in its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from whalejax.meshes.problems import Problems
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> jax.Array:
+    """Softmax attention, ``jax.nn.dot_product_attention`` in terms that can be planned.
+
+    On one device, and where a plan does not say otherwise, it is that function. A plan
+    with ring attention computes it in blocks of scores; where the sequence is sharded,
+    keys and values then go from device to device. A row whose keys are all masked gives
+    the mean of the values that were looked at, which depends on the plan.
+
+    Args:
+        query: ``[batch, rows, heads, head_dim]``.
+        key: ``[batch, columns, key_heads, head_dim]``; ``key_heads`` divides ``heads``
+            (grouped-query attention).
+        value: ``[batch, columns, key_heads, head_dim]``.
+        bias: added to the scores; broadcasts to ``[batch, heads, rows, columns]``. If
+            it is trained, keys and values are gathered: its gradient cannot go round.
+        mask: boolean, of such a shape; False hides a score.
+        is_causal: no row sees a later column.
+        scale: of the scores; ``head_dim ** -0.5`` if left out.
+
+    Returns:
+        ``[batch, rows, heads, head_dim]``.
+
+    Raises:
+        WhaleError: the shapes do not fit together; every problem is listed.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((2, 8, 4, 16))
+    >>> attention(x, x[:, :, :2], x[:, :, :2], is_causal=True).shape
+    (2, 8, 4, 16)
+    """
+    _check(query, key, value, bias, mask)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        implementation="xla",
+    )
+
+
+def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
+    problems = Problems("wh.attention")
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            problems.add(
+                f"{name} has shape {tuple(shape)}; expected four dimensions, "
+                "[batch, sequence, heads, head_dim]"
+            )
+    problems.raise_if_any()
+    (batch, rows, heads, depth) = query.shape
+    columns, shared = key.shape[1], key.shape[2]
+    if key.shape != (batch, columns, shared, depth):
+        problems.add(
+            f"key has shape {tuple(key.shape)} beside query {tuple(query.shape)}; "
+            f"expected [{batch}, columns, key_heads, {depth}]"
+        )
+    if value.shape != key.shape:
+        problems.add(
+            f"value has shape {tuple(value.shape)}; expected that of key, "
+            f"{tuple(key.shape)}"
+        )
+    if heads % shared:
+        problems.add(
+            f"query has {heads} heads and key {shared}, which does not divide {heads}; "
+            "every head of key serves equally many of query"
+        )
+    whole = (batch, heads, rows, columns)
+    for name, array in (("bias", bias), ("mask", mask)):
+        shape = () if array is None else tuple(array.shape)
+        fits = len(shape) == 4 and all(
+            n in (1, m) for n, m in zip(shape, whole, strict=True)
+        )
+        if array is not None and not fits:
+            problems.add(
+                f"{name} has shape {shape}; expected one that broadcasts to "
+                f"[batch, heads, rows, columns] = {whole}"
+            )
+    if mask is not None and mask.dtype != bool:
+        problems.add(
+            f"mask is {mask.dtype}; expected bool, False where a score is hidden. What "
+            "is to be added to the scores is bias="
+        )
+    problems.raise_if_any()
