@@ -8,11 +8,13 @@ through memory between them.
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
+import numpy as np
+
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.rings import BLOCK
+from whalejax.planner.rings import ring
 from whalejax.planner.rows import Product
 
 
@@ -24,6 +26,17 @@ _PASSES = 4, 9
 
 _KERNELS = 5, 11
 """Kernels for one block."""
+
+
+@functools.cache
+def _blocks(rows: int, columns: int, size: int, causal: bool) -> tuple[int, int, float]:
+    """Rows and columns of a block, and the part of them that the busiest device has."""
+
+    def hidden(above: int, across: int) -> np.ndarray:
+        return ~np.tri(above, across, dtype=bool) & causal
+
+    dealt = ring(rows, columns, size, hidden)
+    return dealt.row_size, dealt.column_size, dealt.share
 
 
 def block_seconds(
@@ -38,10 +51,12 @@ def block_seconds(
         kind: the device.
     """
     rows, depth, columns, count = local
-    height, width = (
-        math.gcd(int(n), BLOCK) if n > BLOCK else n for n in (rows, columns)
+    height, width, share = _blocks(
+        product.m, int(columns), round(product.m / rows), product.zigzag
     )
-    blocks = rows / height * columns / width * product.share
+    if not product.zigzag:
+        share = product.share
+    blocks = rows / height * columns / width * share
     one = kind.matmul_seconds(product.dtype, height, depth, width, count=count) * blocks
     scores = count * height * width * blocks
     ahead, behind = (

@@ -226,8 +226,8 @@ class Asked:
         devices = self.cluster.num_devices
         _check_mesh(self.mesh or {}, devices, self.allow_idle, axes)
         adapter, captured = self._captured()
-        names = checkpoint_names(captured.jaxpr)
-        remat = checked_policies(self.remat, captured.graph, names)
+        graph, names = captured.graph, checkpoint_names(captured.jaxpr)
+        remat = checked_policies(self.remat, graph, names)
         count, reductions = self.num_micro_batches, batch_reductions(captured)
         if self.sync_batch_stats and reductions:
             count = _synced(count, reductions)
@@ -255,14 +255,13 @@ class Asked:
         )
         decided = functools.partial(
             decide if self.runnable else foresee,
-            captured.graph,
+            graph,
             self.cluster.under(options),
             precision=self.precision,
             batch=batch_leaves(self.batch),
             again=lambda remat, attention: blocks(attention).with_remat(remat).graph,
         )
-        idle = self.allow_idle
-        found = _with_fewest_idle(decided, request) if idle else decided(request)
+        found = (_with_fewest_idle if self.allow_idle else _at_once)(decided, request)
         return dataclasses.replace(
             found,
             cluster=self.cluster,
@@ -434,6 +433,10 @@ def _checked_options(options: Any) -> dict[str, bool | int | float | str]:
 def _option_note(options: Mapping[str, Any]) -> list[str]:
     words = ", ".join(f"{name}={value}" for name, value in options.items())
     return [f"compiled with {words}"] if options else []
+
+
+def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
+    return decided(request)
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
