@@ -255,12 +255,14 @@ class Stacked:
         nbytes: of one turn's, unsharded.
         trip: how many turns.
         multiplied: it is float32, and products alone read it.
+        gathered: products alone read it, so that it is kept as they read it.
     """
 
     tensor: int
     nbytes: int
     trip: int
     multiplied: bool = False
+    gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,9 +222,19 @@ class Timeline:
             found[one.tensor, copy] = (
                 first,
                 one.nbytes // (1 + self._halved(one)) * one.trip,
-                home.get(one.tensor, 0),
+                self._kept_by(one),
             )
         return found
+
+    def _kept_by(self, one: Stacked) -> int:
+        """The TaskGraph as which a loop keeps a value: the reader's, or the maker's."""
+        shape = self.graph.tensors[one.tensor].shape
+        for op in self.graph.ops if one.gathered else ():
+            if op.trip > 1 and op.matmul is not None:
+                for t in op.operands[:2]:
+                    if self._value(t) and self.graph.tensors[t].shape == shape:
+                        return op.task_graph
+        return self.homes.get(one.tensor, 0)
 
     def _homes(self) -> dict[int, int]:
         """The TaskGraph of each tensor: of its maker, or of its first reader."""

@@ -109,6 +109,7 @@ def pairs(only: str | None) -> Iterator[Pair]:
                     zero=zero,
                     num_micro_batches=1,
                     sequence_parallel=False,
+                    attention="gather",
                 )
             except wh.PlanError as error:
                 print(f"{name} {mesh}: not possible ({str(error).splitlines()[0]})")

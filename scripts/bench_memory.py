@@ -6,6 +6,8 @@ Every line says what was predicted beside what was compiled. The last line is on
 object; keys of the TPU are the worst of its topologies, those of the CPU end in _cpu:
 
     remat_memory_ratio   temporaries under remat full over those without: at most 0.25
+    context_memory_ratio temporaries of a GPT at 32,768 tokens over context 8, over
+                         those of a whole sequence on each device: at most 0.16
     offload_freed        bytes of peak that optimizer state in host memory frees, over
                          the bytes that are moved: at least 0.95
     memory_error         the largest relative error of a predicted peak: at most 0.10
@@ -27,6 +29,8 @@ from whalejax import jobs, models
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "local")
 LLAMA = {"layers": 16, "embed": 2048, "heads": 16, "mlp": 5632, "sequence": 1024}
 SMALL = {"layers": 16, "embed": 256, "heads": 4, "mlp": 1024, "sequence": 256}
+GPT = {"layers": 12, "embed": 768, "heads": 12, "mlp": 3072, "sequence": 32768}
+SMALL_GPT = {"layers": 4, "embed": 128, "heads": 2, "mlp": 512, "sequence": 4096}
 
 
 @dataclass(frozen=True)
@@ -93,21 +97,44 @@ def _measured(topology: str) -> dict[str, float]:
         )
         found["offload_freed"] = (lies.peak - moved.peak) / moved.plan.memory.host_bytes
         steps += [lies, moved]
+    # A whole sequence on each device, and an eighth of it, in blocks both times.
+    sizes = {**(SMALL_GPT if cpu else GPT), "vocab": 512, "annotated": False}
+    whole, shared = (
+        _compiled(
+            topology,
+            job=models.job("gpt-test", **sizes),
+            batch=size // context,
+            mesh={"data": size // context, "context": context},
+            remat="none",
+            attention="ring",
+        )
+        for context in (1, 8)
+    )
+    found["context_memory_ratio"] = shared.temporaries / whole.temporaries
+    steps += [whole, shared]
     return {**found, "memory_error": max(abs(step.error) for step in steps)}
 
 
-def _compiled(topology: str, **options: Any) -> Compiled:
+def _compiled(
+    topology: str, *, job: wh.Job | None = None, batch: int = 16, **options: Any
+) -> Compiled:
     cpu = topology == "local"
-    job = models.job("llama-test", **(SMALL if cpu else LLAMA))
+    job = job or models.job("llama-test", **(SMALL if cpu else LLAMA))
     plan = wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
-        job.batch_at(0, 16),
+        job.batch_at(0, batch),
         optimizer=job.optimizer,
         cluster="cpu:8" if cpu else topology,
         precision="f32" if cpu else "bf16",
         num_micro_batches=1,
-        **{"zero": 0, "offload": (), "sequence_parallel": False, **options},
+        **{
+            "zero": 0,
+            "offload": (),
+            "sequence_parallel": False,
+            "attention": "gather",
+            **options,
+        },
     )
     document = plan.verify(topology).document()
     if document["refused"] or document["failure"]:

@@ -288,6 +288,7 @@ def planned(program: Program) -> wh.Plan:
         remat="none",
         offload=(),
         sequence_parallel=False,
+        attention="gather",
     )
 
 

@@ -7,7 +7,7 @@ JAX release is met in one file. It is tested at both ends of the supported windo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -135,10 +135,16 @@ def checkpoint_name_of(equation: Any) -> str | None:
     return str(equation.params["name"]) if named else None
 
 
-def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any, bool]]:
+def scan_residuals(
+    equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+) -> list[tuple[tuple[int, ...], Any, bool]]:
     """What one turn of a scan keeps for its backward pass, as JAX decides it.
 
     Weights, and what depends on them alone, are left out: they are kept elsewhere.
+
+    Args:
+        equation: the scan.
+        run: what runs it, where that is not as it was traced.
 
     Returns:
         Shape and dtype of each kept value, and whether only products read it.
@@ -155,7 +161,8 @@ def scan_residuals(equation: Any) -> list[tuple[tuple[int, ...], Any, bool]]:
             merged = [
                 next(values) if f else a for f, a in zip(flows, arguments, strict=True)
             ]
-            return [x for x in bind(equation, merged) if is_inexact(x.dtype)]
+            outputs = bind(equation, merged) if run is None else run(merged)
+            return [x for x in outputs if is_inexact(x.dtype)]
 
         inputs = [a for f, a in zip(flows, arguments, strict=True) if f]
         leaves: list[Any] = jax.tree.leaves(jax.vjp(moving, *inputs)[1])

@@ -6,7 +6,7 @@ program still; the lowering may run the call in another way, in blocks of scores
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -137,3 +137,42 @@ def _call(one: Attention, maker: Mapping[Any, Any]) -> Any:
         return [env[one.output]]
 
     return jax.jit(whalejax_attention)
+
+
+def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """A scan whose attention keeps for its backward pass what it does in blocks.
+
+    That is queries, keys and values as they are dealt out, and the output.
+
+    Args:
+        scan: as traced.
+        calls: ids of the calls in it that run in blocks.
+    """
+
+    def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
+        if id(equation) in calls:
+            return [_keeping(equation)(*operands)]
+        if _compat.recursion(equation) not in ("remat", "scan"):
+            return _compat.bind(equation, operands)
+        inner = _compat.inner_jaxprs(equation)[0]
+        return rebuild.around(
+            equation, operands, lambda xs: rebuild.run(inner, xs, each)
+        )
+
+    return lambda values: each(scan, values)
+
+
+def _keeping(equation: Any) -> Any:
+    @jax.custom_vjp
+    def attention(*values: Any) -> Any:
+        return _compat.bind(equation, values)[0]
+
+    def forward(*values: Any) -> Any:
+        output = attention(*values)
+        return output, (output, *map(jnp.copy, values[:3]), values[3:])
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        raise NotImplementedError  # Only what it keeps is looked at.
+
+    attention.defvjp(forward, backward)
+    return attention

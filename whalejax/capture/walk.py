@@ -23,7 +23,7 @@ from whalejax import _compat
 from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
 from whalejax.capture.behaviour import Behaviour, Equation
-from whalejax.capture.calls import is_attention
+from whalejax.capture.calls import is_attention, keeping
 from whalejax.capture.drafts import (
     Context,
     OpDraft,
@@ -65,6 +65,7 @@ class Walk:
     _constants: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _dtypes: dict[Any, tuple[str, int, bool]] = field(default_factory=dict)
     _remats: int = 0
+    _ringed: set[int] = field(default_factory=set)
     _tiles: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, jaxpr: Any) -> tuple[Value, ...]:
@@ -187,6 +188,7 @@ class Walk:
         operands: tuple[Value, ...],
         here: Context,
     ) -> tuple[Value, ...]:
+        self._ringed.add(id(equation))
         results = tuple(self._tensor(var.aval) for var in equation.outvars)
         rule = attention_behaviour(inner_jaxprs(equation)[0])
         self._emit(ATTENTION, position, operands, results, rule, here)
@@ -321,14 +323,21 @@ class Walk:
         for index in inside:
             if index is not None and self.tensors[index].inexact:
                 alike.setdefault(self.tensors[index].shape, index)
-        for shape, dtype, multiplied in _compat.scan_residuals(equation):
+        run = keeping(equation, self._ringed) if self._ringed else None
+        for shape, dtype, multiplied in _compat.scan_residuals(equation, run):
             # What a loop inside keeps is stacked once more.
             like = alike.get(shape, alike.get(shape[1:]))
             if like is not None:
                 nbytes = math.prod(shape) * _compat.itemsize_bytes(dtype)
                 narrow = multiplied and _compat.dtype_name(dtype) == "float32"
                 self.stacked.append(
-                    Stacked(tensor=like, nbytes=nbytes, trip=length, multiplied=narrow)
+                    Stacked(
+                        tensor=like,
+                        nbytes=nbytes,
+                        trip=length,
+                        multiplied=narrow,
+                        gathered=multiplied,
+                    )
                 )
 
     def _while(
