@@ -252,6 +252,7 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             notes=(
                 *found.notes,
+                *captured.notes,
                 *_remat_note(remat, found),
                 *adapter.notes,
                 *_option_note(options),

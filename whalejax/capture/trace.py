@@ -76,7 +76,7 @@ class Captured:
             jaxpr=program,
             outputs=walk.outputs,
             results=results,
-            notes=tuple(walk.notes),
+            notes=tuple(dict.fromkeys(walk.notes)),
         )
 
 
@@ -177,7 +177,7 @@ def capture(
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
-        notes=tuple(walk.notes),
+        notes=tuple(dict.fromkeys(walk.notes)),
     )
 
 
