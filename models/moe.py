@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import whalejax as wh
+from whalejax.meshes import WhaleError
 from whalejax.models import text
 from whalejax.models._batches import Batch
 from whalejax.models._gating import Queues, capacity, dropped, queue, seats
@@ -196,7 +197,7 @@ class SparseFeedForward(nnx.Module):
         lost = dropped(queues, places=places)
         passes = jnp.ones_like(lost)
         if config.routing == "dropless":
-            y = self._overflow(x, y, queues, places)
+            y = y + self._overflow(x, queues, places)
             passes = jnp.ceil(queues.longest.astype(lost.dtype) / places)
             lost = jnp.zeros_like(lost)
         load = Load(
@@ -216,33 +217,48 @@ class SparseFeedForward(nnx.Module):
         answers = self.experts(sent)
         return jnp.einsum("gsec,egcm->gsm", routing.combine.astype(x.dtype), answers)
 
-    def _overflow(self, x: Array, y: Array, queues: Queues, places: int) -> Array:
-        """The answers of all passes, given those of the first.
+    def _overflow(self, x: Array, queues: Queues, places: int) -> Array:
+        """The answers of all passes but the first.
 
-        Nothing of the further ones is kept for the backward pass: the loop would keep
-        room for as many as there can be.
+        Nothing of them is kept for the backward pass: the loop would keep room for as
+        many as there can be. The loop as a whole is left out where the first pass has
+        served all, because its backward pass would add up zeros for the experts.
         """
         # A token asks an expert once, so no queue is longer than its group.
         starts = range(places, x.shape[1], places)
         if not starts:
-            return y
+            return jnp.zeros_like(x)
 
         def served(first: Array) -> Array:
             return self._served(x, queues, places, first)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def more(first: Array) -> Array:
-            none = functools.partial(jnp.zeros, x.shape, x.dtype)
-            answers: Array = jax.lax.cond(
-                first < queues.longest, served, lambda _: none(), first
-            )
-            return answers
+        def one(first: Array) -> Array:
+            return _if_needed(first < queues.longest, served, first, x)
 
         def turn(y: Array, first: Array) -> tuple[Array, None]:
-            return y + more(first), None
+            return y + one(first), None
+
+        def loop(firsts: Array) -> Array:
+            return jax.lax.scan(turn, jnp.zeros_like(x), firsts)[0]
+
+        @jax.checkpoint
+        def every(firsts: Array) -> Array:
+            return _if_needed(places < queues.longest, loop, firsts, x)
 
         with jax.named_scope("overflow"):
-            return jax.lax.scan(turn, y, jnp.asarray(starts, jnp.int32))[0]
+            answers: Array = every(jnp.asarray(starts, jnp.int32))
+        return answers
+
+
+def _if_needed(
+    needed: Array, run: Callable[[Array], Array], operand: Array, like: Array
+) -> Array:
+    """What a function gives, or zeros of another array's shape where it is not run."""
+    result: Array = jax.lax.cond(
+        needed, run, lambda _: jnp.zeros(like.shape, like.dtype), operand
+    )
+    return result
 
 
 class Block(nnx.Module):
@@ -403,7 +419,7 @@ def job(
         changes: fields of ``MoEConfig``.
 
     Raises:
-        WhaleError: unknown size, field, gating or routing.
+        WhaleError: unknown size, field, gating or routing, or no places at experts.
 
     >>> job("test", gating="switch").batch_at(0)["tokens"].shape
     (32, 25)
@@ -412,6 +428,12 @@ def job(
     config = change(pick(size, SIZES, "MoE size"), changes, options=options)
     pick(config.gating, _CHOICES, "gating")
     pick(config.routing, _ROUTINGS, "routing")
+    if not config.capacity_factor > 0:
+        raise WhaleError(
+            f"capacity_factor is {config.capacity_factor!r}; expected a number above "
+            "0: places at the experts over what an even spread needs. To drop no "
+            'token, give routing="dropless" and leave capacity_factor at 1 or more'
+        )
 
     def batch(step: int, count: int) -> Batch:
         return text.tokens(config.vocab, config.sequence, step, count, seed=seed)
