@@ -35,7 +35,7 @@ class Queues:
         places: for each choice ``int32[groups, tokens]``, how many of its group asked
             the same expert before it.
         weights: for each choice ``[groups, tokens]``, with which an answer counts.
-        longest: ``int32`` scalar, tokens in the longest queue of any group.
+        lengths: ``[groups, 1, experts]``, tokens in each queue.
         balance: scalar, 1 where all experts are used alike and more where not.
         max_load: scalar, choices of the busiest expert over those of the mean one.
     """
@@ -43,7 +43,7 @@ class Queues:
     picks: tuple[Array, ...]
     places: tuple[Array, ...]
     weights: tuple[Array, ...]
-    longest: Array
+    lengths: Array
     balance: Array
     max_load: Array
 
@@ -94,7 +94,7 @@ def queue(scores: Array, *, choices: int) -> Queues:
         groups and are no means over groups.
 
     >>> queues = queue(jnp.zeros((1, 4, 2)), choices=1)
-    >>> int(queues.longest), float(queues.max_load)
+    >>> int(longest(queues)), float(queues.max_load)
     (4, 2.0)
     """
     probabilities = jax.nn.softmax(widened(scores), axis=-1)
@@ -123,7 +123,7 @@ def queue(scores: Array, *, choices: int) -> Queues:
         picks=tuple(picks),
         places=tuple(places),
         weights=_weights(probabilities, picks),
-        longest=jnp.max(taken).astype(jnp.int32),
+        lengths=taken,
         balance=balance,
         max_load=jnp.max(asked) * experts / (choices * groups * tokens),
     )
@@ -165,6 +165,15 @@ def seats(queues: Queues, *, places: int, first: int | Array = 0) -> Routing:
     return Routing(
         dispatch=sum(taken[1:], taken[0]), combine=sum(weighted[1:], weighted[0])
     )
+
+
+def longest(queues: Queues) -> Array:
+    """Tokens in the longest queue of any group, an ``int32`` scalar.
+
+    Args:
+        queues: from ``queue``.
+    """
+    return jnp.max(queues.lengths).astype(jnp.int32)
 
 
 def dropped(queues: Queues, *, places: int) -> Array:

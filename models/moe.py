@@ -45,7 +45,7 @@ import whalejax as wh
 from whalejax.meshes import WhaleError
 from whalejax.models import text
 from whalejax.models._batches import Batch
-from whalejax.models._gating import Queues, capacity, dropped, queue, seats
+from whalejax.models._gating import Queues, capacity, dropped, longest, queue, seats
 from whalejax.models._layers import (
     Array,
     CausalSelfAttention,
@@ -194,12 +194,14 @@ class SparseFeedForward(nnx.Module):
         queues = queue(scores, choices=choices)
         places = capacity(x.shape[1], config.experts, choices, config.capacity_factor)
         y = self._served(x, queues, places, 0)
-        lost = dropped(queues, places=places)
-        passes = jnp.ones_like(lost)
         if config.routing == "dropless":
-            y = y + self._overflow(x, queues, places)
-            passes = jnp.ceil(queues.longest.astype(lost.dtype) / places)
-            lost = jnp.zeros_like(lost)
+            needed = longest(queues)
+            y = y + self._overflow(x, queues, needed, places)
+            passes = jnp.ceil(needed.astype(scores.dtype) / places)
+            lost = jnp.zeros_like(passes)
+        else:
+            lost = dropped(queues, places=places)
+            passes = jnp.ones_like(lost)
         load = Load(
             balance=queues.balance,
             dropped=lost,
@@ -217,8 +219,8 @@ class SparseFeedForward(nnx.Module):
         answers = self.experts(sent)
         return jnp.einsum("gsec,egcm->gsm", routing.combine.astype(x.dtype), answers)
 
-    def _overflow(self, x: Array, queues: Queues, places: int) -> Array:
-        """The answers of all passes but the first.
+    def _overflow(self, x: Array, queues: Queues, needed: Array, places: int) -> Array:
+        """The answers of all passes but the first, until ``needed`` places are served.
 
         Nothing of them is kept for the backward pass: the loop would keep room for as
         many as there can be. The loop as a whole is left out where the first pass has
@@ -234,7 +236,7 @@ class SparseFeedForward(nnx.Module):
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def one(first: Array) -> Array:
-            return _if_needed(first < queues.longest, served, first, x)
+            return _if_needed(first < needed, served, first, x)
 
         def turn(y: Array, first: Array) -> tuple[Array, None]:
             return y + one(first), None
@@ -244,7 +246,7 @@ class SparseFeedForward(nnx.Module):
 
         @jax.checkpoint
         def every(firsts: Array) -> Array:
-            return _if_needed(places < queues.longest, loop, firsts, x)
+            return _if_needed(places < needed, loop, firsts, x)
 
         with jax.named_scope("overflow"):
             answers: Array = every(jnp.asarray(starts, jnp.int32))

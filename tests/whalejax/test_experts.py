@@ -149,11 +149,8 @@ def test_what_is_moved_is_what_is_planned(routing: str) -> None:
     step = compiled(job, build(job), zero=0, **on(ALL))
     found = hlo.collectives(step.lower().compile().as_text())
     planned = planned_bytes(step.plan)
-    assert set(found.counts) == set(planned) >= {"all-to-all", "all-reduce"}
-    for kind in set(planned) - {"all-reduce"}:
-        assert found.nbytes[kind] == planned[kind]
-    # But for scalars, such as the mean of a metric.
-    assert abs(found.nbytes["all-reduce"] - planned["all-reduce"]) < 64
+    assert found.nbytes == planned
+    assert set(planned) >= {"all-to-all", "all-reduce"}
 
 
 def test_further_passes_exchange_tokens_as_the_first_does() -> None:
@@ -164,8 +161,8 @@ def test_further_passes_exchange_tokens_as_the_first_does() -> None:
         assert set(found.counts) == {"all-to-all", "all-reduce"}
         return sum(i.count for i in found.of("all-to-all"))
 
-    # Two each way; further passes go out and back once more in the backward pass.
-    # There are as many as fill a queue of 24 tokens with 9 places in each.
+    # Two each way; a further pass goes out and back once more in the backward pass,
+    # and a queue of 24 tokens may need two besides the first of 9 places.
     assert exchanges("capacity") == 4
     assert exchanges("dropless") == 4 + 2 * 6
 
