@@ -20,10 +20,10 @@ all experts, like the first, until nobody waits. Each pass has the static shapes
 how many passes run is decided while the step runs, alike on all devices. A pass costs
 what ``"capacity"`` costs, and further ones run their forward pass twice. With even
 experts one or two do; with all tokens at one expert it takes as many as
-``capacity_factor`` times the choices goes into the number of experts. Sorting tokens
-for ``jax.lax.ragged_dot`` would need as few products as there are choices, but on
-XLA:CPU it multiplies every token by every expert, and automatic partitioning has no
-rule that shards its groups.
+``capacity_factor`` times the choices goes into the number of experts. Sorted tokens
+and ``jax.lax.ragged_dot`` would need no more products than there are choices, but
+XLA:CPU multiplies every token by every expert there, JAX 0.10 does not map it over
+groups, and plans keep its rows and its experts whole.
 
 The balance loss averages over the whole batch before it multiplies, so it is no mean
 over samples: a part of the batch has another one. The numbers of load are of the whole
