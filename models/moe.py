@@ -12,8 +12,22 @@ Everything else is left to the default strategy, as in
 data-parallel, and between the two lie the exchanges of tokens.
 ``MoEConfig(annotated=False)`` leaves the mark out.
 
+Two ways to route. ``"capacity"`` drops what finds no place at its expert (Lepikhin et
+al., "GShard", 2020). ``"dropless"`` drops nothing, which is what MegaBlocks does (Gale
+et al., 2022), in another way: whoever found no place is served in a further pass over
+all experts, like the first, until nobody waits. Each pass has the static shapes of
+``"capacity"``, so it shards over the batch, the experts and their width like one, and
+how many passes run is decided while the step runs, alike on all devices. A pass costs
+what ``"capacity"`` costs, and further ones run their forward pass twice. With even
+experts one or two do; with all tokens at one expert it takes as many as
+``capacity_factor`` times the choices goes into the number of experts. Sorted tokens
+and ``jax.lax.ragged_dot`` would need no more products than there are choices, but
+XLA:CPU multiplies every token by every expert there, JAX 0.10 does not map it over
+groups, and plans keep its rows and its experts whole.
+
 The balance loss averages over the whole batch before it multiplies, so it is no mean
-over samples: a part of the batch has another one.
+over samples: a part of the batch has another one. The numbers of load are of the whole
+batch too, whatever the mesh; with several micro-batches, of each of them.
 """
 
 from __future__ import annotations
@@ -28,9 +42,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import whalejax as wh
+from whalejax.meshes import WhaleError
 from whalejax.models import text
 from whalejax.models._batches import Batch
-from whalejax.models._gating import Routing, capacity, route
+from whalejax.models._gating import Queues, capacity, dropped, longest, queue, seats
 from whalejax.models._layers import (
     Array,
     CausalSelfAttention,
@@ -46,6 +61,7 @@ from whalejax.models._optimizers import warmed_adamw
 
 
 _CHOICES: Final[Mapping[str, int]] = {"switch": 1, "top_2": 2}
+_ROUTINGS: Final[Mapping[str, str]] = {r: r for r in ("capacity", "dropless")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +80,10 @@ class MoEConfig:
         experts: experts in each layer.
         layers: number of blocks.
         gating: ``"top_2"`` or ``"switch"``.
-        capacity_factor: places at the experts over what an even spread would need.
+        routing: ``"capacity"`` drops tokens without a place; ``"dropless"`` serves them
+            in further passes.
+        capacity_factor: places at the experts over what an even spread would need; of
+            each pass, if dropless.
         balance_weight: what the balance loss counts for.
         logical_names: name the experts' dimensions by Flax metadata.
         annotated: put the mark in; needs ``logical_names`` for its ``axis``.
@@ -83,6 +102,7 @@ class MoEConfig:
     experts: int = 16
     layers: int = 8
     gating: Literal["top_2", "switch"] = "top_2"
+    routing: Literal["capacity", "dropless"] = "capacity"
     capacity_factor: float = 1.5
     balance_weight: float = 0.01
     logical_names: bool = True
@@ -135,6 +155,24 @@ class Experts(nnx.Module):
             return jnp.einsum("egch,ehm->egcm", hidden, down)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How a layer's experts were used by the whole batch, as scalars.
+
+    Attributes:
+        balance: 1 where all experts are used alike and more where not.
+        dropped: fraction of choices that found no place; 0 if dropless.
+        max_load: choices of the busiest expert over those of the mean one.
+        passes: how often the experts ran; 1 unless dropless.
+    """
+
+    balance: Array
+    dropped: Array
+    max_load: Array
+    passes: Array
+
+
 class SparseFeedForward(nnx.Module):
     """Gating, dispatch, experts and combination; the rows of a batch are the groups."""
 
@@ -147,18 +185,82 @@ class SparseFeedForward(nnx.Module):
         )
         self.experts = Experts(config, rngs=rngs)
 
-    def __call__(self, x: Array) -> tuple[Array, Routing]:
-        """Output ``[batch, sequence, embed]``, and where the tokens went."""
+    def __call__(self, x: Array) -> tuple[Array, Load]:
+        """Output ``[batch, sequence, embed]``, and how the experts were used."""
         config = self.config
         choices = _CHOICES[config.gating]
         # Scores in float32: two experts must not tie for want of digits.
         scores = jnp.einsum("gsm,me->gse", widened(x), widened(self.router[...]))
+        queues = queue(scores, choices=choices)
         places = capacity(x.shape[1], config.experts, choices, config.capacity_factor)
-        routing = route(scores, choices=choices, places=places)
+        y = self._served(x, queues, places, 0)
+        if config.routing == "dropless":
+            needed = longest(queues)
+            y = y + self._overflow(x, queues, needed, places)
+            passes = jnp.ceil(needed.astype(scores.dtype) / places)
+            lost = jnp.zeros_like(passes)
+        else:
+            lost = dropped(queues, places=places)
+            passes = jnp.ones_like(lost)
+        load = Load(
+            balance=queues.balance,
+            dropped=lost,
+            max_load=queues.max_load,
+            passes=passes,
+        )
+        return y, load
+
+    def _served(
+        self, x: Array, queues: Queues, places: int, first: int | Array
+    ) -> Array:
+        """The answers of one pass, and zero for whom it does not serve."""
+        routing = seats(queues, places=places, first=first)
         sent = jnp.einsum("gsec,gsm->egcm", routing.dispatch.astype(x.dtype), x)
         answers = self.experts(sent)
-        y = jnp.einsum("gsec,egcm->gsm", routing.combine.astype(x.dtype), answers)
-        return y, routing
+        return jnp.einsum("gsec,egcm->gsm", routing.combine.astype(x.dtype), answers)
+
+    def _overflow(self, x: Array, queues: Queues, needed: Array, places: int) -> Array:
+        """The answers of all passes but the first, until ``needed`` places are served.
+
+        Nothing of them is kept for the backward pass: the loop would keep room for as
+        many as there can be. The loop as a whole is left out where the first pass has
+        served all, because its backward pass would add up zeros for the experts.
+        """
+        # A token asks an expert once, so no queue is longer than its group.
+        starts = range(places, x.shape[1], places)
+        if not starts:
+            return jnp.zeros_like(x)
+
+        def served(first: Array) -> Array:
+            return self._served(x, queues, places, first)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def one(first: Array) -> Array:
+            return _if_needed(first < needed, served, first, x)
+
+        def turn(y: Array, first: Array) -> tuple[Array, None]:
+            return y + one(first), None
+
+        def loop(firsts: Array) -> Array:
+            return jax.lax.scan(turn, jnp.zeros_like(x), firsts)[0]
+
+        @jax.checkpoint
+        def every(firsts: Array) -> Array:
+            return _if_needed(places < needed, loop, firsts, x)
+
+        with jax.named_scope("overflow"):
+            answers: Array = every(jnp.asarray(starts, jnp.int32))
+        return answers
+
+
+def _if_needed(
+    needed: Array, run: Callable[[Array], Array], operand: Array, like: Array
+) -> Array:
+    """What a function gives, or zeros of another array's shape where it is not run."""
+    result: Array = jax.lax.cond(
+        needed, run, lambda _: jnp.zeros(like.shape, like.dtype), operand
+    )
+    return result
 
 
 class Block(nnx.Module):
@@ -177,20 +279,11 @@ class Block(nnx.Module):
         self.sparse_norm = _norm(config, rngs)
         self.sparse = SparseFeedForward(config, rngs=rngs)
 
-    def __call__(self, x: Array) -> tuple[Array, Routing]:
+    def __call__(self, x: Array) -> tuple[Array, Load]:
         """One block over ``x`` ``[batch, sequence, embed]``."""
         x = x + self.attention(self.attention_norm(x))
-        y, routing = self.sparse(self.sparse_norm(x))
-        return x + y, routing
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How a layer's experts were used: ``Routing``'s ``balance`` and ``dropped``."""
-
-    balance: Array
-    dropped: Array
+        y, load = self.sparse(self.sparse_norm(x))
+        return x + y, load
 
 
 class MoE(nnx.Module):
@@ -251,19 +344,18 @@ class MoE(nnx.Module):
                 out_axes=(nnx.Carry, 0),
             )
             x, load = scanned(x, self.blocks)
-            loads.append(Load(balance=jnp.mean(load[0]), dropped=jnp.mean(load[1])))
+            loads.append(jax.tree.map(jnp.mean, load))
         else:
             for block in self.blocks:
-                x, routing = apply(block, x)
-                loads.append(Load(balance=routing.balance, dropped=routing.dropped))
+                x, load = apply(block, x)
+                loads.append(load)
         return self.head(self.norm(x)), tuple(loads)
 
 
 def _scanned(
-    apply: Callable[..., tuple[Array, Routing]], x: Array, block: Block
-) -> tuple[Array, tuple[Array, Array]]:
-    y, routing = apply(block, x)
-    return y, (routing.balance, routing.dropped)
+    apply: Callable[..., tuple[Array, Load]], x: Array, block: Block
+) -> tuple[Array, Load]:
+    return apply(block, x)
 
 
 def _dtype(config: MoEConfig) -> Any:
@@ -287,21 +379,26 @@ def loss_fn(model: MoE, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Arra
         batch: ``tokens`` ``int32[batch, sequence + 1]``.
 
     Returns:
-        The loss, and as metrics ``aux`` (balance, mean over layers; 1 is even) and
-        ``dropped`` (fraction of choices without a place, mean over layers).
+        The loss, and as metrics the means over layers of ``Load``'s numbers, with
+        ``balance`` as ``aux``.
 
     >>> model = MoE(SIZES["test"], rngs=nnx.Rngs(0))
     >>> loss, metrics = loss_fn(model, {"tokens": jnp.zeros((2, 25), "int32")})
     >>> sorted(metrics)
-    ['aux', 'dropped']
+    ['aux', 'dropped', 'max_load', 'passes']
     """
     tokens = jnp.asarray(batch["tokens"])
     logits, loads = model(tokens[:, :-1])
     nats = jnp.mean(cross_entropy(logits, tokens[:, 1:]))
-    aux = sum((r.balance for r in loads), jnp.zeros_like(nats)) / len(loads)
-    dropped = sum((r.dropped for r in loads), jnp.zeros_like(nats)) / len(loads)
-    loss = nats + model.config.balance_weight * aux
-    return loss, {"aux": aux, "dropped": dropped}
+    load = jax.tree.map(lambda *layers: sum(layers[1:], layers[0]) / len(loads), *loads)
+    loss = nats + model.config.balance_weight * load.balance
+    metrics = {
+        "aux": load.balance,
+        "dropped": load.dropped,
+        "max_load": load.max_load,
+        "passes": load.passes,
+    }
+    return loss, metrics
 
 
 def job(
@@ -324,7 +421,7 @@ def job(
         changes: fields of ``MoEConfig``.
 
     Raises:
-        WhaleError: unknown size, field or gating.
+        WhaleError: unknown size, field, gating or routing, or no places at experts.
 
     >>> job("test", gating="switch").batch_at(0)["tokens"].shape
     (32, 25)
@@ -332,6 +429,13 @@ def job(
     options = ("batch_size", "learning_rate", "warmup_steps", "seed")
     config = change(pick(size, SIZES, "MoE size"), changes, options=options)
     pick(config.gating, _CHOICES, "gating")
+    pick(config.routing, _ROUTINGS, "routing")
+    if not config.capacity_factor > 0:
+        raise WhaleError(
+            f"capacity_factor is {config.capacity_factor!r}; expected a number above "
+            "0: places at the experts over what an even spread needs. To drop no "
+            'token, give routing="dropless" and leave capacity_factor at 1 or more'
+        )
 
     def batch(step: int, count: int) -> Batch:
         return text.tokens(config.vocab, config.sequence, step, count, seed=seed)

@@ -269,6 +269,7 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             notes=(
                 *found.notes,
+                *captured.notes,
                 *_remat_note(remat, found),
                 *_attention_note(found, blocks),
                 *adapter.notes,

@@ -1,4 +1,4 @@
-"""Loops and checkpointed regions of a traced program, again around other bodies.
+"""Loops, branches and checkpointed regions of a traced program, around other bodies.
 
 Whoever runs a jaxpr equation by equation and changes something inside has to build
 these anew. The lowering does, to constrain layouts; so does what takes fused
@@ -125,3 +125,26 @@ def scan(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
         unroll=equation.params["unroll"],
     )
     return [*carry, *stacked]
+
+
+def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
+    """A choice among branches.
+
+    What goes in and comes out is held by a barrier: a layout may be said of either
+    inside, and the compiler takes no branches that end, forwards or backwards, in
+    layouts of their own.
+
+    Args:
+        values: its operands, of which the first is the number of the branch.
+        branches: what runs in each.
+    """
+    index, *operands = values
+
+    def inside(branch: Body) -> Callable[..., list[Any]]:
+        def run(*arguments: Any) -> list[Any]:
+            held = jax.lax.optimization_barrier(arguments)
+            return list(jax.lax.optimization_barrier(tuple(branch(held))))
+
+        return run
+
+    return list(jax.lax.switch(index, [inside(b) for b in branches], *operands))

@@ -76,6 +76,22 @@ def test_unknown_gating_is_told_what_there_is() -> None:
     )
 
 
+def test_routing_that_cannot_be_is_refused() -> None:
+    with pytest.raises(wh.WhaleError) as caught:
+        models.job("moe-test", routing="drop_less")
+    assert str(caught.value) == (
+        "no routing is named 'drop_less'; nearest: dropless. There are: capacity, "
+        "dropless."
+    )
+    for factor in (0, -1.5, float("nan")):
+        with pytest.raises(wh.WhaleError) as caught:
+            models.job("moe-test", capacity_factor=factor)
+        assert f"capacity_factor is {factor!r}; expected a number above 0" in str(
+            caught.value
+        )
+        assert 'give routing="dropless"' in str(caught.value)
+
+
 LIST_NAMES: Final = """
 import sys
 import whalejax.models as models

@@ -296,6 +296,27 @@ def test_branches_are_tied_together() -> None:
     assert product.position == (*join.position, 1, 0)
 
 
+def test_branches_in_a_loop_are_all_counted_and_reported() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        def turn(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+            with jax.named_scope("some"):
+                x = jax.lax.cond(number < 2, lambda x: x @ params["w"], lambda x: x, x)
+            return x, None
+
+        return jnp.mean(jax.lax.scan(turn, batch["x"], jnp.arange(3))[0])
+
+    shape = jax.ShapeDtypeStruct((BATCH, 8), jnp.float32)
+    params = {"w": jnp.ones((8, 8))}
+    result = captured(params, loss, {"x": shape})
+    assert result.notes == (
+        "one of 2 branches at some runs in each of 3 turns; the work of all is "
+        "counted, which is the most that can run",
+    )
+    assert flops(result.graph) == 3 * 2 * BATCH * 8 * 8
+    plan = wh.plan(loss, params, {"x": shape}, cluster="h100:2", num_micro_batches=1)
+    assert result.notes[0] in plan.notes
+
+
 def test_a_tied_embedding_is_one_parameter_read_twice() -> None:
     graph = ZOO["tied"]().graph
     (table,) = [p for p in graph.params if p.shape == (VOCAB, EMBED)]

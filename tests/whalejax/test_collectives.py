@@ -280,6 +280,50 @@ def test_no_bridge_between_split_parts_that_agree() -> None:
     assert shapes_of(found.of("all-reduce")) == expected
 
 
+@pytest.mark.parametrize("again", [jax.checkpoint, lambda f: f], ids=["again", ""])
+@pytest.mark.parametrize("taken", [True, False])
+def test_borders_in_a_branch_are_crossed_there(taken: bool, again: Any) -> None:
+    """The plan's gathers and no others; what is kept may be exchanged once more."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layers(x: jax.Array) -> jax.Array:
+            with wh.replicate():
+                x = jnp.tanh(x @ params["a"])
+            with wh.split():
+                return jnp.tanh(x @ params["b"]) @ params["c"]
+
+        def cut(x: jax.Array) -> jax.Array:
+            return x[:, :16]
+
+        @again
+        def chosen(x: jax.Array) -> jax.Array:
+            return jax.lax.cond((x[0, 0] > 0) == taken, layers, cut, x)
+
+        return jnp.mean(chosen(x) ** 2)
+
+    params = {
+        "a": jnp.full((24, 320), 0.01),
+        "b": jnp.full((320, 40), 0.01),
+        "c": jnp.full((40, 16), 0.01),
+    }
+    x = jnp.linspace(0.5, 1.0, BATCH * 24).reshape(BATCH, 24)
+    job = wh.Job(loss, lambda key: params, x, None, BATCH)
+    step = compiled(job, params, mesh={"tensor": 8}, zero=0, cluster=HERE)
+    found = collectives_of(step)
+    planned: Counter[str] = Counter()
+    for c in step.plan.collectives:
+        planned[c.kind] += c.payload_bytes * c.count
+    assert found.nbytes["all-gather"] == planned["all-gather"]
+    assert planned["all-to-all"] <= found.nbytes["all-to-all"]
+    assert found.nbytes["all-to-all"] <= 2 * planned["all-to-all"]
+    state, metrics = step(step.init_from(params), x)
+    value, expected = jax.jit(jax.value_and_grad(loss))(params, x)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    for name, gradient in state.opt_state["gradient"].items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-9)
+        assert np.any(expected[name]) == taken
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

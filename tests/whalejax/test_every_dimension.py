@@ -37,6 +37,7 @@ TOLERANCE: Final = 1e-4
 
 NOT_EXACT: Final = {
     ("moe-switch", "experts"): "gates are chosen along it, which gathers them",
+    ("moe-switch", "positions[0]"): "choices are gathered, to count who came before",
     ("bert", "head_dense.kernel[1]"): "the norm behind it gathers its scale and bias",
     ("linen", "head.kernel[1]"): "the loss gathers the bias of the head",
 }

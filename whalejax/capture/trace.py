@@ -92,6 +92,7 @@ class Captured:
             outputs=walk.outputs,
             results=results,
             attention=tuple(attention),
+            notes=tuple(dict.fromkeys(walk.notes)),
         )
 
     def with_remat(self, remat: Sequence[tuple[str, str]]) -> Captured:
@@ -216,7 +217,7 @@ def capture(
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
-        notes=tuple(walk.notes),
+        notes=tuple(dict.fromkeys(walk.notes)),
     )
 
 

@@ -371,10 +371,17 @@ class Walk:
         operands: tuple[Value, ...],
         here: Context,
     ) -> tuple[Value, ...]:
+        before = len(self.ops)
         branches = [
             self._body(branch, operands[1:], here.inside(position, index))
             for index, branch in enumerate(inner_jaxprs(equation))
         ]
+        if here.trip > 1 and any(op.behaviour.flops for op in self.ops[before:]):
+            where = f" at {here.scope}" if here.scope else ""
+            self.notes.append(
+                f"one of {len(branches)} branches{where} runs in each of {here.trip} "
+                "turns; the work of all is counted, which is the most that can run"
+            )
         results = [self._tensor(v.aval) for v in equation.outvars]
         for place, result in enumerate(results):
             sources = [branch[place] for branch in branches]

@@ -1,8 +1,8 @@
 """Run a traced loss again, equation by equation, with layouts constrained.
 
 The program is the user's own, as traced; nothing is rewritten but the layouts. Calls
-are inlined, loops and checkpointed regions are rebuilt around their bodies, and what
-has a derivative rule of its own is bound as it is.
+are inlined, scans, branches and checkpointed regions are rebuilt around their bodies,
+and what has a derivative rule of its own is bound as it is.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = _remat(scope, equation, values, (*position, 0))
         elif kind == "scan":
             results = _scan(scope, equation, values, (*position, 0))
+        elif kind == "cond":
+            results = _cond(scope, equation, values, position)
         else:
             results = _bound(scope, equation, values, slots, position)
     for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
@@ -262,3 +264,15 @@ def _scan(
         return _inner(scope, inner, arguments, position, looped=True)
 
     return rebuild.scan(equation, values, body)
+
+
+def _cond(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    """All devices take one branch: the number of the branch is the whole program's."""
+
+    def branch(number: int, inner: Any) -> rebuild.Body:
+        return lambda arguments: _inner(scope, inner, arguments, (*position, number))
+
+    bodies = _compat.inner_jaxprs(equation)
+    return rebuild.cond(values, [branch(i, inner) for i, inner in enumerate(bodies)])
