@@ -343,7 +343,10 @@ def _round(row: Row, hits: Mapping[str, int], s: Setting) -> list[Collective]:
         once = query + key + value + output
         sent.append(("border", "forward", once, again))
         if _gradient(row):
-            sent.append(("border", "backward", once, 1))
+            # One number for each row goes along with the output's cotangent.
+            rows = query / row.operands[0].itemsize_bytes / row.product.k
+            wide = max(4, row.operands[0].itemsize_bytes)
+            sent.append(("border", "backward", once + rows * wide, 1))
     return [
         Collective(
             kind="collective-permute",

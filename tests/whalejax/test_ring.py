@@ -76,9 +76,7 @@ def test_the_compiled_program_sends_what_was_planned() -> None:
     found = hlo.collectives(hlo.read(step.lower().compile().as_text()))
     permutes = found.of("collective-permute")
     assert {i.axes(plan.axis_sizes) for i in permutes} == {("context",)}
-    compiled = sum(i.nbytes * i.count for i in permutes)
-    # Beside keys and values, one number for each row is dealt out.
-    assert compiled == pytest.approx(sent(plan)["collective-permute"], rel=0.05)
+    assert sum(i.nbytes * i.count for i in permutes) == sum(sent(plan).values())
     assert not found.of("all-gather")
 
 
