@@ -47,7 +47,11 @@ def waiting_values(graph: Graph) -> dict[int, int]:
     maker: dict[int, Op] = {}
     readers: dict[int, set[int]] = {}
     found: dict[int, int] = {}
+    # What is in branches is run as it is, checkpointed regions among it.
+    whole = {op.position for op in graph.ops if op.kind in ("while", "cond")}
     for op in graph.ops:
+        if any(op.position[:n] in whole for n in range(1, len(op.position), 2)):
+            continue
         for t in op.operands if op.remat is not None else ():
             made = maker.get(t)
             wanted = moves[t] and (op.remat, t) in reads

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import whalejax as wh
 from tests.equality import OneDevice, check, compiled, on_one_device
-from whalejax import _compat, models
+from whalejax import _compat, cli, models
 from whalejax.jobs import abstract_model
 
 
@@ -42,10 +43,10 @@ CASES: Final = [
 
 
 @functools.cache
-def one_device(name: str) -> OneDevice:
+def one_device(name: str, parts: int = 1) -> OneDevice:
     model, changes = MODELS[name]
     kinds = {"dtype": "float64", "param_dtype": "float64"}
-    return on_one_device(models.job(model, **kinds, **changes))
+    return on_one_device(models.job(model, **kinds, **changes), parts)
 
 
 @pytest.mark.parametrize(("name", "remat", "layout"), CASES)
@@ -66,6 +67,43 @@ def test_it_computes_the_same(name: str, remat: str, layout: str) -> None:
     if layout == "fsdp":
         assert outcome.plan.memory.host_bytes == sum(moved) // 8 > 0
     assert moved
+
+
+def test_each_micro_batch_waits_on_its_own() -> None:
+    with jax.enable_x64(True):
+        outcome = check(
+            one_device("scanned", 2),
+            mesh=LAYOUTS["fsdp"],
+            remat="full",
+            offload="activations",
+        )
+        moved = puts(outcome.step)
+    assert outcome.error < 1e-10, outcome.worst_path
+    assert outcome.plan.memory.host_bytes == sum(moved) // 8 // 2 > 0
+
+
+def test_a_loop_inside_a_layer() -> None:
+    """What a policy keeps of its turns waits, and the layer's input."""
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    def layer(params: Any, x: Any) -> Any:
+        y, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params["inner"])
+        return x + y @ params["out"]
+
+    def loss(net: Any, x: Any) -> Any:
+        for params in net["layers"]:
+            x = jax.checkpoint(layer, policy=policy)(params, x)
+        return (x**2).mean()
+
+    layers = [{"inner": np.ones((3, 16, 16), "f"), "out": np.ones((16, 16), "f")}] * 2
+    net, x = {"layers": layers}, np.ones((64, 16), "f")
+    plan = wh.plan(
+        loss, net, x, cluster="h100:8", mesh={"fsdp": 8}, offload="activations"
+    )
+    step = wh.compile(plan, loss, net, devices=jax.devices())
+    kept, given = 3 * 64 * 16 * 4, 64 * 16 * 4  # of both layers; the second's
+    assert sorted(puts(step)) == [given, kept, kept]
+    assert plan.memory.host_bytes == (given + 2 * kept) // 8
 
 
 def puts(step: wh.TrainStep) -> list[int]:
@@ -228,3 +266,36 @@ def test_a_backend_without_host_memory_is_named() -> None:
         _check_host_memory(plan, mesh)
     amount = f"{plan.memory.host_bytes / 1e6:.0f} MB of each device"
     assert f"activations in host memory ({amount})" in str(caught.value)
+
+
+# The command line.
+
+COMMAND: Final = "plan llama-test --set layers=3 --cluster h100:8 --batch 16".split()
+
+
+def test_the_command_line_takes_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    options = ["--remat", "full", "--offload", "activations", "optimizer", "-o", path]
+    assert cli.main([*COMMAND, *options]) == 0
+    assert "optimizer and activations in host memory" in capsys.readouterr().out
+    plan = wh.Plan.load(path)
+    assert plan.offload == ("optimizer", "activations") and plan.runnable
+    again = ["train", "llama-test", "--plan", path, "--offload", "none"]
+    assert cli.main(again) == 2
+    assert f"--offload none was given with --plan {path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (["none", "optimizer"], "'none' is none of optimizer, activations, params"),
+        (["disk"], "invalid choice"),
+    ],
+)
+def test_the_command_line_names_what_it_does_not_know(
+    what: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*COMMAND, "--offload", *what]) == 2
+    assert message in capsys.readouterr().err
