@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
@@ -66,18 +66,17 @@ class Hosting:
         """The user wants activations there, and no layers are computed again."""
         return "activations" in (self.request.offload or ()) and not self.waiting
 
-    @functools.cached_property
-    def options(self) -> list[list[Offload]]:
+    def options(self) -> Iterator[list[Offload]]:
         """What may lie there, in groups: the more only where the less does not fit."""
-        if self.request.offload is not None:
-            return [[self.request.offload]]
-        if not self.counted:
-            return [[()]]
+        asked = self.request.offload
+        yield [() if asked is None else asked]
+        if asked is not None or not self.counted:
+            return
         # Some optimizers need their state as a whole.
         there = {"optimizer": any(self.state), "activations": bool(self.waiting)}
         each = [name for name in RUNNABLE_OFFLOADS if there[name]]
-        sizes = range(len(each) + 1)
-        return [[*itertools.combinations(each, size)] for size in sizes]
+        for size in range(1, len(each) + 1):
+            yield [*itertools.combinations(each, size)]
 
     def state_bytes(
         self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int], offload: Offload

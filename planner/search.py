@@ -348,7 +348,7 @@ class Search:
             case = _Case(mesh, tables, zero, layouts, counts, costs, memories)
             if self.bound < math.inf and self._least_seconds(case) > self.bound:
                 continue
-            for offloads in self.hosting.options:
+            for offloads in self.hosting.options():
                 found = [self._scored(case, offload) for offload in offloads]
                 self.scored += found
                 if any(one.fits for one in found):
