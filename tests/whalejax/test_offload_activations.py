@@ -268,6 +268,18 @@ def test_a_backend_without_host_memory_is_named() -> None:
     assert f"activations in host memory ({amount})" in str(caught.value)
 
 
+def test_a_cluster_that_does_not_know_its_host() -> None:
+    cpu = wh.cluster("cpu:8").with_memory(80 * 10**9)
+    plan, there = (
+        asked(remat="full", offload=offload, cluster=cpu)
+        for offload in ("activations", ())
+    )
+    assert any("is not counted" in note for note in plan.notes)
+    assert plan.time.offload_seconds == 0
+    kept = there.memory.activations_bytes - plan.memory.activations_bytes
+    assert plan.memory.host_bytes == pytest.approx(kept, rel=0.01)
+
+
 # The command line.
 
 COMMAND: Final = "plan llama-test --set layers=3 --cluster h100:8 --batch 16".split()
