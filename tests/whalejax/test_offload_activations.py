@@ -178,6 +178,7 @@ def asked(memory: float = 80e9, **options: Any) -> wh.Plan:
         mesh={"data": 8},
         zero=0,
         num_micro_batches=1,
+        attention="gather",  # in blocks it keeps less
         **{"cluster": wh.cluster("h100:8").with_memory(int(memory)), **options},
     )
 
