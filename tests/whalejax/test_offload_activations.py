@@ -82,6 +82,20 @@ def test_each_micro_batch_waits_on_its_own() -> None:
     assert outcome.plan.memory.host_bytes == sum(moved) // 8 // 2 > 0
 
 
+def test_attention_that_goes_round() -> None:
+    with jax.enable_x64(True):
+        outcome = check(
+            one_device("scanned"),
+            mesh={"fsdp": 4, "context": 2},
+            remat="dots",
+            offload="activations",
+            attention="ring",
+        )
+        moved = puts(outcome.step)
+    assert outcome.error < 1e-10, outcome.worst_path
+    assert outcome.plan.memory.host_bytes == sum(moved) // 8 > 0
+
+
 def test_a_loop_inside_a_layer() -> None:
     """What a policy keeps of its turns waits, and the layer's input."""
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
