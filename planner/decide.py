@@ -483,7 +483,7 @@ def _notes(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
     notes += _torus_notes(search, best)
-    if best.offload and not best.time.offload_seconds:
+    if best.offload and not search.hosting.counted:
         notes.append(
             "moving to host memory and back is not counted: the cluster does not say "
             "how fast that is (host_link_bytes_per_second) or how much there is"

@@ -159,7 +159,9 @@ class _Chosen:
         if plain.attention == "all-gather":
             plain = dataclasses.replace(plain, attention="")
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
-        moves = set(self.offload) <= set(RUNNABLE_OFFLOADS)
+        # What waits in host memory is what layers that are computed again keep.
+        waits = "activations" not in self.offload or ALL in dict(self.remat)
+        moves = set(self.offload) <= set(RUNNABLE_OFFLOADS) and waits
         straight = tuple(a for a, _ in self.axes) == usual
         return plain == Beyond() and straight and moves
 

@@ -86,11 +86,13 @@ class Residents:
         rebuilt: for each different checkpointed region, what it saves inside when it
             runs again; one at a time is alive.
         largest: the largest temporaries of single operations.
+        waiting: kept from forward to backward in host memory.
     """
 
     saved: tuple[Kept, ...]
     rebuilt: tuple[tuple[Kept, ...], ...]
     largest: tuple[Kept, ...]
+    waiting: tuple[Kept, ...] = ()
 
 
 def residents(
@@ -99,6 +101,7 @@ def residents(
     weight: Sequence[bool],
     *,
     copies_kernels: bool,
+    waiting: Mapping[int, int] | None = None,
 ) -> Residents:
     """Find what the backward pass needs.
 
@@ -107,8 +110,9 @@ def residents(
         dims: its logical dimensions.
         weight: for every tensor, whether it depends on parameters alone.
         copies_kernels: see ``meshes.CompilerProfile``.
+        waiting: copies of values that wait in host memory, by tensor.
     """
-    finder = _Kept(graph, weight)
+    finder, away = _Kept(graph, weight), waiting or {}
     saved: dict[int, tuple[int, int]] = {}
     inside: dict[int, dict[int, tuple[int, int]]] = {}
     turned: dict[int | None, list[Op]] = {}
@@ -133,8 +137,16 @@ def residents(
         for remat in dict.fromkeys((*inside, *turned))
         if remat is not None
     }
+    hosted = {
+        t: (op.trip * away[t], op.task_graph)
+        for op in graph.ops
+        for t in op.operands + op.results
+        if t in away and op.remat is not None
+    }
+    saved = {t: entry for t, entry in saved.items() if t not in hosted}
     kept = fold_kept(graph, dims, saved, _made(graph, weight))
     return Residents(
+        waiting=fold_kept(graph, dims, hosted),
         saved=kept + _kernels(graph, dims, turned.get(None, []), loops=True),
         rebuilt=tuple(rebuilt),
         largest=_largest(graph, dims, weight),
@@ -354,4 +366,5 @@ def memory_of(
         state_bytes=state_bytes,
         activations_bytes=int(saved),
         working_bytes=int(working),
+        host_bytes=int(math.fsum(kept_bytes(found.waiting, tables, s))),
     )

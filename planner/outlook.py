@@ -35,6 +35,7 @@ from whalejax.planner.schedules import most_in_flight
 from whalejax.planner.stored import Held
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array
+from whalejax.planner.waiting import exposed_seconds
 
 
 PLACES = (FIRST, LAYER, LAST)
@@ -477,7 +478,7 @@ class Cases(_Rows):
                 compute = self.seconds[kind, place, phase, "compute"]
                 if place == LAYER:
                     compute = compute * self.model.layers
-                exposed = np.maximum(0.0, nbytes / link - compute)
+                exposed = exposed_seconds(nbytes, link, compute)
                 self._add(kind, place, phase, "offload", exposed)
 
     def place_seconds(self, kind: int, place: int, phase: str) -> Array:

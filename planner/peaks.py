@@ -43,6 +43,7 @@ class Moments:
         made: for each span and group, whether it makes such a parameter's gradient.
         turns: for each group, by how many turns of a loop its parameters are shared
             out, one part to each.
+        waiting: how many of each kind wait in host memory.
     """
 
     kinds: tuple[Kept, ...]
@@ -53,6 +54,7 @@ class Moments:
     held: np.ndarray
     made: np.ndarray
     turns: np.ndarray
+    waiting: np.ndarray
 
 
 def moments(
@@ -62,6 +64,7 @@ def moments(
     facts: LeafFacts,
     *,
     compiler: CompilerProfile,
+    waiting: Mapping[int, int] | None = None,
 ) -> Moments:
     """Find what memory holds.
 
@@ -71,8 +74,9 @@ def moments(
         weight: for every tensor, whether it depends on parameters alone.
         facts: the parameters.
         compiler: what it computes inside products, and in which type.
+        waiting: copies of values that wait in host memory, by tensor.
     """
-    timeline = Timeline(graph, weight, compiler)
+    timeline = Timeline(graph, weight, compiler, waiting)
     found = _Kinds(graph, dims)
     spans = timeline.spans
     saved = [found.count(timeline.made_before(span.end)) for span in spans]
@@ -84,6 +88,7 @@ def moments(
         [[found.count(row) for row in pair[which]] for pair in works]
         for which in (0, 1)
     )
+    away = found.count(timeline.waits())
     last, users = timeline.parameters(facts)
     gradients = np.zeros((2 * len(spans), len(facts.groups)))
     for leaf, group in enumerate(facts.group_of):
@@ -109,6 +114,7 @@ def moments(
         held=held,
         made=made,
         turns=np.array(timeline.turns(facts)),
+        waiting=found.full(away),
     )
 
 
@@ -279,4 +285,5 @@ def peak_of(
         state_bytes=state_bytes,
         activations_bytes=int(saved[fullest]),
         working_bytes=int(working[fullest]),
+        host_bytes=int(found.waiting @ kinds) if found.kinds else 0,
     )

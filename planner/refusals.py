@@ -42,6 +42,8 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
         search: after ``run`` returned no plan.
         open_remat: the user left it to the planner what is computed again.
     """
+    if search.hosting.nothing_waits:
+        return PlanError(_nothing_waits(search, open_remat=open_remat))
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
         return PlanError(_nothing_fits(search, more=not (open_remat or full)))
@@ -102,6 +104,20 @@ def _padding(search: Search) -> str:
 
 def _devices(count: int) -> str:
     return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _nothing_waits(search: Search, *, open_remat: bool) -> str:
+    policies = ", ".join(f'"{name}"' for name in search.request.policies[1:])
+    if open_remat or search.request.remat:
+        why = "no repeated layers were found that could be computed again"
+        remedy = "Put jax.checkpoint around the model's layers"
+    else:
+        why = 'remat="none" has none computed again'
+        remedy = f"Take remat= one of {policies}, leave it to the planner"
+    return (
+        'offload="activations": what waits in host memory is what layers that the '
+        f"backward pass computes again keep, and {why}. {remedy}, or offload=()"
+    )
 
 
 def _nothing_fits(search: Search, *, more: bool) -> str:

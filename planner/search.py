@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
@@ -43,6 +43,7 @@ from whalejax.planner.cost import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Graph
+from whalejax.planner.hosting import Hosting
 from whalejax.planner.layout import Table, divisors, shards
 from whalejax.planner.leaves import (
     LeafFacts,
@@ -64,10 +65,7 @@ from whalejax.planner.ranking import best_first
 from whalejax.planner.rows import Rows, build_rows
 from whalejax.planner.scored import Request as Request
 from whalejax.planner.scored import Scored as Scored
-from whalejax.planner.terms import (
-    MemoryTerms,
-    TimeTerms,
-)
+from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.update import (
     combined_gradients,
     odd_share,
@@ -83,6 +81,7 @@ BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
+NOTHING_WAITS = "no activations to keep in host memory"
 """Reasons to refuse a layout."""
 
 LEAST_SHARE = 0.5
@@ -120,7 +119,7 @@ class _Case:
         mesh, tables, zero, layouts: as in ``Scored``.
         counts: numbers of micro-batches that there can be, rising.
         costs: of rows, by the number of micro-batches, as far as they are known.
-        memories: the same, with nothing in host memory.
+        memories: the same, by what lies in host memory too.
     """
 
     mesh: dict[str, int]
@@ -129,7 +128,7 @@ class _Case:
     layouts: tuple[LeafLayout, ...]
     counts: tuple[int, ...]
     costs: dict[int, tuple[RowCost, ...]]
-    memories: dict[int, MemoryTerms]
+    memories: dict[tuple[int, tuple[str, ...]], MemoryTerms]
 
 
 class Search:
@@ -137,6 +136,7 @@ class Search:
 
     Attributes:
         graph, dims, rows: what is planned.
+        hosting: what may lie in host memory.
         split: what stands between products is set apart in the graph, for sequence
             parallelism; the options are those of the search ``beside`` without.
         named_axes: mesh axes that metadata names.
@@ -164,6 +164,7 @@ class Search:
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
         self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
+        self.hosting = Hosting(graph, cluster, request, self.facts)
         self.options: Options = (
             choices(graph, dims, self.rows, request.default)
             if beside is None
@@ -178,22 +179,37 @@ class Search:
     @functools.cached_property
     def residents(self) -> Residents:
         """What a pass holds, for compilers that hold all of it at once."""
+        return self._residents()
+
+    @functools.cached_property
+    def moments(self) -> Moments:
+        """What memory holds when, for the others."""
+        return self._moments()
+
+    @functools.cached_property
+    def _apart(self) -> Residents | Moments:
+        """Either, as the platform asks, with activations in host memory."""
+        cpu = self.cluster.platform == "cpu"
+        found = self._residents if cpu else self._moments
+        return found(self.hosting.waiting)
+
+    def _residents(self, waiting: Mapping[int, int] | None = None) -> Residents:
         return residents(
             self.graph,
             self.dims,
             self.rows.weight,
             copies_kernels=self.cluster.compiler.copies_kernels,
+            waiting=waiting,
         )
 
-    @functools.cached_property
-    def moments(self) -> Moments:
-        """What memory holds when, for the others."""
+    def _moments(self, waiting: Mapping[int, int] | None = None) -> Moments:
         return moments(
             self.graph,
             self.dims,
             self.rows.weight,
             self.facts,
             compiler=self.cluster.compiler,
+            waiting=waiting,
         )
 
     def run(self) -> list[Scored]:
@@ -241,6 +257,8 @@ class Search:
 
     def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
         reason = self._no_context(mesh) or sharded_by_split(self.options, mesh)
+        if self.hosting.nothing_waits:
+            reason = NOTHING_WAITS
         if reason:
             self._refuse(reason)
             return
@@ -325,17 +343,15 @@ class Search:
                 continue
             if self._shards_nothing(mesh, zero, layouts):
                 continue
-            memories: dict[int, MemoryTerms] = {}
+            memories: dict[tuple[int, tuple[str, ...]], MemoryTerms] = {}
             counts = tuple(self._micro_batches(mesh, tables))
             case = _Case(mesh, tables, zero, layouts, counts, costs, memories)
             if self.bound < math.inf and self._least_seconds(case) > self.bound:
                 continue
-            for offload in self._offloads():
-                if offload and self.request.offload is None and not any(self._hosted):
-                    break  # The optimizer needs its state as a whole.
-                one = self._scored(case, offload)
-                self.scored.append(one)
-                if one.fits:
+            for offloads in self.hosting.options():
+                found = [self._scored(case, offload) for offload in offloads]
+                self.scored += found
+                if any(one.fits for one in found):
                     break
 
     def _least_seconds(self, case: _Case) -> float:
@@ -350,20 +366,12 @@ class Search:
             case.costs[count] = tuple(self._costs(case.tables, s))
         return self._time(case.layouts, case.zero, count, case.costs[count], s)
 
-    def _offloads(self) -> list[tuple[str, ...]]:
-        """What may lie in host memory; the more only where the less does not fit."""
-        if self.request.offload is not None:
-            return [self.request.offload]
-        kinds = self.cluster.kinds
-        hosts = all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
-        return [(), ("optimizer",)] if hosts else [()]
-
     def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
         """One plan."""
-        moved = self._moved_bytes(case.layouts, case.mesh) if offload else 0
-        count, memory = self._smallest_count(case, moved)
+        count, memory = self._smallest_count(case, offload)
         time, collectives = self._case_time(case, count)
-        link = min(k.host_link_bytes_per_second or 0.0 for k in self.cluster.kinds)
+        moved = self.hosting.state_bytes(case.layouts, case.mesh, offload)
+        costs = [*zip(self.rows.ops, case.costs[count], strict=False)]
         fits = self._fits(memory)
         fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
         return Scored(
@@ -381,29 +389,13 @@ class Search:
             time=dataclasses.replace(
                 time,
                 allocation_seconds=fresh,
-                # A loop that waits for each piece: nothing hides behind it.
-                offload_seconds=2 * moved / link if link else 0.0,
+                offload_seconds=self.hosting.seconds(
+                    moved, memory.host_bytes - moved, costs, count
+                ),
             ),
             memory=memory,
             fits=fits,
             roomy=fits and count == case.counts[0] and not offload,
-        )
-
-    @functools.cached_property
-    def _hosted(self) -> list[int]:
-        """Bytes of each parameter's optimizer state that may lie in host memory."""
-        if self.request.hosted is None:
-            return [0] * len(self.facts.tensors)
-        found = self.request.hosted()
-        return [found.get(t.path, 0) for t in self.facts.tensors]
-
-    def _moved_bytes(
-        self, layouts: Sequence[LeafLayout], mesh: Mapping[str, int]
-    ) -> int:
-        """Optimizer state of one device that lies in host memory where it may."""
-        pairs = zip(self._hosted, self.facts.group_of, strict=True)
-        return sum(
-            nbytes // shards(layouts[group].optimizer, mesh) for nbytes, group in pairs
         )
 
     def _fits(self, memory: MemoryTerms) -> bool:
@@ -425,7 +417,9 @@ class Search:
                 return True
         return False
 
-    def _smallest_count(self, case: _Case, moved: int) -> tuple[int, MemoryTerms]:
+    def _smallest_count(
+        self, case: _Case, offload: tuple[str, ...]
+    ) -> tuple[int, MemoryTerms]:
         """The fewest micro-batches that fit, or the most that there can be.
 
         Memory falls with their number, but for what accumulation itself takes.
@@ -433,16 +427,11 @@ class Search:
         counts = case.counts
 
         def memory(place: int) -> MemoryTerms:
-            count = counts[place]
-            if count not in case.memories:
-                s = self._setting(case.mesh, count)
-                case.memories[count] = self._memory(case.layouts, case.tables, s)
-            found = case.memories[count]
-            return dataclasses.replace(
-                found,
-                optimizer_bytes=found.optimizer_bytes - moved,
-                host_bytes=moved,
-            )
+            key = counts[place], offload
+            if key not in case.memories:
+                s = self._setting(case.mesh, counts[place])
+                case.memories[key] = self._memory(case.layouts, case.tables, s, offload)
+            return case.memories[key]
 
         last = len(counts) - 1
         if self._fits(memory(0)):
@@ -455,7 +444,11 @@ class Search:
         return counts[last], memory(last)
 
     def _memory(
-        self, layouts: Sequence[LeafLayout], tables: Mapping[int, Table], s: Setting
+        self,
+        layouts: Sequence[LeafLayout],
+        tables: Mapping[int, Table],
+        s: Setting,
+        offload: tuple[str, ...],
     ) -> MemoryTerms:
         request = self.request
         common: dict[str, Any] = {
@@ -463,11 +456,19 @@ class Search:
             "cast_bytes": request.cast_bytes,
             "accumulates": s.num_micro_batches * self.graph.num_micro_batches > 1,
         }
-        if self.cluster.platform == "cpu":
-            found = memory_of(self.facts, layouts, self.residents, tables, s, **common)
-        else:
-            found = peak_of(self.facts, layouts, self.moments, tables, s, **common)
-        return dataclasses.replace(found, batch_bytes=self._batch_bytes(tables, s.mesh))
+        found: MemoryTerms
+        cpu = self.cluster.platform == "cpu"
+        plain: Any = self.residents if cpu else self.moments
+        held = self._apart if "activations" in offload else plain
+        of: Callable[..., MemoryTerms] = memory_of if cpu else peak_of
+        found = of(self.facts, layouts, held, tables, s, **common)
+        moved = self.hosting.state_bytes(layouts, s.mesh, offload)
+        return dataclasses.replace(
+            found,
+            batch_bytes=self._batch_bytes(tables, s.mesh),
+            optimizer_bytes=found.optimizer_bytes - moved,
+            host_bytes=found.host_bytes + moved,
+        )
 
     def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
         if not self.request.batch_bytes:

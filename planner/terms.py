@@ -20,7 +20,7 @@ ALL = "*"
 OFFLOADS = ("optimizer", "activations", "params")
 """What may lie in host memory; ``params`` takes the gradients along."""
 
-RUNNABLE_OFFLOADS = ("optimizer",)
+RUNNABLE_OFFLOADS = ("optimizer", "activations")
 """Those that this version runs."""
 
 

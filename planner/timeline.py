@@ -28,6 +28,10 @@ _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 _SMALL = 16
 """Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
 
+_FETCHED = 2
+"""Layers whose values are on the device at a time where they wait in host memory: one
+that is computed again, and the next, whose values are on their way."""
+
 _WORKING = 2.0
 """Largest operand or result of a product, times this, is what its backward pass works
 with: the gradients on both sides of what lies between it and the next product."""
@@ -49,13 +53,25 @@ Works = list[dict[Entry, float]]
 
 
 class Timeline:
-    """What the forward pass keeps and when it is let go."""
+    """What the forward pass keeps and when it is let go.
+
+    Args:
+        graph: the captured loss.
+        weight: for every tensor, whether it depends on parameters alone.
+        compiler: what it computes inside products, and in which type.
+        waiting: copies of values that wait in host memory, by tensor.
+    """
 
     def __init__(
-        self, graph: Graph, weight: Sequence[bool], compiler: CompilerProfile
+        self,
+        graph: Graph,
+        weight: Sequence[bool],
+        compiler: CompilerProfile,
+        waiting: Mapping[int, int] | None = None,
     ) -> None:
         self.graph = graph
         self.weight = weight
+        self.waiting = waiting or {}
         self.multiplied = {
             t
             for op in (() if compiler.fuses_products else graph.ops)
@@ -198,7 +214,8 @@ class Timeline:
                 continue
             slots = op.operands + op.results
             if op.kept:
-                kept.update(dict.fromkeys(op.results, i))
+                there = [t for t in op.results if t not in self.waiting]
+                kept.update(dict.fromkeys(there, i))
             if op.remat is None:
                 for slot in op.saves:
                     for t in self.sources(slots[slot]):
@@ -206,7 +223,7 @@ class Timeline:
                 continue
             for t in op.operands:
                 made = ops[self.maker[t]].remat if t in self.maker else None
-                if made != op.remat and self._value(t):
+                if made != op.remat and self._value(t) and t not in self.waiting:
                     for b in self.sources(t):
                         kept.setdefault(b, i)
         kept = self._lean(kept, None)
@@ -216,7 +233,7 @@ class Timeline:
             times = ops[self.maker[t]].trip if t in self.maker else 1
             found[t, 0] = first, self._nbytes(t) * times, home.get(t, 0)
         loop = next((s.first for s in self.spans if s.loop), 0)
-        for copy, one in enumerate(self.graph.stacked, start=1):
+        for copy, one in enumerate(self._stacked(), start=1):
             at = max(self.maker.get(one.tensor, loop), loop)
             first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
             found[one.tensor, copy] = (
@@ -235,6 +252,45 @@ class Timeline:
                     if self._value(t) and self.graph.tensors[t].shape == shape:
                         return op.task_graph
         return self.homes.get(one.tensor, 0)
+
+    def _stacked(self) -> list[Stacked]:
+        """What loops keep on the device."""
+        away = Counter(
+            (self.graph.tensors[t].shape, self.graph.tensors[t].nbytes)
+            for t in self.waiting
+        )
+        found = []
+        for one in self.graph.stacked:
+            key = self.graph.tensors[one.tensor].shape, one.nbytes
+            if away[key]:
+                away[key] -= 1
+            else:
+                found.append(one)
+        return found
+
+    def waits(self) -> Counter[Entry]:
+        """What waits in host memory when the forward pass is done."""
+        found: Counter[Entry] = Counter()
+        trips = {
+            t: op.trip
+            for op in self.graph.ops
+            for t in op.operands + op.results
+            if op.remat is not None
+        }
+        for t, copies in self.waiting.items():
+            nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, 0)
+            found[t, nbytes, home] += copies * trips[t]
+        return found
+
+    def _fetched(self) -> dict[int, list[int]]:
+        """For each checkpointed region, what comes back from host memory for it."""
+        found: dict[int, dict[int, None]] = {}
+        for op in self.graph.ops:
+            if op.remat is not None:
+                slots = op.operands + op.results
+                here = (t for t in slots if t in self.waiting)
+                found.setdefault(op.remat, {}).update(dict.fromkeys(here))
+        return {region: [*tensors] for region, tensors in found.items()}
 
     def _homes(self) -> dict[int, int]:
         """The TaskGraph of each tensor: of its maker, or of its first reader."""
@@ -283,7 +339,7 @@ class Timeline:
         before: dict[Any, dict[Entry, float]] = {}
         making: dict[Any, dict[Entry, float]] = {}
         inside: dict[int | None, dict[int, int]] = {}
-        slice_of = self._slice(span)
+        slice_of, fetched = self._slice(span), self._fetched()
         for i in range(span.first, span.end):
             op = self.graph.ops[i]
             if op.remat is not None:
@@ -292,6 +348,8 @@ class Timeline:
             if op.matmul is None:
                 continue
             held = Counter[Entry](slice_of)
+            for t in fetched.get(op.remat, ()) if op.remat is not None else ():
+                held[self._entry(t)] += _FETCHED
             for t, first in inside.get(op.remat, {}).items():
                 if first <= i:
                     held[self._entry(t)] += 1
@@ -321,9 +379,9 @@ class Timeline:
 
     def _slice(self, span: Span) -> list[Entry]:
         """One turn of the largest value that a loop keeps, cut out of its stack."""
-        if not span.loop or not self.graph.stacked:
+        if not span.loop or not self._stacked():
             return []
-        largest = max(self.graph.stacked, key=lambda s: s.nbytes)
+        largest = max(self._stacked(), key=lambda s: s.nbytes)
         home = self.homes.get(largest.tensor, 0)
         nbytes = largest.nbytes // (1 + self._halved(largest))
         return [(largest.tensor, nbytes, home)]

@@ -10,6 +10,8 @@ object; keys of the TPU are the worst of its topologies, those of the CPU end in
                          those of a whole sequence on each device: at most 0.16
     offload_freed        bytes of peak that optimizer state in host memory frees, over
                          the bytes that are moved: at least 0.95
+    activations_offload_freed
+                         the same of activations that wait in host memory: at least 0.95
     memory_error         the largest relative error of a predicted peak: at most 0.10
 
     python scripts/bench_memory.py [--only TOPOLOGY]
@@ -71,7 +73,7 @@ def main() -> None:
         if only in topology:
             for key, value in _measured(topology).items():
                 name = f"{key}_cpu" if topology == "local" else key
-                worst = min if key == "offload_freed" else max
+                worst = min if key.endswith("offload_freed") else max
                 found[name] = worst(found.get(name, value), value)
     print(json.dumps({key: round(value, 4) for key, value in found.items()}))
 
@@ -95,7 +97,16 @@ def _measured(topology: str) -> dict[str, float]:
             _compiled(topology, mesh=mesh, zero=0, remat="full", offload=offload)
             for offload in ((), "optimizer")
         )
-        found["offload_freed"] = (lies.peak - moved.peak) / moved.plan.memory.host_bytes
+        found["offload_freed"] = _freed(lies, moved)
+        steps += [lies, moved]
+        # Many samples: what is kept of each layer is large beside its parameters.
+        deep = models.job("llama-test", **{**LLAMA, "layers": 48})
+        many = {"job": deep, "mesh": {"fsdp": size}, "remat": "dots", "batch": 64}
+        lies, moved = (
+            _compiled(topology, **many, offload=offload)
+            for offload in ((), "activations")
+        )
+        found["activations_offload_freed"] = _freed(lies, moved)
         steps += [lies, moved]
     # A whole sequence on each device, and an eighth of it, in blocks both times.
     sizes = {**(SMALL_GPT if cpu else GPT), "vocab": 512, "annotated": False}
@@ -113,6 +124,20 @@ def _measured(topology: str) -> dict[str, float]:
     found["context_memory_ratio"] = shared.temporaries / whole.temporaries
     steps += [whole, shared]
     return {**found, "memory_error": max(abs(step.error) for step in steps)}
+
+
+def _freed(lies: Compiled, moved: Compiled) -> float:
+    """Bytes of peak that host memory frees, over the bytes that are moved there."""
+    plans, nbytes = (lies.plan, moved.plan), moved.plan.memory.host_bytes
+    before, after = (plan.memory.total_bytes for plan in plans)
+    found = (lies.peak - moved.peak) / nbytes
+    print(
+        f"{'':10s} {' and '.join(moved.plan.offload)} in host memory: "
+        f"{nbytes / 1e9:.2f} GB, {moved.quantities['host']['compiled'] / 1e9:.2f} GB "
+        f"compiled; frees {found:.3f} of it, predicted {(before - after) / nbytes:.3f}",
+        flush=True,
+    )
+    return found
 
 
 def _compiled(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def make_plan(
     micro_batches: int | None,
     runnable: bool = True,
     remat: str | None = None,
-    offload: str | None = None,
+    offload: Sequence[str] = (),
     attention: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
@@ -63,7 +63,7 @@ def make_plan(
 
     Args:
         remat: what layers compute again; None leaves it to the planner.
-        offload: what lies in host memory; ``"none"``, or None for the planner.
+        offload: what lies in host memory; ``"none"``, or nothing for the planner.
         attention: how it runs, or None for the planner.
         compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
@@ -78,7 +78,7 @@ def make_plan(
         num_micro_batches=micro_batches,
         runnable=runnable,
         remat=remat,
-        offload=() if offload == "none" else offload,
+        offload=() if tuple(offload) == ("none",) else offload or None,
         attention=attention,
         compiler_options=compiler_options,
     )

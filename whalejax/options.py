@@ -24,7 +24,10 @@ Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
 Precision = Annotated[
     Literal["f32", "bf16", "f16"] | None, conf.arg(metavar="f32|bf16|f16")
 ]
-Offload = Annotated[Literal["optimizer", "none"] | None, conf.arg(metavar="WHAT")]
+Offload = Annotated[
+    tuple[Literal["optimizer", "activations", "none"], ...],
+    conf.arg(metavar="optimizer|activations|none"),
+]
 Attention = Annotated[Literal["ring", "gather"] | None, conf.arg(metavar="ring|gather")]
 
 
@@ -59,8 +62,8 @@ class TrainCommand:
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     remat: OptionalText = None
     """what layers compute again: none; all but dots; all but what is named; full"""
-    offload: Offload = None
-    """in host memory: optimizer (its state), or none; if left out what must be"""
+    offload: Offload = ()
+    """in host memory: one or both, or none; if left out what must be"""
     attention: Attention = None
     """ring: in blocks, keys going round; gather: as the model does"""
     compiler_options: Settings = ()
@@ -95,8 +98,8 @@ class PlanCommand:
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     remat: OptionalText = None
     """what layers compute again: none; all but dots; all but what is named; full"""
-    offload: Offload = None
-    """in host memory: optimizer (its state), or none; if left out what must be"""
+    offload: Offload = ()
+    """in host memory: one or both, or none; if left out what must be"""
     attention: Attention = None
     """ring: in blocks, keys going round; gather: as the model does"""
     compiler_options: Settings = ()

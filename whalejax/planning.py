@@ -101,8 +101,8 @@ def plan(
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
         runnable: take only what ``wh.compile`` can run. False widens the search to
-            pipelines, ring attention, activations and parameters in host memory, and
-            unlike devices; a plan that uses any of them is an estimate.
+            pipelines, ring attention, parameters in host memory, and unlike devices; a
+            plan that uses any of them is an estimate.
         remat: what the layers keep for the backward pass, which computes the rest
             again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
             ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,
@@ -110,9 +110,11 @@ def plan(
             policy for each TaskGraph by its name, ``"*"`` for all others. What the
             model itself puts into ``jax.checkpoint`` stays as it is. None lets the
             planner choose.
-        offload: what lies in host memory: ``"optimizer"`` (its state), or nothing,
-            ``()``; estimates take ``"activations"`` and ``"params"`` too, several as a
-            list. None lets the planner choose, where nothing fits without.
+        offload: what lies in host memory: ``"optimizer"`` (its state),
+            ``"activations"`` (what layers that are computed again keep, from the
+            forward to the backward pass), both as a list, or nothing, ``()``;
+            estimates take ``"params"`` too. None lets the planner choose, where nothing
+            fits without.
         sequence_parallel: whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards; None lets the planner
             choose.
@@ -371,7 +373,7 @@ def _checked_offload(
         elif runnable and name not in RUNNABLE_OFFLOADS:
             problems.add(
                 f"{name} in host memory does not run in this version; "
-                f"{', '.join(RUNNABLE_OFFLOADS)} does. runnable=False estimates it"
+                f"{' and '.join(RUNNABLE_OFFLOADS)} do. runnable=False estimates it"
             )
     if runnable and "optimizer" in given and not any(hosts().values()):
         problems.add(

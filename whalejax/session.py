@@ -100,7 +100,7 @@ def check_options(options: TrainCommand) -> Path | None:
             ("--precision", options.precision),
             ("--micro-batches", options.micro_batches),
             ("--remat", options.remat),
-            ("--offload", options.offload),
+            ("--offload", " ".join(options.offload) or None),
             ("--attention", options.attention),
             ("--compiler-options", " ".join(options.compiler_options) or None),
         ):

@@ -124,7 +124,7 @@ class TrainStep:
             plan=plan,
             captured=captured,
             adapter=adapter,
-            constraints=constraints_of(plan, analysed, captured.outputs),
+            constraints=constraints_of(plan, analysed, captured),
             mesh=mesh,
             optimizer=optax.with_extra_args_support(
                 optax.identity() if optimizer is None else optimizer

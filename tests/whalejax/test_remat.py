@@ -242,7 +242,12 @@ def test_the_planner_takes_the_policy_that_costs_least() -> None:
     between = (dots.memory.total_bytes + none.memory.total_bytes) / 2
     assert asked(mesh={"fsdp": 8}, memory=between).remat == (("*", "dots"),)
     between = (dots.memory.total_bytes + full.memory.total_bytes) / 2
-    assert asked(mesh={"fsdp": 8}, memory=between).remat == (("*", "full"),)
+    tight = asked(mesh={"fsdp": 8}, memory=between, offload=())
+    assert tight.remat == (("*", "full"),)
+    # Transfers that hide behind the computation cost less than computing again.
+    moved = tight.what_if(offload=None)
+    assert (moved.remat, moved.offload) == ((("*", "dots"),), ("activations",))
+    assert moved.time.step_seconds < tight.time.step_seconds
 
 
 def test_a_plan_remembers_it(tmp_path: Any) -> None:

@@ -44,6 +44,7 @@ class Captured:
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results; None for a scalar constant.
         results: the same for the flat function's own results.
+        given: for every checkpointed region by position, the tensor ids of its inputs.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
         notes: what could not be counted, in words.
@@ -58,6 +59,7 @@ class Captured:
     out_tree: Any
     outputs: dict[Position, tuple[Value, ...]]
     results: tuple[Value, ...]
+    given: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
     notes: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ class Captured:
             graph=replace(graph, model_hash=self.graph.model_hash),
             jaxpr=program,
             outputs=walk.outputs,
+            given=walk.given,
             results=results,
             attention=tuple(attention),
             notes=tuple(dict.fromkeys(walk.notes)),
@@ -214,6 +217,7 @@ def capture(
         batch_tree=batch_tree,
         out_tree=flat.out_tree,
         outputs=walk.outputs,
+        given=walk.given,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,

@@ -49,6 +49,7 @@ class Walk:
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results.
+        given: for every checkpointed region by position, the tensor ids of its inputs.
         loops: (carry as produced, carry as consumed) pairs of every loop.
         stacked: what the turns of outermost scans keep for their backward pass.
         notes: what could not be counted, in words.
@@ -59,6 +60,7 @@ class Walk:
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
+    given: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     loops: list[tuple[int, int]] = field(default_factory=list)
     stacked: list[Stacked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -273,6 +275,7 @@ class Walk:
         number, self._remats = self._remats, self._remats + 1
         (inner,) = inner_jaxprs(equation)
         policy = equation.params["policy"]
+        self.given[position] = operands
         context = replace(here.inside(position, 0), remat=number, policy=policy)
         return self._body(inner, operands, context)
 

@@ -9,21 +9,24 @@ use. Positions are those of capture, so the evaluator finds each equation again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from whalejax.planner.decide import Analysed
-from whalejax.planner.graph import ATTENTION, LOOPS, Op
+from whalejax.planner.graph import ATTENTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
+from whalejax.planner.waiting import waiting_values
 
 
 if TYPE_CHECKING:
+    from whalejax.capture import Captured
     from whalejax.planner.plan import Plan
 
 
 Position = tuple[int, ...]
 Outputs = Mapping[Position, tuple[int | None, ...]]
+Waiting = Mapping[Position, frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,9 @@ class Constraints:
             they are used in: stored layout, then used layout.
         regathers: positions that gather them again for their backward pass.
         rings: positions of attention that runs in blocks, with layouts of operands.
+        waiting: what waits in host memory for the backward pass: position of a
+            checkpointed region to numbers of its inputs, and of an equation inside one
+            to numbers of its results.
     """
 
     results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
@@ -50,6 +56,7 @@ class Constraints:
     )
     regathers: frozenset[Position] = frozenset()
     rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=dict)
 
 
 def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
@@ -225,12 +232,31 @@ def _from_whole(op: Op, final: Spec) -> tuple[Spec, ...]:
     return (born, final) if born != final else (final,)
 
 
-def constraints_of(plan: Plan, analysed: Analysed, outputs: Outputs) -> Constraints:
+def _waiting(graph: Graph, outputs: Outputs, given: Outputs) -> Waiting:
+    """Where a traced loss has values that wait in host memory."""
+    moves = waiting_values(graph).keys()
+    kept = {t for op in graph.ops if op.kept for t in op.results} & moves
+    found = {position: _among(tensors, moves) for position, tensors in given.items()}
+    for op in graph.ops:
+        if op.kept and kept.intersection(op.results):
+            found[op.position] = _among(outputs[op.position], kept)
+    return found
+
+
+def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
+    return frozenset(place for place, t in enumerate(tensors) if t in wanted)
+
+
+def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constraints:
     """The constraints that make a traced loss follow a plan.
 
     Args:
         plan: the plan.
         analysed: a trace of the same model, analysed.
-        outputs: for each equation by position, the tensors it gives.
+        captured: that trace.
     """
-    return _Collector(plan, analysed, outputs).collect()
+    found = _Collector(plan, analysed, captured.outputs).collect()
+    if "activations" not in plan.offload:
+        return found
+    waiting = _waiting(analysed.graph, captured.outputs, captured.given)
+    return replace(found, waiting=waiting)

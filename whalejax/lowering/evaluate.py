@@ -8,7 +8,7 @@ and what has a derivative rule of its own is bound as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,9 @@ GATHERED = "whalejax_gathered_parameter"
 MOVED = "whalejax_constrained_value"
 """Checkpoint name of other constrained values, by which a policy may keep them."""
 
+
+WAITING = "whalejax_waiting_value"
+"""Checkpoint name of what waits in host memory for the backward pass."""
 
 HOST_MEMORY = "pinned_host"
 """JAX's name for the memory of the host that devices can reach."""
@@ -57,6 +60,30 @@ def but_for_gathered(policy: Any) -> Any:
         if primitive.name == "sharding_constraint":
             return False
         return policy(primitive, *avals, **params)
+
+    return kept
+
+
+def with_waiting(policy: Any) -> Any:
+    """A checkpoint policy that has named values wait in host memory.
+
+    Of a value that another policy keeps on the device nothing stays there, because
+    what follows reads it under its name.
+
+    Args:
+        policy: for everything else; None keeps nothing.
+    """
+    moves = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[WAITING],
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )
+
+    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == WAITING:
+            return moves(primitive, *avals, **params)
+        return policy is not None and policy(primitive, *avals, **params)
 
     return kept
 
@@ -157,8 +184,12 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = _cond(scope, equation, values, position)
         else:
             results = _bound(scope, equation, values, slots, position)
+    waits = scope.constraints.waiting.get(position, ()) if kind is None else ()
     for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
-        scope.values[atom] = scope.result(position, slot, value)
+        result = scope.result(position, slot, value)
+        scope.values[atom] = (
+            checkpoint_name(result, WAITING) if slot in waits else result
+        )
 
 
 def _bound(
@@ -247,11 +278,21 @@ def _remat(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
+    # A region inside another keeps nothing that waits: it runs again as a whole.
+    waiting = {} if scope.recomputed else scope.constraints.waiting
+    within = replace(scope, constraints=replace(scope.constraints, waiting=waiting))
+    waits = waiting.get(position[:-1], ())
 
     def region(arguments: Sequence[Any]) -> list[Any]:
-        return _inner(scope, inner, arguments, position, recomputed=True)
+        given = [
+            checkpoint_name(x, WAITING) if place in waits else x
+            for place, x in enumerate(arguments)
+        ]
+        return _inner(within, inner, given, position, recomputed=True)
 
     policy = but_for_gathered(equation.params["policy"])
+    if waiting:
+        policy = with_waiting(policy)
     return rebuild.remat(equation, values, region, policy)
 
 

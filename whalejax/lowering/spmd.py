@@ -329,7 +329,7 @@ def update(
         loss,
         jnp.asarray(True) if applies is None else applies,
     ]
-    if program.plan.offload:
+    if "optimizer" in program.plan.offload:
         held = [
             replace(follower, spec=owned[follower.fresh])
             for follower in hosted(program.optimizer, program.adapter)

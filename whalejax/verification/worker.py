@@ -14,6 +14,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -139,14 +140,15 @@ def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
     lowered = step.lower()
     between = time.monotonic()
     phase.append("compiling")
-    compiled = lowered.compile()
+    dumps = request.target.platform == "tpu" and "activations" in plan.offload
+    compiled, heap = _dumped(lowered, plan) if dumps else (lowered.compile(), None)
     done = time.monotonic()
     return {
         "kind": devices[0].device_kind,
         "versions": _versions(jax, request.target.platform),
         "lower_seconds": between - start,
         "compile_seconds": done - between,
-        "memory": _memory(compiled.memory_analysis(), devices[0].platform),
+        "memory": _memory(compiled.memory_analysis(), devices[0].platform, heap),
         **_program(compiled.as_text(), plan.axis_sizes),
     }
 
@@ -186,12 +188,30 @@ def _versions(jax: Any, platform: str) -> dict[str, str]:
     }
 
 
-def _memory(stats: Any, platform: str) -> dict[str, int]:
+_HEAP = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
+
+
+def _dumped(lowered: Any, plan: Any) -> tuple[Any, int | None]:
+    """A compiled program, and the size of the heap that it gets on a device.
+
+    The peak among the compiler's statistics is the larger of what it allots on the
+    device and what it allots in host memory; the report on the heap has each alone.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**dict(plan.compiler_options), "xla_dump_to": folder}
+        compiled = lowered.compile(compiler_options=options)
+        texts = (p.read_text() for p in Path(folder).glob("*memory-usage-report.txt"))
+        sizes = [int(size) for text in texts for size in _HEAP.findall(text)]
+    return compiled, max(sizes, default=None)
+
+
+def _memory(stats: Any, platform: str, heap: int | None = None) -> dict[str, int]:
     """Bytes on one device; what is aliased is an argument and an output."""
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     peak = stats.peak_memory_in_bytes
-    if platform == "tpu":  # that compiler counts what lies in host memory too
-        peak -= host
+    if platform == "tpu":  # that compiler counts arguments in host memory too
+        peak -= stats.host_argument_size_in_bytes
+        peak = min(peak, heap or peak)
     if platform == "cpu":  # that compiler allots all temporaries at once
         peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return {
