@@ -274,8 +274,7 @@ class Asked:
                 *captured.notes,
                 *_remat_note(remat, found),
                 *_attention_note(found, blocks),
-                *adapter.notes,
-                *_option_note(options),
+                *(*adapter.notes, *_option_note(options)),
             ),
             question=self,
         )
