@@ -72,9 +72,12 @@ def analysed_for(plan: Plan, graph: Graph) -> Analysed:
     return Analysed(graph=split.graph, dims=analysed.dims)
 
 
-Again = Callable[[Remat, Chosen], Graph]
-"""The captured loss with some TaskGraphs computed again in the backward pass, and some
-attention run in blocks."""
+Again = Callable[[Remat, Chosen, int], Graph]
+"""The captured loss with some TaskGraphs computed again in the backward pass, some
+attention run in blocks, and logits made of a part of the tokens at a time."""
+
+LOSS_CHUNKS = 16
+"""Parts of the tokens of a device that the planner weighs, where memory is short."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +147,15 @@ def _searched(
     tried where scores are much of the work, or memory is short.
     """
     searches = _Searches(graph, cluster, request, again)
-    searches.policies(request.attention or ())
+    asked = request.loss_chunks or 1
+    searches.policies(request.attention or (), asked)
     _, plain = searches.found[0]
+    tight = searches.tight(plain)
     if request.attention is None and plain.options.sequence:
-        if searches.tight(plain) or score_share(graph) >= LEAST_SCORES:
-            searches.policies(((ALL, "ring"),))
+        if tight or score_share(graph) >= LEAST_SCORES:
+            searches.policies(((ALL, "ring"),), asked)
+    if request.loss_chunks is None and tight:
+        searches.policies(searches.best_attention(), LOSS_CHUNKS)
     return searches.found
 
 
@@ -171,39 +178,50 @@ class _Searches:
         )
         return min(steps, default=math.inf)
 
+    def best_attention(self) -> Chosen:
+        """How it runs in the fastest plan that fits, or in the one tried last."""
+        plans = [s for _, one in self.found for s in one.scored if s.fits]
+        best = min(plans, key=lambda s: s.time.step_seconds, default=None)
+        last = self.found[-1][1].request.attention or ()
+        return last if best is None else best.attention
+
     def tight(self, search: Search) -> bool:
         """Some plan lacks memory, or has enough only in parts."""
         return not search.scored or any(not s.roomy for s in search.scored)
 
-    def policies(self, attention: Chosen) -> None:
-        """Search with one way of attention, under the policies of remat."""
-        asked = self.request.remat
+    def policies(self, attention: Chosen, chunks: int) -> None:
+        """Search with one way of attention and of logits, under policies of remat."""
+        asked, place = self.request.remat, len(self.found)
         if asked is not None:
-            if not self.search(asked, attention):
-                self.search((), attention)
+            if not self.search(asked, attention, chunks):
+                self.search((), attention, chunks)
             return
-        if not self.search((), attention):
+        if not self.search((), attention, chunks):
             return
-        first = next(o for _, o in self.found if o.request.attention == attention)
+        first = self.found[place][1]
         policies = self.request.policies if self.again is not None else ()
         for policy in policies if self.tight(first) else ():
             if policy != "none":
-                self.search(((ALL, policy),), attention)
+                self.search(((ALL, policy),), attention, chunks)
 
-    def search(self, remat: Remat, attention: Chosen) -> bool:
+    def search(self, remat: Remat, attention: Chosen, chunks: int) -> bool:
         """One program, and beside its best plans those that shard the sequence too.
 
         Returns:
             Whether there is such a program.
         """
         graph = self.graph
-        if self.again is not None and (remat or attention):
-            graph = self.again(remat, attention)
+        if self.again is not None and (remat or attention or chunks > 1):
+            graph = self.again(remat, attention, chunks)
             rings = any(op.kind == ATTENTION for op in graph.ops)
-            if graph is self.graph or (attention and not rings):
+            cut = any(op.chunks > 1 for op in graph.ops)
+            missing = (attention and not rings) or (chunks > 1 and not cut)
+            if graph is self.graph or missing:
                 return False
         analysed = analyse_graph(graph)
-        asked = dataclasses.replace(self.request, remat=remat, attention=attention)
+        asked = dataclasses.replace(
+            self.request, remat=remat, attention=attention, loss_chunks=chunks
+        )
         bound = self.best_seconds() * SLACK
         one = Search(analysed.graph, analysed.dims, self.cluster, asked, bound=bound)
         one.run()
@@ -351,6 +369,7 @@ def written(
         offload=best.offload,
         sequence_parallel=best.sequence_parallel,
         attention=best.attention,
+        loss_chunks=best.loss_chunks,
         precision=precision,
         default=request.default or "",
         roles=role_infos(dims),

@@ -151,6 +151,7 @@ class Op:
         kernel: id of the fused kernel it is part of, or None. Values between the
             operations of one stay on chip and are computed again for the backward pass.
         share: part of its work that is done, below 1 where a causal mask skips some.
+        chunks: into how many parts its tokens are cut, one part in memory at a time.
         zigzag: attention whose mask is causal, so that rows are dealt out in zig-zag
             order.
     """
@@ -174,6 +175,7 @@ class Op:
     kernel: int | None = None
     share: float = 1.0
     zigzag: bool = False
+    chunks: int = 1
 
     @property
     def regathers(self) -> bool:
@@ -323,6 +325,16 @@ class Graph:
                 found[index] = True
                 needed.update((op.remat, t) for t in op.operands)
         return tuple(found)
+
+    def leaving(self) -> frozenset[int]:
+        """Values that are put together out of chunks, because others read them."""
+        made = {t: op.chunks for op in self.ops for t in op.results}
+        return frozenset(
+            t
+            for op in self.ops
+            for t in op.operands
+            if op.chunks == 1 and made.get(t, 1) > 1
+        )
 
     def only_multiplied(self) -> tuple[bool, ...]:
         """For every tensor: it is float32, and products alone read it."""

@@ -250,8 +250,12 @@ def fold_kept(
         made: of some tensors, what ``Kept.made`` says.
     """
     counts: Counter[tuple[Layout, Layout, int, int, str]] = Counter()
+    cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
+    whole = graph.leaving() if cut else frozenset()
     for tensor, (trip, task_graph) in entries.items():
         nbytes = graph.tensors[tensor].nbytes
+        if tensor not in whole:
+            nbytes //= cut.get(tensor, 1)
         kind = (made or {}).get(tensor, "")
         layout, sizes = dims.layouts[tensor], dims.sizes[tensor]
         counts[layout, sizes, nbytes, task_graph, kind] += trip
@@ -270,7 +274,8 @@ def _largest(
         for t in op.results
         if not weight[t] and op.kind not in _REPEATED and op.kind not in LOOPS
     }
-    order = sorted(entries, key=lambda t: -graph.tensors[t].nbytes)
+    cut = {t: op.chunks for op in graph.ops if op.chunks > 1 for t in op.results}
+    order = sorted(entries, key=lambda t: -graph.tensors[t].nbytes // cut.get(t, 1))
     kept = fold_kept(graph, dims, {t: entries[t] for t in order[:keep]})
     return tuple(dataclasses.replace(entry, count=1) for entry in kept)
 

@@ -228,6 +228,7 @@ class Plan:
             other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where
             not as the model computes it; ``"*"`` stands for the others.
+        loss_chunks: parts of a device's tokens whose logits are made one at a time.
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
@@ -260,6 +261,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     sequence_parallel: bool = False
     attention: Chosen = ()
+    loss_chunks: int = 1
     precision: str
     default: str
     roles: tuple[RoleInfo, ...]

@@ -10,7 +10,14 @@ from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import Table
 from whalejax.planner.leaves import LeafFacts, LeafLayout, OptimizerBytes
 from whalejax.planner.plan import LeafPlan
-from whalejax.planner.terms import Chosen, MemoryTerms, Remat, TimeTerms, own_words
+from whalejax.planner.terms import (
+    Chosen,
+    MemoryTerms,
+    Remat,
+    TimeTerms,
+    chunk_words,
+    own_words,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +43,7 @@ class Request:
             parameter that they follow; asked for where it matters.
         sequence_parallel: the user wants it, or not; None for the search to choose.
         attention: how attention runs, or None for the search to choose.
+        loss_chunks: parts of the tokens whose logits are made one at a time, or None.
     """
 
     optimizer: OptimizerBytes
@@ -54,6 +62,7 @@ class Request:
     hosted: Callable[[], Mapping[str, int]] | None = None
     sequence_parallel: bool | None = None
     attention: Chosen | None = None
+    loss_chunks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,7 @@ class Scored:
         offload: what lies in host memory.
         sequence_parallel: ``tensor`` shards the sequence between products.
         attention: which TaskGraphs run it in blocks.
+        loss_chunks: parts of the tokens whose logits are made one at a time.
         num_micro_batches: parts of the batch.
         tables: compute table of each TaskGraph.
         facts, layouts: the parameters, and the layout of each of their groups.
@@ -82,6 +92,7 @@ class Scored:
     offload: tuple[str, ...] = ()
     sequence_parallel: bool = False
     attention: Chosen = ()
+    loss_chunks: int = 1
     num_micro_batches: int
     tables: Mapping[int, Table]
     facts: LeafFacts
@@ -115,4 +126,5 @@ class Scored:
         own = own_words(
             self.remat, self.offload, self.sequence_parallel, self.attention
         )
+        own += chunk_words(self.loss_chunks)
         return ", ".join([words, *own])

@@ -381,6 +381,7 @@ class Search:
             offload=offload,
             sequence_parallel=self.split is not None,
             attention=self.request.attention or (),
+            loss_chunks=self.request.loss_chunks or 1,
             num_micro_batches=count,
             tables=case.tables,
             facts=self.facts,

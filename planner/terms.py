@@ -151,6 +151,15 @@ def own_words(
     return [*filter(None, words)]
 
 
+def chunk_words(loss_chunks: int) -> list[str]:
+    """Whether logits are made a part at a time, in words; nothing where not.
+
+    >>> chunk_words(16), chunk_words(1)
+    (['logits in 16 chunks'], [])
+    """
+    return [f"logits in {loss_chunks} chunks"] * (loss_chunks > 1)
+
+
 def attention_words(attention: Chosen) -> str:
     """How a plan runs attention, in few words; empty where as the model does.
 

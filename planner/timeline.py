@@ -81,6 +81,7 @@ class Timeline:
         self.halves = compiler.narrow_products
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
+        self.leaving = graph.leaving()
         self.data = self._data()
         self._sources: dict[tuple[int, int | None], frozenset[int]] = {}
         self.homes = self._homes()
@@ -371,7 +372,14 @@ class Timeline:
         return tensor, self._nbytes(tensor), self.homes.get(tensor, 0)
 
     def _nbytes(self, tensor: int) -> int:
-        return self.graph.tensors[tensor].nbytes // (1 + self.narrow[tensor])
+        made = self.maker.get(tensor)
+        chunks = 1 if made is None else self._chunks(made, tensor)
+        return self.graph.tensors[tensor].nbytes // (1 + self.narrow[tensor]) // chunks
+
+    def _chunks(self, maker: int, tensor: int) -> int:
+        """Into how many parts a value is cut that is in memory a part at a time."""
+        op = self.graph.ops[maker]
+        return 1 if tensor in self.leaving else op.chunks
 
     def _halved(self, one: Stacked) -> bool:
         """A loop keeps a value in the type in which products read it."""

@@ -52,7 +52,7 @@ def waiting_values(graph: Graph) -> dict[int, int]:
     for op in graph.ops:
         if any(op.position[:n] in whole for n in range(1, len(op.position), 2)):
             continue
-        for t in op.operands if op.remat is not None else ():
+        for t in op.operands if op.remat is not None and op.chunks == 1 else ():
             made = maker.get(t)
             wanted = moves[t] and (op.remat, t) in reads
             if wanted and made is not None and _given(made, op):

@@ -110,6 +110,7 @@ def pairs(only: str | None) -> Iterator[Pair]:
                     num_micro_batches=1,
                     sequence_parallel=False,
                     attention="gather",
+                    loss_chunks=1,
                 )
             except wh.PlanError as error:
                 print(f"{name} {mesh}: not possible ({str(error).splitlines()[0]})")

@@ -8,6 +8,8 @@ object; keys of the TPU are the worst of its topologies, those of the CPU end in
     remat_memory_ratio   temporaries under remat full over those without: at most 0.25
     context_memory_ratio temporaries of a GPT at 32,768 tokens over context 8, over
                          those of a whole sequence on each device: at most 0.16
+    logits_ratio         chunks of logits that are held at once, in pairs, by how the
+                         peak falls where chunks are halved: at most 1.1
     offload_freed        bytes of peak that optimizer state in host memory frees, over
                          the bytes that are moved: at least 0.95
     activations_offload_freed
@@ -31,6 +33,22 @@ from whalejax import jobs, models
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "local")
 LLAMA = {"layers": 16, "embed": 2048, "heads": 16, "mlp": 5632, "sequence": 1024}
 SMALL = {"layers": 16, "embed": 256, "heads": 4, "mlp": 1024, "sequence": 256}
+WIDE = {
+    "layers": 2,
+    "embed": 1024,
+    "heads": 8,
+    "mlp": 2816,
+    "sequence": 4096,
+    "vocab": 131072,
+}
+SMALL_WIDE = {
+    "layers": 2,
+    "embed": 64,
+    "heads": 2,
+    "mlp": 128,
+    "sequence": 512,
+    "vocab": 32768,
+}
 GPT = {"layers": 12, "embed": 768, "heads": 12, "mlp": 3072, "sequence": 32768}
 SMALL_GPT = {"layers": 4, "embed": 128, "heads": 2, "mlp": 512, "sequence": 4096}
 
@@ -78,37 +96,62 @@ def main() -> None:
     print(json.dumps({key: round(value, 4) for key, value in found.items()}))
 
 
+Found = tuple[dict[str, float], list[Compiled]]
+"""Keys, and everything that was compiled for them."""
+
+
 def _measured(topology: str) -> dict[str, float]:
-    cpu = topology == "local"
-    size = 8 if cpu else 16
+    parts = [_layers, _context, _vocabulary]
+    if topology != "local":  # There host memory is the device's own.
+        parts.append(_host)
+    found: dict[str, float] = {}
+    errors = []
+    for part in parts:
+        keys, steps = part(topology)
+        found.update(keys)
+        errors += [abs(step.error) for step in steps]
+    return {**found, "memory_error": max(errors)}
+
+
+def _layers(topology: str) -> Found:
+    """Computing again, and sequence parallelism."""
+    size = 8 if topology == "local" else 16
     shared = {"mesh": {"fsdp": size}, "remat": "none"}
     none = _compiled(topology, **shared)
     full = _compiled(topology, **{**shared, "remat": "full"})
-    found = {"remat_memory_ratio": full.temporaries / none.temporaries}
-    steps = [none, full]
     mesh = {"data": size // 4, "tensor": 4}
-    for flag in (False, True):
-        options = {"mesh": mesh, "remat": "none", "sequence_parallel": flag}
-        steps.append(_compiled(topology, **options))
-    if not cpu:  # there host memory is the device's own
-        # Replicated: the state is large beside what the step works with.
-        mesh = {"data": size}
-        lies, moved = (
-            _compiled(topology, mesh=mesh, zero=0, remat="full", offload=offload)
-            for offload in ((), "optimizer")
-        )
-        found["offload_freed"] = _freed(lies, moved)
-        steps += [lies, moved]
-        # Many samples: what is kept of each layer is large beside its parameters.
-        deep = models.job("llama-test", **{**LLAMA, "layers": 48})
-        many = {"job": deep, "mesh": {"fsdp": size}, "remat": "dots", "batch": 64}
-        lies, moved = (
-            _compiled(topology, **many, offload=offload)
-            for offload in ((), "activations")
-        )
-        found["activations_offload_freed"] = _freed(lies, moved)
-        steps += [lies, moved]
-    # A whole sequence on each device, and an eighth of it, in blocks both times.
+    others = [
+        _compiled(topology, mesh=mesh, remat="none", sequence_parallel=flag)
+        for flag in (False, True)
+    ]
+    ratio = full.temporaries / none.temporaries
+    return {"remat_memory_ratio": ratio}, [none, full, *others]
+
+
+def _host(topology: str) -> Found:
+    """Optimizer state and activations in host memory."""
+    # Replicated: the state is large beside what the step works with.
+    state = {"mesh": {"data": 16}, "zero": 0, "remat": "full"}
+    lies, moved = (
+        _compiled(topology, **state, offload=offload) for offload in ((), "optimizer")
+    )
+    # Many samples: what is kept of each layer is large beside its parameters.
+    deep = models.job("llama-test", **{**LLAMA, "layers": 48})
+    many = {"job": deep, "mesh": {"fsdp": 16}, "remat": "dots", "batch": 64}
+    kept, waiting = (
+        _compiled(topology, **many, offload=offload) for offload in ((), "activations")
+    )
+    found = {
+        "offload_freed": _freed(lies, moved),
+        "activations_offload_freed": _freed(kept, waiting),
+    }
+    return found, [lies, moved, kept, waiting]
+
+
+def _context(topology: str) -> Found:
+    """A whole sequence on each device, and an eighth of it, in blocks both times."""
+    cpu = topology == "local"
+    size = 8 if cpu else 16
     sizes = {**(SMALL_GPT if cpu else GPT), "vocab": 512, "annotated": False}
     whole, shared = (
         _compiled(
@@ -121,9 +164,29 @@ def _measured(topology: str) -> dict[str, float]:
         )
         for context in (1, 8)
     )
-    found["context_memory_ratio"] = shared.temporaries / whole.temporaries
-    steps += [whole, shared]
-    return {**found, "memory_error": max(abs(step.error) for step in steps)}
+    ratio = shared.temporaries / whole.temporaries
+    return {"context_memory_ratio": ratio}, [whole, shared]
+
+
+def _vocabulary(topology: str) -> Found:
+    """Logits in chunks, and in chunks of half that size."""
+    cpu = topology == "local"
+    size = 8 if cpu else 16
+    sizes = SMALL_WIDE if cpu else WIDE
+    larger, smaller = (
+        _compiled(
+            topology,
+            job=models.job("llama-test", **sizes),
+            batch=size,
+            mesh={"data": size},
+            remat="none",
+            loss_chunks=chunks,
+        )
+        for chunks in (8, 16)
+    )
+    logits = sizes["sequence"] * sizes["vocab"] * 4
+    held = (larger.peak - smaller.peak) / (logits / 8 - logits / 16)
+    return {"logits_ratio": held / 2}, [larger, smaller]
 
 
 def _freed(lies: Compiled, moved: Compiled) -> float:
@@ -158,6 +221,7 @@ def _compiled(
             "offload": (),
             "sequence_parallel": False,
             "attention": "gather",
+            "loss_chunks": 1,
             **options,
         },
     )

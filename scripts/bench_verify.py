@@ -289,6 +289,7 @@ def planned(program: Program) -> wh.Plan:
         offload=(),
         sequence_parallel=False,
         attention="gather",
+        loss_chunks=1,
     )
 
 

@@ -143,6 +143,7 @@ def _plan(command: PlanCommand) -> None:
         remat=command.remat,
         offload=command.offload,
         attention=command.attention,
+        loss_chunks=command.loss_chunks,
         compiler_options=compiler_options(command.compiler_options),
         source=(_lasting(command.model), *command.set),
     )

@@ -56,6 +56,7 @@ def make_plan(
     remat: str | None = None,
     offload: Sequence[str] = (),
     attention: str | None = None,
+    loss_chunks: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     source: tuple[str, ...] = (),
 ) -> Plan:
@@ -65,6 +66,7 @@ def make_plan(
         remat: what layers compute again; None leaves it to the planner.
         offload: what lies in host memory; ``"none"``, or nothing for the planner.
         attention: how it runs, or None for the planner.
+        loss_chunks: parts in which logits are made, or None for the planner.
         compiler_options: of XLA, for the step.
         source: how the command line named the job, for the plan to remember.
     """
@@ -80,6 +82,7 @@ def make_plan(
         remat=remat,
         offload=() if tuple(offload) == ("none",) else offload or None,
         attention=attention,
+        loss_chunks=loss_chunks,
         compiler_options=compiler_options,
     )
     return dataclasses.replace(found, source=source)

@@ -37,7 +37,7 @@ class TrainCommand:
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
     place of --cluster, --batch, --precision, --micro-batches, --remat, --offload,
-    --attention and --compiler-options.
+    --attention, --loss-chunks and --compiler-options.
     """
 
     model: Model
@@ -66,6 +66,8 @@ class TrainCommand:
     """in host memory: one or both, or none; if left out what must be"""
     attention: Attention = None
     """ring: in blocks, keys going round; gather: as the model does"""
+    loss_chunks: OptionalNumber = None
+    """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     seed: int = 0
@@ -102,6 +104,8 @@ class PlanCommand:
     """in host memory: one or both, or none; if left out what must be"""
     attention: Attention = None
     """ring: in blocks, keys going round; gather: as the model does"""
+    loss_chunks: OptionalNumber = None
+    """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     estimate: bool = False

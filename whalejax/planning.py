@@ -66,6 +66,7 @@ def plan(
     offload: str | Sequence[str] | None = None,
     sequence_parallel: bool | None = None,
     attention: str | Mapping[str, str] | None = None,
+    loss_chunks: int | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
@@ -123,6 +124,9 @@ def plan(
             ``"gather"`` as the model does, with keys and values gathered there; or one
             of them for each TaskGraph by its name, ``"*"`` for all others. None lets
             the planner choose.
+        loss_chunks: into how many parts each device cuts its tokens to make logits of
+            one part at a time, and the loss of them, so that all logits never exist; 1
+            makes them at once. None lets the planner choose, where memory is short.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -162,6 +166,7 @@ def plan(
         offload=offload,
         sequence_parallel=sequence_parallel,
         attention=attention,
+        loss_chunks=loss_chunks,
         compiler_options=compiler_options,
     ).plan()
 
@@ -214,6 +219,7 @@ class Asked:
     offload: str | Sequence[str] | None = None
     sequence_parallel: bool | None = None
     attention: str | Mapping[str, str] | None = None
+    loss_chunks: int | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
@@ -236,6 +242,7 @@ class Asked:
         hosts = functools.cache(lambda: hosted_bytes(adapter, self.optimizer))
         offload = _checked_offload(self.offload, self.runnable, hosts)
         blocks = functools.cache(captured.with_attention)
+        cut = functools.cache(lambda kind, count: blocks(kind).with_chunks(count))
         attention = self._attention(captured, blocks)
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
@@ -254,6 +261,7 @@ class Asked:
             hosted=hosts,
             sequence_parallel=self.sequence_parallel,
             attention=attention,
+            loss_chunks=self._chunks(captured),
         )
         decided = functools.partial(
             decide if self.runnable else foresee,
@@ -261,7 +269,7 @@ class Asked:
             self.cluster.under(options),
             precision=self.precision,
             batch=batch_leaves(self.batch),
-            again=lambda remat, attention: blocks(attention).with_remat(remat).graph,
+            again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
         found = (_with_fewest_idle if self.allow_idle else _at_once)(decided, request)
         return dataclasses.replace(
@@ -287,6 +295,26 @@ class Asked:
         if asked:
             check_rings(blocks(asked).graph, asked, blocks(asked).whole)
         return asked
+
+    def _chunks(self, captured: Captured) -> int | None:
+        """Parts in which logits are made, if the user says so and they can be."""
+        count = self.loss_chunks
+        if count is None or (count == 1 and not isinstance(count, bool)):
+            return count
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PlanError(
+                f"loss_chunks is {count!r:.60}; expected a whole number, 1 or more, or "
+                "None for the planner to choose"
+            )
+        if not self.runnable:
+            raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
+        if captured.with_chunks(count) is captured:
+            raise PlanError(
+                f"loss_chunks is {count}, and the model makes no logits that can be "
+                "made in parts: a product after which each token is treated alone, "
+                "until no vocabulary is left. Reduce over tokens last, or drop it"
+            )
+        return count
 
     def _captured(self) -> tuple[Adapter, Captured]:
         """The model as traced, at most once for equal shapes."""
@@ -325,7 +353,7 @@ class Asked:
         """``Plan.what_if``."""
         known = (
             "batch cluster mesh zero num_micro_batches precision remat offload "
-            "sequence_parallel attention runnable compiler_options"
+            "sequence_parallel attention loss_chunks runnable compiler_options"
         ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:

@@ -8,6 +8,7 @@ dimensions apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,8 +23,21 @@ Body = Callable[[Sequence[Any]], Sequence[Any]]
 Each = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """From an equation and its operands to its results."""
 
-Instead = Callable[[Any], tuple[Sequence[Any], Any] | None]
-"""From an equation to the variables and the function that give its results."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What runs in place of some equations of a program.
+
+    Attributes:
+        inputs, outputs: variables of the program.
+        function: from values of the inputs to values of the outputs.
+        equation: whose scopes it runs in.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    function: Callable[..., Sequence[Any]]
+    equation: Any
 
 
 def run(
@@ -31,8 +45,7 @@ def run(
     values: Sequence[Any],
     each: Each,
     *,
-    instead: Instead = lambda equation: None,
-    alive: set[int] | None = None,
+    items: Sequence[Any] | None = None,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
     """A program, equation by equation, every one in the scopes that it was traced in.
@@ -41,8 +54,7 @@ def run(
         jaxpr: open or closed.
         values: its inputs.
         each: runs one equation.
-        instead: what runs in place of one, and on which variables.
-        alive: ids of the equations that run; all where left out.
+        items: equations and ``Call``s, in order, that run in place of all equations.
         constant: what stands for an array that the program holds.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
@@ -54,18 +66,60 @@ def run(
     def read(atom: Any) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
-    for equation in body.eqns:
-        if alive is not None and id(equation) not in alive:
-            continue
-        other = instead(equation)
-        with _compat.equation_context(equation):
-            if other is None:
-                results = each(equation, [read(atom) for atom in equation.invars])
-            else:
-                variables, function = other
-                results = function(*map(read, variables))
-        env.update(zip(equation.outvars, results, strict=True))
+    for item in body.eqns if items is None else items:
+        if isinstance(item, Call):
+            with _compat.equation_context(item.equation):
+                results = item.function(*map(read, item.inputs))
+            env.update(zip(item.outputs, results, strict=True))
+        else:
+            with _compat.equation_context(item):
+                results = each(item, [read(atom) for atom in item.invars])
+            env.update(zip(item.outvars, results, strict=True))
     return [read(atom) for atom in body.outvars]
+
+
+def arranged(jaxpr: Any, calls: Sequence[Call]) -> list[Any]:
+    """The equations of a program that are needed beside some calls, and the calls.
+
+    Args:
+        jaxpr: open.
+        calls: which give what equations gave.
+
+    Returns:
+        All in an order in which they can run.
+    """
+    made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
+    made_by.update((v, call) for call in calls for v in call.outputs)
+
+    def read(item: Any) -> list[Any]:
+        atoms = item.inputs if isinstance(item, Call) else item.invars
+        variables = (a for a in atoms if not _compat.is_literal(a))
+        return [made_by[v] for v in variables if v in made_by]
+
+    ends = (v for v in jaxpr.outvars if not _compat.is_literal(v))
+    wanted = [made_by[v] for v in ends if v in made_by]
+    wanted += [equation for equation in jaxpr.eqns if equation.effects]
+    live: set[int] = set()
+    while wanted:
+        item = wanted.pop()
+        if id(item) not in live:
+            live.add(id(item))
+            wanted += read(item)
+    found: list[Any] = []
+    done: set[int] = set()
+
+    def add(item: Any) -> None:
+        if id(item) not in done:
+            done.add(id(item))
+            for other in read(item):
+                add(other)
+            found.append(item)
+
+    for equation in jaxpr.eqns:
+        for item in [made_by[v] for v in equation.outvars] or [equation]:
+            if id(item) in live:
+                add(item)
+    return found
 
 
 def around(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:

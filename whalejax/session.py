@@ -102,6 +102,7 @@ def check_options(options: TrainCommand) -> Path | None:
             ("--remat", options.remat),
             ("--offload", " ".join(options.offload) or None),
             ("--attention", options.attention),
+            ("--loss-chunks", options.loss_chunks),
             ("--compiler-options", " ".join(options.compiler_options) or None),
         ):
             if given is not None:
@@ -148,6 +149,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         remat=options.remat,
         offload=options.offload,
         attention=options.attention,
+        loss_chunks=options.loss_chunks,
         compiler_options=compiler_options(options.compiler_options),
     )
 

@@ -560,7 +560,9 @@ def step_of(
     return TrainStep(
         plan,
         adapter,
-        captured.with_attention(plan.attention).with_remat(plan.remat),
+        captured.with_attention(plan.attention)
+        .with_chunks(plan.loss_chunks)
+        .with_remat(plan.remat),
         optimizer,
         mesh,
         jax.tree.structure(example),

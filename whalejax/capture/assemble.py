@@ -156,6 +156,7 @@ def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, .
             unknown=draft.behaviour.unknown,
             share=draft.behaviour.share,
             zigzag=draft.behaviour.zigzag,
+            chunks=draft.chunks,
         )
         for draft, region in zip(walk.ops, of_op, strict=True)
     )

@@ -1,12 +1,12 @@
-"""A traced program in which every attention is one call.
+"""A traced program in which what can be computed in blocks is a call by name.
 
-The equations of an attention become the body of a call named ``CALL``. That is the same
-program still; the lowering may run the call in another way, in blocks of scores.
+That is the same program still; the lowering may run the call in another way: attention
+in blocks of scores, logits of some tokens at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -14,21 +14,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat, rebuild
-from whalejax.capture.attention import (
-    Attention,
-    equations_of,
-    recognised,
-    trained_in,
-)
+from whalejax.capture.attention import equations_of, recognised, trained_in
+from whalejax.capture.logits import Logits, logits_in, logits_of
 
 
 CALL: Final = "whalejax_attention"
 """Name of a call that is attention and nothing else."""
 
+LOGITS: Final = "whalejax_logits_"
+"""Name of a call that makes logits, and of them a few numbers for each token; behind it
+stands how many of its inputs, the first ones, have gradients."""
+
+
+Found = Callable[[Any, set[Any]], tuple[list[rebuild.Call], list[str]]]
+"""From an open jaxpr and its trained variables to calls, and why others are none."""
+
 
 def is_attention(equation: Any) -> bool:
     """Whether an equation is a call that is attention."""
     return bool(equation.params.get("name") == CALL)
+
+
+def makes_logits(equation: Any) -> bool:
+    """Whether an equation is a call that makes logits."""
+    return str(equation.params.get("name", "")).startswith(LOGITS)
+
+
+def called_logits(equation: Any) -> Logits:
+    """The logits that a call makes."""
+    trained = int(equation.params["name"].removeprefix(LOGITS))
+    return logits_of(_compat.inner_jaxprs(equation)[0], trained)
 
 
 def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...]]:
@@ -42,9 +57,20 @@ def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...
         The program, without other calls that could be inlined; and for each attention
         that was left as it is the reason.
     """
+    return _rebuilt(jaxpr, trained, _attentions)
+
+
+def with_logits(jaxpr: Any, trained: Sequence[bool]) -> Any:
+    """The same of logits, and of what stands between them and a loss."""
+    return _rebuilt(jaxpr, trained, _losses)[0]
+
+
+def _rebuilt(
+    jaxpr: Any, trained: Sequence[bool], find: Found
+) -> tuple[Any, tuple[str, ...]]:
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
     flat = _compat.trace(lambda *xs: _inlined(jaxpr, xs), avals)
-    builder = _Builder()
+    builder = _Builder(find)
     program = _compat.trace(lambda *xs: builder.run(flat, xs, trained), avals)
     return program, tuple(dict.fromkeys(builder.reasons))
 
@@ -54,7 +80,8 @@ def _inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
     def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
         kind = _compat.recursion(equation)
-        if kind not in ("inline", "remat", "scan"):
+        called = is_attention(equation) or makes_logits(equation)
+        if kind not in ("inline", "remat", "scan") or called:
             return _compat.bind(equation, operands)
         inner = _compat.inner_jaxprs(equation)[0]
         if kind == "inline":
@@ -76,9 +103,10 @@ def _counted(value: Any) -> Any:
 
 
 class _Builder:
-    """Runs a program anew with its attentions as calls; remembers why some are none."""
+    """Runs a program anew with calls in it; remembers why some things are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, find: Found) -> None:
+        self.find = find
         self.reasons: list[str] = []
 
     def run(
@@ -87,11 +115,8 @@ class _Builder:
         """One jaxpr, of whose inputs some have gradients."""
         body = _compat.open_jaxpr(jaxpr)[0]
         flows = trained_in(body, trained)
-        found, reasons = recognised(body, flows)
+        calls, reasons = self.find(body, flows)
         self.reasons += reasons
-        maker = {v: e for e in body.eqns for v in e.outvars}
-        ends = {id(one.second): one for one in found}
-        alive = _alive(body, ends)
 
         def each(equation: Any, operands: Sequence[Any]) -> list[Any]:
             flags = [not _compat.is_literal(a) and a in flows for a in equation.invars]
@@ -103,40 +128,68 @@ class _Builder:
                 )
             return _compat.bind(equation, operands)
 
-        def instead(equation: Any) -> tuple[tuple[Any, ...], Any] | None:
-            one = ends.get(id(equation))
-            return None if one is None else (one.inputs, _call(one, maker))
-
-        return rebuild.run(jaxpr, values, each, instead=instead, alive=alive)
+        items = rebuild.arranged(body, calls)
+        return rebuild.run(jaxpr, values, each, items=items)
 
 
-def _alive(body: Any, ends: Mapping[int, Attention]) -> set[int]:
-    """Equations that something still needs once attentions are calls."""
-    needed = {v for v in body.outvars if not _compat.is_literal(v)}
-    found: set[int] = set()
+def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:
+    found, reasons = recognised(body, trained)
+    maker = {v: e for e in body.eqns for v in e.outvars}
+    calls = [
+        _call(CALL, one.inputs, (one.output,), equations_of(one, maker), one.second)
+        for one in found
+    ]
+    return calls, reasons
+
+
+def _losses(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:
+    calls = [
+        _call(
+            f"{LOGITS}{2 + sum(one.trained)}",
+            one.inputs,
+            one.exits,
+            _behind(body, one),
+            one.product,
+        )
+        for one in logits_in(body, trained)
+    ]
+    return calls, []
+
+
+def _behind(body: Any, one: Logits) -> list[Any]:
+    """The equations from the inputs of logits to their exits, in program order."""
+    needed, given = set(one.exits), set(one.inputs)
+    found = []
     for equation in reversed(body.eqns):
-        one = ends.get(id(equation))
-        if any(v in needed for v in equation.outvars) or equation.effects:
-            found.add(id(equation))
-            inputs = equation.invars if one is None else one.inputs
-            needed.update(a for a in inputs if not _compat.is_literal(a))
-    return found
+        if any(v in needed and v not in given for v in equation.outvars):
+            found.append(equation)
+            needed.update(a for a in equation.invars if not _compat.is_literal(a))
+    return found[::-1]
 
 
-def _call(one: Attention, maker: Mapping[Any, Any]) -> Any:
-    equations = equations_of(one, maker)
+def _call(
+    name: str,
+    inputs: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+    equations: Sequence[Any],
+    scope: Any,
+) -> rebuild.Call:
+    """A call by name of some equations."""
 
-    def whalejax_attention(*values: Any) -> Any:
-        env = dict(zip(one.inputs, values, strict=True))
+    def body(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
         for equation in equations:
             operands = [
                 a.val if _compat.is_literal(a) else env[a] for a in equation.invars
             ]
             results = _compat.bind(equation, operands)
             env.update(zip(equation.outvars, results, strict=True))
-        return [env[one.output]]
+        return [env[v] for v in outputs]
 
-    return jax.jit(whalejax_attention)
+    body.__name__ = name
+    return rebuild.Call(
+        inputs=inputs, outputs=outputs, function=jax.jit(body), equation=scope
+    )
 
 
 def keeping(scan: Any, calls: set[int]) -> Callable[[Sequence[Any]], list[Any]]:

@@ -59,6 +59,7 @@ class OpDraft:
     kept: bool
     labels: tuple[Label, ...]
     scope: str
+    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class Context:
     trip: int = 1
     remat: int | None = None
     policy: Callable[..., Any] | None = None
+    chunks: int = 1
 
     def inside(self, position: Position, index: int) -> Context:
         """The surroundings inside a call's inner jaxpr."""

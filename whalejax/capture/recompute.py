@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from whalejax import _compat, rebuild
+from whalejax.capture.calls import makes_logits
 from whalejax.planner.graph import CONVOLUTION
 from whalejax.planner.recompute import Region, named_in
 
@@ -75,7 +76,8 @@ def applicable(jaxpr: Any, regions: Sequence[Region]) -> list[Region]:
         body: Any = _compat.open_jaxpr(jaxpr)[0]
         for index in region.prefix[::2]:
             equation = body.eqns[index]
-            if _compat.recursion(equation) not in ("inline", "scan"):
+            kind = _compat.recursion(equation)
+            if kind not in ("inline", "scan") or makes_logits(equation):
                 break
             body = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])[0]
         else:

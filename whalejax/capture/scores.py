@@ -16,15 +16,10 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from whalejax import _compat
-from whalejax.capture.rules_elementwise import SAME_SHAPE
+from whalejax.capture.blocks import Node, Tags, computed, operand_tags
 
-
-Tags = tuple[int | None, ...]
-"""For every dimension of a value the dimension of the scores that it is, or None where
-its size is 1."""
 
 HIDDEN: Final = -1e9
 """Scores below it are masked: no other score of a row is as low."""
@@ -35,23 +30,6 @@ _HALF: Final = -1e4
 
 class NotScoresError(Exception):
     """The equations before a softmax are none that blocks can be computed of."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A value on the way to the scores.
-
-    Attributes:
-        equation: what makes it; None for the product and for values from outside.
-        inputs: numbers of the nodes that it is made of; None for a literal.
-        tags: its dimensions.
-        outside: number of the value from outside, or None.
-    """
-
-    equation: Any
-    inputs: tuple[int | None, ...]
-    tags: Tags
-    outside: int | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +79,7 @@ class Scores:
                 values.append(outside(node.outside, node.tags))
             else:
                 shape = tuple(1 if t is None else sizes[t] for t in node.tags)
-                values.append(_computed(node, shape, values, offsets))
+                values.append(computed(node, shape, values, offsets))
         return values[-1]
 
     def hidden(self, rows: int, columns: int, row: int, column: int) -> Any:
@@ -178,7 +156,7 @@ class Reader:
         else:
             wanted = None
             if equation is not None and not self._stops(equation, variable):
-                wanted = _operands(equation, tags)
+                wanted = operand_tags(equation, tags)
             if equation is None or wanted is None:
                 node = self._outside(variable, tags)
             else:
@@ -215,74 +193,6 @@ class Reader:
             self.scores.outside.append(variable)
         number = self.scores.outside.index(variable)
         return Node(equation=None, inputs=(), tags=tags, outside=number)
-
-
-def _operands(equation: Any, tags: Tags) -> list[Tags | None] | None:
-    """Tags of the operands of an equation whose result has some; None for literals.
-
-    None as a whole where blocks of the result are not made of blocks of the operands.
-    """
-    name = equation.primitive.name
-    if len(equation.outvars) != 1:
-        return None
-    if name in SAME_SHAPE:
-        return [
-            None if _compat.is_literal(a) else _where_above_one(a.aval.shape, tags)
-            for a in equation.invars
-        ]
-    (source, *rest) = equation.invars
-    if rest or _compat.is_literal(source):
-        return [None] if name == "broadcast_in_dim" and not rest else None
-    shape = source.aval.shape
-    if name == "transpose":
-        found: list[int | None] = [None] * len(shape)
-        for place, dim in enumerate(equation.params["permutation"]):
-            found[dim] = tags[place]
-        return [tuple(found)]
-    if name == "broadcast_in_dim":
-        places = equation.params["broadcast_dimensions"]
-        pairs = zip(shape, places, strict=True)
-        return [tuple(None if n == 1 else tags[place] for n, place in pairs)]
-    if name in ("reshape", "squeeze", "expand_dims"):
-        result = equation.outvars[0].aval.shape
-        if [n for n in shape if n > 1] == [n for n in result if n > 1]:
-            kept = iter([t for t, n in zip(tags, result, strict=True) if n > 1])
-            return [tuple(None if n == 1 else next(kept) for n in shape)]
-    return None
-
-
-def _where_above_one(shape: Sequence[int], tags: Tags) -> Tags:
-    """Tags of an operand, a scalar or of size 1 where the result is longer."""
-    return tuple(
-        None if size == 1 else tag for size, tag in zip(shape, tags, strict=False)
-    )
-
-
-def _computed(
-    node: Node,
-    shape: tuple[int, ...],
-    values: Sequence[Any],
-    offsets: Mapping[int, Any],
-) -> Any:
-    """One equation on a block."""
-    equation = node.equation
-    operands = [
-        atom.val if number is None else values[number]
-        for atom, number in zip(equation.invars, node.inputs, strict=True)
-    ]
-    name, params = equation.primitive.name, equation.params
-    if name == "iota":
-        dim = params["dimension"]
-        places = lax.broadcasted_iota(params["dtype"], shape, dim)
-        tag = node.tags[dim]
-        start = 0 if tag is None else offsets.get(tag, 0)
-        return places + jnp.asarray(start).astype(params["dtype"])
-    if name == "broadcast_in_dim":
-        places = params["broadcast_dimensions"]
-        return lax.broadcast_in_dim(operands[0], shape, places)
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return lax.reshape(operands[0], shape)
-    return _compat.bind(equation, operands)[0]
 
 
 Interval = tuple[Any, Any]

@@ -17,7 +17,7 @@ from whalejax.adapters import Adapter
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
-from whalejax.capture.calls import with_calls
+from whalejax.capture.calls import with_calls, with_logits
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
@@ -49,6 +49,7 @@ class Captured:
         reader: describes another program of the same inputs and results.
         notes: what could not be counted, in words.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
+        chunks: into how many parts the tokens are cut where logits are made of them.
         whole: of attention that cannot be, where it stands and why.
     """
 
@@ -65,6 +66,7 @@ class Captured:
     notes: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
+    chunks: int = 1
 
     def with_attention(self, chosen: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, in which some attention is run in blocks.
@@ -84,8 +86,27 @@ class Captured:
         some = any(op.kind == ATTENTION for op in found.graph.ops)
         return replace(found if some else self, whole=reasons)
 
+    def with_chunks(self, count: int) -> Captured:
+        """The same loss, whose logits are made for some tokens at a time.
+
+        Args:
+            count: parts of the tokens of a device; 1 leaves all as it is.
+
+        Returns:
+            Itself where no logits can be.
+        """
+        if count == 1:
+            return self
+        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
+        trained = [t.differentiable for t in self.graph.tensors[:inputs]]
+        program = with_logits(self.jaxpr, trained)
+        found = replace(self, chunks=count)._with(program, self.attention)
+        return found if any(op.chunks > 1 for op in found.graph.ops) else self
+
     def _with(self, program: Any, attention: Sequence[tuple[str, str]]) -> Captured:
-        graph, walk, results = self.reader.read(program, attention=attention)
+        graph, walk, results = self.reader.read(
+            program, attention=attention, chunks=self.chunks
+        )
         return replace(
             self,
             # It is the same model: a plan for it is one for this.
@@ -127,6 +148,7 @@ class _Reader:
         *,
         tiled: bool = False,
         attention: Sequence[tuple[str, str]] = (),
+        chunks: int = 1,
     ) -> tuple[Graph, Walk, tuple[Value, ...]]:
         """A program as plain data.
 
@@ -134,13 +156,14 @@ class _Reader:
             program: its jaxpr.
             tiled: read slices that cut a value into equal parts as a split.
             attention: (TaskGraph, ``"ring"`` or ``"gather"``) of calls that are.
+            chunks: into how many the tokens are cut in calls that make logits.
         """
         if not attention:
-            return self._read(Walk(tiled=tiled), program)
+            return self._read(Walk(tiled=tiled, chunks=chunks), program)
         # Which of them can be is seen once all of them are.
         graph, _, _ = self._read(Walk(rings=lambda position: True), program)
         where = ringed(graph, dict(attention))
-        return self._read(Walk(rings=where.__contains__), program)
+        return self._read(Walk(rings=where.__contains__, chunks=chunks), program)
 
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)

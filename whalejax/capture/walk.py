@@ -23,7 +23,7 @@ from whalejax import _compat
 from whalejax._compat import inner_jaxprs as inner_jaxprs
 from whalejax._compat import recursion as recursion
 from whalejax.capture.behaviour import Behaviour, Equation
-from whalejax.capture.calls import is_attention, keeping
+from whalejax.capture.calls import is_attention, keeping, makes_logits
 from whalejax.capture.drafts import (
     Context,
     OpDraft,
@@ -45,6 +45,8 @@ class Walk:
         tiled: read slices that together cut a value into equal parts as a split.
         rings: which calls that are attention, by position, are one operation; the
             others are looked into like other calls.
+        chunks: into how many the tokens are cut in calls that make logits; if more than
+            one, the backward pass computes these again.
         tensors: by id; the program's inputs come first.
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
@@ -57,6 +59,7 @@ class Walk:
 
     tiled: bool = False
     rings: Callable[[Position], bool] = lambda position: False
+    chunks: int = 1
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
@@ -150,6 +153,9 @@ class Walk:
             return self._primitive(equation, position, operands, here)
         if is_attention(equation) and self.rings(position):
             return self._attention(equation, position, operands, here)
+        if makes_logits(equation) and self.chunks > 1:
+            number, self._remats = self._remats, self._remats + 1
+            here = replace(here, remat=number, policy=None, chunks=self.chunks)
         descend: Callable[..., tuple[Value, ...]] = {
             "inline": self._call,
             "opaque": self._call,
@@ -219,6 +225,7 @@ class Walk:
                 kept=kept,
                 labels=here.labels,
                 scope=here.scope,
+                chunks=here.chunks,
             )
         )
 

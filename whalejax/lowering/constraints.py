@@ -40,6 +40,7 @@ class Constraints:
             they are used in: stored layout, then used layout.
         regathers: positions that gather them again for their backward pass.
         rings: positions of attention that runs in blocks, with layouts of operands.
+        chunks: into how many the tokens of a device are cut in calls that make logits.
         waiting: what waits in host memory for the backward pass: position of a
             checkpointed region to numbers of its inputs, and of an equation inside one
             to numbers of its results.
@@ -56,6 +57,7 @@ class Constraints:
     )
     regathers: frozenset[Position] = frozenset()
     rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
+    chunks: int = 1
     waiting: Waiting = field(default_factory=dict)
 
 
@@ -92,6 +94,7 @@ class _Collector:
         self.operands: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.gathers: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.regathers: set[Position] = set()
+        self.chunks = plan.loss_chunks
         self.rings: dict[Position, tuple[Spec, ...]] = {}
         self.home: dict[int, int] = {}
 
@@ -146,6 +149,7 @@ class _Collector:
             gathers=self.gathers,
             regathers=frozenset(self.regathers),
             rings=self.rings,
+            chunks=self.chunks,
         )
 
     def _pass_homes(

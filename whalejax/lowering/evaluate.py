@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat, rebuild
+from whalejax.capture.calls import called_logits, makes_logits
+from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
 from whalejax.lowering.ring import attend
 from whalejax.meshes.build import partition_spec
@@ -173,6 +175,8 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
         if position in scope.constraints.rings:
             specs = scope.constraints.rings[position]
             results = [attend(equation, values, specs, scope.mesh)]
+        elif scope.constraints.chunks > 1 and makes_logits(equation):
+            results = _logits(scope, equation, values, position)
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
             results = _inner(scope, inner, values, (*position, 0))
@@ -227,6 +231,30 @@ def _bound(
         scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
     ]
     return list(again(*stored))
+
+
+def _logits(
+    scope: _Scope, equation: Any, values: Sequence[Any], position: Position
+) -> list[Any]:
+    """Logits of some tokens at a time."""
+    one = called_logits(equation)
+    body = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])[0]
+    place = next(i for i, e in enumerate(body.eqns) if e is one.product)
+    product, constraints = (*position, 0, place), scope.constraints
+    hidden, kernel = (1, 0) if one.turned else (0, 1)
+    moved = constraints.operands.get((product, hidden), ())
+    gathers = constraints.gathers.get((product, kernel), ())
+    order = [body.invars.index(v) for v in one.inputs]
+    first, *rest = (values[i] for i in order)
+    return chunked(
+        one,
+        [scope.passed(first, moved), *rest],
+        constraints.chunks,
+        constraints.results[product, 0][-1],
+        scope.mesh,
+        used=lambda stored: scope.passed(stored, gathers, GATHERED),
+        constrained=lambda x, spec: scope.passed(x, (spec,)),
+    )
 
 
 def _exchanges(specs: Sequence[Spec]) -> bool:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from whalejax import _compat
 from whalejax.capture.attention import Attention, attention_of, product_tags
-from whalejax.capture.scores import Tags
+from whalejax.capture.blocks import Tags
 from whalejax.meshes.build import partition_spec
 from whalejax.planner.layout import Spec
 from whalejax.planner.rings import Ring, ring
