@@ -155,9 +155,7 @@ class _Chosen:
     @property
     def runnable(self) -> bool:
         """An executor of this version runs it."""
-        plain = dataclasses.replace(self.beyond, covered=0, gap=0.0)
-        if plain.attention == "all-gather":
-            plain = dataclasses.replace(plain, attention="")
+        plain = dataclasses.replace(self.beyond, covered=0, gap=0.0, attention="")
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
         # What waits in host memory is what layers that are computed again keep.
         waits = "activations" not in self.offload or ALL in dict(self.remat)

@@ -109,7 +109,7 @@ class PlanCommand:
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
     estimate: bool = False
-    """weigh what cannot run yet, too: pipelines, ring attention, unlike devices"""
+    """weigh what cannot run yet, too: pipelines, unlike devices"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
 

@@ -138,16 +138,26 @@ def _found(program: Any) -> list[Any]:
     return [e for e in program.jaxpr.eqns if is_attention(e)]
 
 
-def _in_blocks(program: Any, mesh: Mesh) -> Function:
-    """The program with its attention in blocks, over an axis ``context``."""
+def _in_blocks(program: Any, mesh: Mesh, *, rows: bool = True) -> Function:
+    """The program with its attention in blocks, over an axis ``context``.
+
+    Args:
+        program: with calls.
+        mesh: the devices.
+        rows: queries are sharded, beside keys and values.
+    """
 
     def each(equation: Any, values: Any) -> Any:
         if not is_attention(equation):
             return _compat.bind(equation, values)
         inner = equation.params["jaxpr"]
         one = attention_of(inner)
-        rows = max(one.rows, key=lambda row: one.query.aval.shape[row[0]])[0]
-        places = {one.query: rows, one.key: one.column[0], one.value: one.column[1]}
+        longest = max(one.rows, key=lambda row: one.query.aval.shape[row[0]])[0]
+        places = {
+            one.query: longest if rows else -1,
+            one.key: one.column[0],
+            one.value: one.column[1],
+        }
         specs = [
             tuple(
                 (("context",) if d == places.get(v) else ())
@@ -242,6 +252,28 @@ def _shown(q: Array, k: Array, v: Array) -> Array:
 
 def _trained_bias(q: Array, k: Array, v: Array, b: Array) -> Array:
     return wh.attention(q, k, v, bias=b)
+
+
+def test_queries_without_a_sequence_are_left() -> None:
+    def pooled(q: Array, k: Array, v: Array) -> Array:
+        scores = jnp.einsum("bhd,bkhd->bhk", q[:, 0], k)
+        return jnp.einsum("bhk,bkhd->bhd", jax.nn.softmax(scores), v)
+
+    called, reasons = _called(Form(pooled), _arguments(Form(pooled)))
+    assert not _found(called)
+    assert reasons and "its queries have no sequence of their own" in reasons[0]
+
+
+def test_rows_that_are_whole_read_keys_that_are_whole() -> None:
+    """Where only keys are sharded, they are put together, and nothing goes round."""
+    form = FORMS["own"]
+    arguments = _arguments(form)
+    program, _ = _called(form, arguments)
+    expected = jax.jit(form.function)(*arguments)
+    blocks = jax.jit(_in_blocks(program, _mesh(4), rows=False))
+    compiled = blocks.lower(*arguments).compile()
+    assert _error(expected, compiled(*arguments)) < 1e-6
+    assert not hlo.collectives(compiled.as_text()).of("collective-permute")
 
 
 @pytest.mark.relaxed_promotion

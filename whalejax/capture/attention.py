@@ -196,6 +196,8 @@ def _assembled(
     keys = 0 if place < ends else 1
     if len(free[keys]) != 1:
         raise NotScoresError("its keys have more than one dimension of their own")
+    if not free[1 - keys]:
+        raise NotScoresError("its queries have no sequence of their own")
     query_side = 1 - keys
     own = tags[num_batch:ends] if query_side == 0 else tags[ends:]
     ways = ((left_batch, right_batch), (right_batch, left_batch))[query_side]

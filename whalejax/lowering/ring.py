@@ -80,6 +80,15 @@ class _Laid:
         lengths = [one.query.aval.shape[place] for place, _ in one.rows]
         sharded = [n for n, (q, _) in enumerate(one.rows) if axes and query[q] == axes]
         row = sharded[0] if sharded else lengths.index(max(lengths))
+        if not sharded:  # Nothing goes round where rows are not sharded too.
+            axes = ()
+            key, value = (
+                tuple(
+                    () if dim == place else one_axes
+                    for dim, one_axes in enumerate(spec)
+                )
+                for spec, place in zip((key, value), one.column[:2], strict=True)
+            )
         size = math.prod(mesh.shape[a] for a in axes)
         tag, column = one.rows[row][1], one.column[2]
         dealt = ring(
