@@ -182,10 +182,10 @@ def _vocabulary(topology: str) -> Found:
             remat="none",
             loss_chunks=chunks,
         )
-        for chunks in (8, 16)
+        for chunks in (2, 4)
     )
     logits = sizes["sequence"] * sizes["vocab"] * 4
-    held = (larger.peak - smaller.peak) / (logits / 8 - logits / 16)
+    held = (larger.peak - smaller.peak) / (logits / 2 - logits / 4)
     return {"logits_ratio": held / 2}, [larger, smaller]
 
 
