@@ -43,6 +43,10 @@ class Moments:
         made: for each span and group, whether it makes such a parameter's gradient.
         turns: for each group, by how many turns of a loop its parameters are shared
             out, one part to each.
+        cast: for each group, how many of its parameters are there in the type that
+            they are computed with, all the time: all beside loops over layers, and
+            those that checkpointed regions are given. Others are cast where they are
+            read.
         waiting: how many of each kind wait in host memory.
     """
 
@@ -54,6 +58,7 @@ class Moments:
     held: np.ndarray
     made: np.ndarray
     turns: np.ndarray
+    cast: np.ndarray
     waiting: np.ndarray
 
 
@@ -94,6 +99,11 @@ def moments(
     for leaf, group in enumerate(facts.group_of):
         for place, span in enumerate(spans, start=len(spans)):
             gradients[place, group] += last[leaf] >= span.first
+    turns = np.array(timeline.turns(facts))
+    cast, looped = np.zeros(len(facts.groups)), bool((turns > 1).any())
+    for leaf, group in enumerate(facts.group_of):
+        given = any(graph.ops[at].remat is not None for at in users[leaf])
+        cast[group] += given or looped
     held = np.zeros((2 * len(spans), len(facts.groups)))
     made = np.zeros_like(held)
     for leaf, group in enumerate(facts.group_of):
@@ -113,7 +123,8 @@ def moments(
         gradients=gradients,
         held=held,
         made=made,
-        turns=np.array(timeline.turns(facts)),
+        turns=turns,
+        cast=cast,
         waiting=found.full(away),
     )
 
@@ -176,7 +187,7 @@ class _Leaves:
 
     Attributes:
         params, state: of all of them and of the optimizer's state, as stored.
-        casts: of all of them in the type in which they are computed with.
+        casts: of those that are there in the type in which they are computed with.
         summed: of all gradients, as accumulated.
         gradients: for each group, of one gradient as it waits for the optimizer.
         gathered: for each group, of one parameter that is put together.
@@ -196,6 +207,7 @@ def _leaves(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
     turns: np.ndarray,
+    cast: np.ndarray,
     tables: Mapping[int, Table],
     s: Setting,
     cast_bytes: float,
@@ -211,7 +223,7 @@ def _leaves(
         state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         summed += count * nbytes / shards(layout.gradient, s.mesh)
         if cast_bytes != 1.0:
-            casts += count * nbytes * cast_bytes / shards(layout.param, s.mesh)
+            casts += cast[place] * nbytes * cast_bytes / shards(layout.param, s.mesh)
         kept = layout.gradient
         table = tables[group.home]
         if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
@@ -256,7 +268,7 @@ def peak_of(
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
     """
-    leaves = _leaves(facts, layouts, found.turns, tables, s, cast_bytes)
+    leaves = _leaves(facts, layouts, found.turns, found.cast, tables, s, cast_bytes)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
     saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
     working, making = (

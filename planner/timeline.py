@@ -356,7 +356,9 @@ class Timeline:
                     held[self._entry(t)] += 1
             for t in op.results:
                 if self._value(t):
-                    _add(before, held, self._entry(t), _WORKING * self._share(t))
+                    # Logits of a chunk are there again, beside both gradients.
+                    times = _WORKING + (op.chunks > 1)
+                    _add(before, held, self._entry(t), times * self._share(t))
                     _add(making, held, self._entry(t), self._share(t))
             for t in op.operands[:2]:
                 if self._value(t):

@@ -38,7 +38,7 @@ WIDE = {
     "embed": 1024,
     "heads": 8,
     "mlp": 2816,
-    "sequence": 4096,
+    "sequence": 16384,
     "vocab": 131072,
 }
 SMALL_WIDE = {
@@ -180,12 +180,13 @@ def _vocabulary(topology: str) -> Found:
             batch=size,
             mesh={"data": size},
             remat="none",
+            attention="ring",
             loss_chunks=chunks,
         )
-        for chunks in (2, 4)
+        for chunks in (4, 8)
     )
     logits = sizes["sequence"] * sizes["vocab"] * 4
-    held = (larger.peak - smaller.peak) / (logits / 2 - logits / 4)
+    held = (larger.peak - smaller.peak) / (logits / 4 - logits / 8)
     return {"logits_ratio": held / 2}, [larger, smaller]
 
 

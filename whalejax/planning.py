@@ -231,19 +231,17 @@ class Asked:
         _check_switch("sequence_parallel", self.sequence_parallel)
         options = _checked_options(self.compiler_options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
-        devices = self.cluster.num_devices
-        _check_mesh(self.mesh or {}, devices, self.allow_idle, axes)
+        devices, idle = self.cluster.num_devices, self.allow_idle
+        _check_mesh(self.mesh or {}, devices, idle, axes)
         adapter, captured = self._captured()
         graph, names = captured.graph, checkpoint_names(captured.jaxpr)
         remat = checked_policies(self.remat, graph, names)
-        count, reductions = self.num_micro_batches, batch_reductions(captured)
-        if self.sync_batch_stats and reductions:
-            count = _synced(count, reductions)
+        reductions = batch_reductions(captured)
+        count = self._count(reductions)
         hosts = functools.cache(lambda: hosted_bytes(adapter, self.optimizer))
         offload = _checked_offload(self.offload, self.runnable, hosts)
         blocks = functools.cache(captured.with_attention)
         cut = functools.cache(lambda kind, count: blocks(kind).with_chunks(count))
-        attention = self._attention(captured, blocks)
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
@@ -260,7 +258,7 @@ class Asked:
             offload=offload,
             hosted=hosts,
             sequence_parallel=self.sequence_parallel,
-            attention=attention,
+            attention=self._attention(captured, blocks),
             loss_chunks=self._chunks(captured),
         )
         decided = functools.partial(
@@ -271,7 +269,7 @@ class Asked:
             batch=batch_leaves(self.batch),
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
-        found = (_with_fewest_idle if self.allow_idle else _at_once)(decided, request)
+        found = (_with_fewest_idle if idle else _at_once)(decided, request)
         return dataclasses.replace(
             found,
             cluster=self.cluster,
@@ -286,6 +284,12 @@ class Asked:
             ),
             question=self,
         )
+
+    def _count(self, reductions: Sequence[BatchReduction]) -> int | None:
+        """Micro-batches, if the user says how many, or what else is asked for does."""
+        if self.sync_batch_stats and reductions:
+            return _synced(self.num_micro_batches, reductions)
+        return self.num_micro_batches
 
     def _attention(
         self, captured: Captured, blocks: Callable[[Chosen], Captured]

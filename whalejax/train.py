@@ -560,9 +560,7 @@ def step_of(
     return TrainStep(
         plan,
         adapter,
-        captured.with_attention(plan.attention)
-        .with_chunks(plan.loss_chunks)
-        .with_remat(plan.remat),
+        captured.as_planned(plan.attention, plan.loss_chunks, plan.remat),
         optimizer,
         mesh,
         jax.tree.structure(example),

@@ -88,10 +88,17 @@ def test_micro_batches_keep_one_part_and_an_accumulator() -> None:
     assert fresh == whole.gradients_bytes == GRADIENTS
 
 
-def test_half_precision_keeps_masters_and_casts() -> None:
+def test_half_precision_keeps_masters() -> None:
     full, half = memory("h100:1"), memory("h100:1", cast_bytes=0.5)
     assert half.params_bytes == full.params_bytes
-    assert half.working_bytes == full.working_bytes + PARAMS // 2
+    # Where layers are unrolled, products cast what they read.
+    assert half.working_bytes == full.working_bytes
+
+
+def test_checkpointed_layers_are_given_casts() -> None:
+    full, half = (checkpointed(3, True, cast_bytes=c) for c in (1.0, 0.5))
+    layers = 3 * 2 * 64 * 256 * FLOAT
+    assert half.working_bytes == full.working_bytes + layers // 2
 
 
 def test_untrained_state_is_whole_on_every_device() -> None:
@@ -109,7 +116,7 @@ def test_untrained_state_is_whole_on_every_device() -> None:
     )
 
 
-def checkpointed(layers: int, remat: bool) -> MemoryTerms:
+def checkpointed(layers: int, remat: bool, **options: object) -> MemoryTerms:
     """Layers of two tanh each, whose insides are recomputed or kept."""
     p = Program()
     x = p.batch("x", BATCH, 64)
@@ -120,7 +127,7 @@ def checkpointed(layers: int, remat: bool) -> MemoryTerms:
         x = p.unary("tanh", p.einsum("bj,ji->bi", h, p.param(f"down.{i}", 256, 64)))
     p.remat = None
     graph = p.graph(p.einsum("bi->", x))
-    return plan_of(graph, "h100:1").memory
+    return plan_of(graph, "h100:1", **options).memory
 
 
 def test_a_checkpointed_layer_keeps_its_input_alone() -> None:

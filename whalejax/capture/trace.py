@@ -68,6 +68,16 @@ class Captured:
     whole: tuple[str, ...] = ()
     chunks: int = 1
 
+    def as_planned(
+        self,
+        attention: Sequence[tuple[str, str]],
+        loss_chunks: int,
+        remat: Sequence[tuple[str, str]],
+    ) -> Captured:
+        """The same loss with all that a plan changes of its program."""
+        blocks = self.with_attention(attention)
+        return blocks.with_chunks(loss_chunks).with_remat(remat)
+
     def with_attention(self, chosen: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, in which some attention is run in blocks.
 
