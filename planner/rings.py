@@ -105,9 +105,18 @@ def _off(count: int) -> int:
     return count * (count - 1)
 
 
+_SHORT, _LONGEST = 64, 8192
+"""A length up to the longest stays whole rather than be cut into blocks this short."""
+
+
 def _block(length: int) -> int:
-    """The longest block that divides a length."""
-    return next(n for n in range(min(length, BLOCK), 0, -1) if length % n == 0)
+    """The longest block that divides a length.
+
+    >>> [_block(n) for n in (4096, 12, 577)]
+    [512, 12, 577]
+    """
+    found = next(n for n in range(min(length, BLOCK), 0, -1) if length % n == 0)
+    return length if found < _SHORT and length <= _LONGEST else found
 
 
 def _dealt(count: int, size: int, zigzag: bool) -> np.ndarray:

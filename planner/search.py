@@ -369,6 +369,7 @@ class Search:
     def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
         """One plan."""
         count, memory = self._smallest_count(case, offload)
+        asked = self.request.offload or ()
         time, collectives = self._case_time(case, count)
         moved = self.hosting.state_bytes(case.layouts, case.mesh, offload)
         costs = [*zip(self.rows.ops, case.costs[count], strict=False)]
@@ -396,7 +397,7 @@ class Search:
             ),
             memory=memory,
             fits=fits,
-            roomy=fits and count == case.counts[0] and not offload,
+            roomy=fits and count == case.counts[0] and offload == asked,
         )
 
     def _fits(self, memory: MemoryTerms) -> bool:

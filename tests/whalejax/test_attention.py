@@ -259,6 +259,158 @@ def _trained_bias(q: Array, k: Array, v: Array, b: Array) -> Array:
     return wh.attention(q, k, v, bias=b)
 
 
+def _attend(weights: Function, mask: Any = None) -> Function:
+    """Attention with a softmax of its own, of scores and their maximum, and a mask."""
+
+    def function(q: Array, k: Array, v: Array) -> Array:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        if mask is not None:
+            scores = jnp.where(mask()[None, None], scores, -1e30)
+        level = scores.max(-1, keepdims=True)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights(scores, level), v)
+
+    return function
+
+
+def _of_exp(total: Function) -> Function:
+    def weights(s: Array, m: Array) -> Array:
+        raised = jnp.exp(s - m)
+        return raised / total(raised)
+
+    return weights
+
+
+def _floored(s: Array, m: Array) -> Array:
+    raised = jnp.maximum(jnp.exp(s - m), 0.3)
+    return raised / raised.sum(-1, keepdims=True)
+
+
+def _turned(s: Array, m: Array) -> Array:
+    raised = jnp.exp(s - m).swapaxes(-1, -2)
+    return raised / raised.sum(-1, keepdims=True)
+
+
+def _compared(positions: Function, how: Function) -> Function:
+    def mask() -> Array:
+        found = positions()
+        return how(found[:, None], found[None])
+
+    return mask
+
+
+def _softmax(s: Array, m: Array) -> Array:
+    del m
+    return jax.nn.softmax(s)
+
+
+LOOK_ALIKE = {
+    "floored": _attend(_floored),
+    "clipped": _attend(
+        lambda s, m: (e := jnp.exp(jnp.maximum(s - m, -1.0))) / e.sum(-1, keepdims=True)
+    ),
+    "turned": _attend(_turned),
+    "other rows": _attend(_of_exp(lambda e: e.sum(-1)[:, :, None, :])),
+    "stopped": _attend(
+        _of_exp(lambda e: jax.lax.stop_gradient(e.sum(-1, keepdims=True)))
+    ),
+    "truncated": _attend(
+        _softmax,
+        _compared(
+            lambda: (jnp.arange(LENGTH) * (1 / 64.0)).astype(jnp.int32),
+            lambda a, b: a == b,
+        ),
+    ),
+    "unsigned": _attend(
+        _softmax,
+        _compared(
+            lambda: jnp.arange(LENGTH, dtype=jnp.uint32),
+            lambda a, b: (a - b >= jnp.uint32(20)) | (a == b),
+        ),
+    ),
+    "wrapping": _attend(
+        _softmax,
+        _compared(
+            lambda: jnp.arange(LENGTH, dtype=jnp.int32) * 150_000_000,
+            lambda a, b: (a + 0 * b < 0) | (a == b),
+        ),
+    ),
+    "narrow": _attend(
+        _softmax,
+        _compared(
+            lambda: jnp.arange(LENGTH, dtype=jnp.bfloat16) * 100,
+            lambda a, b: a >= b,
+        ),
+    ),
+    "cast to a mask": _attend(
+        _softmax,
+        _compared(
+            lambda: jnp.arange(LENGTH) - 40,
+            lambda a, b: (a + 0 * b).astype(bool) & (a >= b),
+        ),
+    ),
+}
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("name", LOOK_ALIKE)
+def test_what_only_looks_like_attention_keeps_its_numbers(name: str) -> None:
+    form = Form(LOOK_ALIKE[name])
+    arguments = _arguments(form)
+    program, _ = _called(form, arguments)
+    expected = _gradients(form.function)(*arguments)
+    found = _gradients(_in_blocks(program, _mesh(4)))(*arguments)
+    assert _error(expected, found) < 5e-6
+
+
+@pytest.mark.relaxed_promotion
+def test_rows_that_see_nothing_share_their_gradient_out() -> None:
+    """Padding in front, without a causal mask: such rows look at all keys alike."""
+    form = Form(_padded, masked=True)
+    *arrays, _ = _arguments(form)
+    nothing = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    program, _ = _called(form, [*arrays, nothing])
+    expected = _gradients(form.function)(*arrays, nothing)
+    found = _gradients(_in_blocks(program, _mesh(4)))(*arrays, nothing)
+    value, other = expected[0][2], found[0][2]
+    assert float(jnp.abs(value - other).max()) < 1e-5 * float(jnp.abs(value).max())
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 1), (1, 1, 1), (1, 4, 2)])
+def test_single_samples_and_heads_are_found(shape: tuple[int, int, int]) -> None:
+    batch, heads, shared = shape
+    q = jnp.ones((batch, LENGTH, heads, DEPTH))
+    k = jnp.ones((batch, LENGTH, shared, DEPTH))
+    program = jax.make_jaxpr(_grouped)(q, k, k)
+    called, reasons = with_calls(program, [True] * 3)
+    assert len(_found(called)) == 1, reasons
+
+
+def test_padding_leaves_a_causal_mask_causal() -> None:
+    arguments = _arguments(FORMS["padded causal"])
+    program, _ = _called(FORMS["padded causal"], arguments)
+    one = attention_of(_found(program)[0].params["jaxpr"])
+    hidden = one.scores.hidden(8, 8, one.rows[0][1], one.column[2])
+    assert hidden[np.triu_indices(8, 1)].all()
+
+
+def test_what_a_loop_comes_to_train_is_trained() -> None:
+    def function(q: Array, k: Array, v: Array) -> Array:
+        def turn(carry: Array, _: None) -> tuple[Array, Array]:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + carry[:, None, None]
+            found = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+            return carry + k.sum((2, 3)), found
+
+        start = jnp.zeros((BATCH, LENGTH))
+        return jax.lax.scan(turn, start, None, length=2)[1]
+
+    arguments = _arguments(Form(function))
+    called, reasons = _called(Form(function), arguments)
+    (loop,) = (e for e in called.jaxpr.eqns if e.primitive.name == "scan")
+    inner = _compat.open_jaxpr(_compat.inner_jaxprs(loop)[0])[0]
+    assert not any(map(is_attention, inner.eqns))
+    assert reasons and "a trained value" in reasons[0]
+
+
 def test_queries_without_a_sequence_are_left() -> None:
     def pooled(q: Array, k: Array, v: Array) -> Array:
         scores = jnp.einsum("bhd,bkhd->bhk", q[:, 0], k)

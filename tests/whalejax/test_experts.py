@@ -42,12 +42,12 @@ SIZES: Final = {
 BATCH: Final = 16
 ALL: Final = {"data": 2, "expert": 2, "tensor": 2}
 MESHES: Final = (
-    {"data": 2},
+    pytest.param({"data": 2}, marks=pytest.mark.full),
     {"expert": 2},
-    {"tensor": 2},
-    {"data": 2, "expert": 2},
-    {"data": 2, "tensor": 2},
-    {"expert": 2, "tensor": 2},
+    pytest.param({"tensor": 2}, marks=pytest.mark.full),
+    pytest.param({"data": 2, "expert": 2}, marks=pytest.mark.full),
+    pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.full),
+    pytest.param({"expert": 2, "tensor": 2}, marks=pytest.mark.full),
     {"context": 2, "expert": 2},
     pytest.param(ALL, marks=pytest.mark.smoke),
 )

@@ -161,6 +161,43 @@ def test_where_tokens_meet_nothing_is_cut(form: Function) -> None:
         _step(form, loss_chunks=2)
 
 
+def _contrasted(params: Any, h: Any, y: Any) -> Any:
+    rows = h.reshape(-1, EMBED)
+    scores = rows @ params["kernel"]
+    own = jnp.eye(*scores.shape, dtype=bool)
+    scores = jnp.where(own, -1e9, scores)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, y.ravel()).mean()
+
+
+def _symmetric(params: Any, h: Any, y: Any) -> Any:
+    scores = h[0] @ params["kernel"][:, :LENGTH]
+    return jax.nn.logsumexp(scores + scores.T, -1).mean() + 0.0 * y.sum()
+
+
+def _single(params: Any, h: Any, y: Any) -> Any:
+    one = jax.nn.logsumexp(h.mean((0, 1))[None] @ params["kernel"], -1).sum()
+    return _labels(params, h, y) + one
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("form", [_contrasted, _symmetric, _single])
+def test_odd_losses_keep_their_numbers(form: Function) -> None:
+    options = {} if form is _symmetric else {"loss_chunks": 2}
+    step, params, batch, expected = _step(form, mesh={"data": 8}, **options)
+    state, _ = step(step.init_from(params), batch)
+    for path, gradient in expected.items():
+        change = params[path] - state.params[path]
+        assert np.allclose(change, gradient, atol=1e-5), path
+
+
+@pytest.mark.relaxed_promotion
+def test_scores_of_a_matrix_with_itself_are_left() -> None:
+    called = with_logits(
+        jax.make_jaxpr(_symmetric)(*_data()), [True, True, True, False]
+    )
+    assert not any(makes_logits(e) for e in called.jaxpr.eqns)
+
+
 @pytest.mark.relaxed_promotion
 def test_what_is_trained_beside_the_kernel_is_known() -> None:
     program = jax.make_jaxpr(_biased)(*_data())

@@ -33,12 +33,12 @@ LAYOUTS: Final[dict[str, dict[str, int]]] = {
     "fsdp": {"fsdp": 8},
 }
 CASES: Final = [
-    ("scanned", "full", "fsdp-tensor"),
+    pytest.param("scanned", "full", "fsdp-tensor", marks=pytest.mark.full),
     ("scanned", "dots", "fsdp"),
-    ("unrolled", "full", "fsdp"),
+    pytest.param("unrolled", "full", "fsdp", marks=pytest.mark.full),
     ("unrolled", "dots", "fsdp-tensor"),
     ("its own checkpoints", "none", "fsdp"),
-    ("experts", "dots", "fsdp-tensor"),
+    pytest.param("experts", "dots", "fsdp-tensor", marks=pytest.mark.full),
 ]
 
 

@@ -163,6 +163,69 @@ def test_a_sequence_that_does_not_divide_may_be_padded(attention: str) -> None:
     assert re.search(r"take [\d.]+ [kM]B more on each device\)", text)
 
 
+SHAPES = {
+    # Heads of queries that share one key; and one head, so that widths are sharded.
+    "shared keys": (
+        "bsd,dhe->bshe",
+        "bsd,de->bse",
+        "bqhe,bke->bhqk",
+        (8, 4, 6),
+        (8, 6),
+    ),
+    "one head": ("bsd,de->bse", "bsd,de->bse", "bqe,bke->bqk", (8, 6), (8, 6)),
+}
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"context": 8}])
+@pytest.mark.parametrize("name", SHAPES)
+def test_odd_shapes_compute_what_one_device_does(
+    name: str, mesh: dict[str, int]
+) -> None:
+    to_query, to_key, scores, query_shape, key_shape = SHAPES[name]
+    queries, keys = (text.split("->")[1] for text in (to_query, to_key))
+    weighed, kept = keys.replace("s", "k"), queries.replace("s", "q")
+    back = f"{scores.split('->')[1]},{weighed}->{kept}"
+
+    def loss(params: Any, x: Any) -> Any:
+        q = jnp.einsum(to_query, x, params["q"])
+        k = jnp.einsum(to_key, x, params["k"])
+        v = jnp.einsum(to_key, x, params["v"])
+        weights = jax.nn.softmax(jnp.einsum(scores, q, k))
+        return jnp.mean(jnp.sin(jnp.einsum(back, weights, v)))
+
+    keys_of = iter(jax.random.split(jax.random.key(0), 4))
+    params = {
+        "q": jax.random.normal(next(keys_of), query_shape),
+        "k": jax.random.normal(next(keys_of), key_shape),
+        "v": jax.random.normal(next(keys_of), key_shape),
+    }
+    x = jax.random.normal(next(keys_of), (4, 16, 8))
+    try:
+        plan = wh.plan(
+            loss,
+            params,
+            x,
+            cluster="h100:8",
+            optimizer=optax.sgd(1.0),
+            mesh=mesh,
+            attention="ring",
+            remat="none",
+            zero=0,
+        )
+    except wh.PlanError as error:
+        pytest.skip(str(error).splitlines()[0])
+    step = wh.compile(
+        plan, loss, params, optimizer=optax.sgd(1.0), devices=jax.devices()
+    )
+    state, _ = step(step.init_from(params), x)
+    expected = jax.grad(loss)(params, x)
+    for path, gradient in expected.items():
+        change = params[path] - state.params[path]
+        error = jnp.linalg.norm(change - gradient) / jnp.linalg.norm(gradient)
+        assert error < 1e-4, path
+
+
 def test_one_task_graph_alone_may_have_it() -> None:
     def loss(params: Any, x: Any) -> Any:
         for name in ("a", "b"):

@@ -36,6 +36,7 @@ class Attention:
         width: places of the value's own dimensions.
         weights_dtype: in which the second product reads what the softmax gives.
         turned: the value is the left operand of the second product.
+        keys_first: the keys are the left operand of the first.
     """
 
     query: Any
@@ -53,6 +54,7 @@ class Attention:
     weights_dtype: Any
     weights: tuple[int, ...]
     turned: bool
+    keys_first: bool
 
     @property
     def output(self) -> Any:
@@ -178,8 +180,8 @@ def _assembled(
         NotScoresError: they do not fit together as attention does.
     """
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
-    tags = _product_tags(first, scores)
     inside, batch = _numbers(second)
+    tags = _product_tags(first, scores, [softmax.tags[p] for p in batch[side]])
     (column,) = (t for t in (softmax.axis,))
     if [softmax.tags[place] for place in inside[side]] != [column]:
         raise NotScoresError("its weights are not summed over what the softmax is over")
@@ -233,22 +235,26 @@ def _assembled(
         weights_dtype=softmax.dtype,
         weights=softmax.tags,
         turned=side == 1,
+        keys_first=keys == 0,
     )
 
 
 def product_tags(one: Attention) -> list[int]:
     """For each dimension of an attention's first product, its number in the scores."""
-    return _product_tags(one.first, one.scores)
+    shared, own = [t for *_, t in one.batch], [t for _, t in one.rows]
+    column = [one.column[2]]
+    return [*shared, *(column + own if one.keys_first else own + column)]
 
 
-def _product_tags(first: Any, scores: Scores) -> list[int]:
-    """For each dimension of the first product, its number in the scores."""
+def _product_tags(first: Any, scores: Scores, shared: Sequence[int]) -> list[int]:
+    """The same, where dimensions of size 1 may be any; some are shared by values."""
     tags = scores.nodes[scores.product].tags
     shape = first.outvars[0].aval.shape
-    absent = iter(
-        sorted(set(range(len(shape))) - {tag for tag in tags if tag is not None})
-    )
-    found = [next(absent) if tag is None else tag for tag in tags]
+    absent = sorted(set(range(len(shape))) - {tag for tag in tags if tag is not None})
+    # Those that are shared come first in a product.
+    absent.sort(key=lambda tag: tag not in shared)
+    rest = iter(absent)
+    found = [next(rest) if tag is None else tag for tag in tags]
     if sorted(found) != list(range(len(shape))):
         raise NotScoresError("its scores have dimensions that the product has not")
     return found

@@ -103,10 +103,11 @@ def computed(
     name, params = equation.primitive.name, equation.params
     if name == "iota":
         dim = params["dimension"]
-        places = lax.broadcasted_iota(params["dtype"], shape, dim)
+        places = lax.broadcasted_iota(jnp.int32, shape, dim)
         tag = node.tags[dim]
         start = 0 if tag is None else offsets.get(tag, 0)
-        return places + jnp.asarray(start).astype(params["dtype"])
+        # Counted first: a narrow type would round twice.
+        return (places + jnp.asarray(start, jnp.int32)).astype(params["dtype"])
     if name == "broadcast_in_dim":
         places = params["broadcast_dimensions"]
         return lax.broadcast_in_dim(operands[0], shape, places)

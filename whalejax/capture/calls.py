@@ -123,13 +123,28 @@ class _Builder:
             kind = _compat.recursion(equation)
             if kind in ("remat", "scan"):
                 inner = _compat.inner_jaxprs(equation)[0]
+                inside = _flowing(equation, flags) if kind == "scan" else flags
                 return rebuild.around(
-                    equation, operands, lambda xs: self.run(inner, xs, flags)
+                    equation, operands, lambda xs: self.run(inner, xs, inside)
                 )
             return _compat.bind(equation, operands)
 
         items = rebuild.arranged(body, calls)
         return rebuild.run(jaxpr, values, each, items=items)
+
+
+def _flowing(scan: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which inputs of a scan's body have gradients: carries may come to have them."""
+    body = _compat.open_jaxpr(_compat.inner_jaxprs(scan)[0])[0]
+    parts, found = _compat.scan_parts(scan), list(flags)
+    while True:
+        trained = trained_in(body, found)
+        before = list(found)
+        for place, out in enumerate(body.outvars[: parts.num_carries]):
+            if not _compat.is_literal(out) and out in trained:
+                found[parts.num_consts + place] = True
+        if found == before:
+            return found
 
 
 def _attentions(body: Any, trained: set[Any]) -> tuple[list[rebuild.Call], list[str]]:

@@ -166,7 +166,8 @@ class _Search:
         ]
         for turned in (False, True):
             kernel = 0 if turned else 1
-            if len(free[kernel]) != 1:
+            shape = product.invars[1 - kernel].aval.shape
+            if len(free[kernel]) != 1 or all(shape[d] == 1 for d in free[1 - kernel]):
                 continue
             vocab = 0 if turned else len(free[0])
             inside = self._inside(product.outvars[0], vocab)
@@ -258,6 +259,8 @@ class _Search:
         equation = self.maker.get(variable)
         product = self.body.eqns[self.place]
         if equation is product:
+            if self.source != -1:
+                raise NotTokensError  # It is read in two ways.
             node = Node(equation=None, inputs=(), tags=tags)
         else:
             wanted = self._operands(equation, variable, tags, region, vocab)
@@ -293,7 +296,9 @@ class _Search:
         if not inside and (vocab not in tags or variable in self.trained):
             return None
         if equation.primitive.name == "iota":
-            return []
+            # Positions of tokens begin elsewhere in each chunk.
+            counted = tags[equation.params["dimension"]]
+            return [] if counted in (None, vocab) else None
         found = operand_tags(equation, tags)
         if found is None and inside:
             found = reduced_tags(equation, tags, vocab)
@@ -327,6 +332,8 @@ def _result_tags(equation: Any, tags: Mapping[Any, Tags], vocab: int) -> Tags | 
     if name in SAME_SHAPE:
         for atom in candidates:
             for dim, tag in enumerate(tags[atom]):
+                if None not in (tag, found[dim]) and tag != found[dim]:
+                    return None
                 found[dim] = tag if found[dim] is None else found[dim]
         return tuple(found)
     # Every arrangement of known dimensions is tried against what the rule says.

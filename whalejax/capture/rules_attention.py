@@ -49,7 +49,7 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
         link((0, q), *read.get(tag, ()), (result, out["scores", tag]))
     link((1, one.column[0]), (2, one.column[1]))
     for v in one.width:
-        link((2, v), (result, out["width", v]))
+        link((2, v), (result, out["width", v]), kind="unshardable")
     for q, k in one.depth:
         link((0, q), (1, k), kind="unshardable")
     for member in read.get(None, ()):

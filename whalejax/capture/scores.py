@@ -101,7 +101,10 @@ class Scores:
         }
         found: list[Interval] = []
         for number, node in enumerate(self.nodes):
-            if number == self.product or node.outside is not None:
+            if node.outside is not None:
+                dtype = self.outside[node.outside].aval.dtype
+                found.append(_BOOL if np.dtype(dtype).kind == "b" else ANY)
+            elif number == self.product:
                 found.append(ANY)
             else:
                 found.append(_interval(node, found, extents))
@@ -208,36 +211,47 @@ def _interval(
 ) -> Interval:
     equation = node.equation
     name = equation.primitive.name
+    dtype = np.dtype(equation.outvars[0].aval.dtype)
+    logical = dtype.kind == "b"
     if name == "iota":
         dim = equation.params["dimension"]
         tag, last = node.tags[dim], equation.params["shape"][dim] - 1.0
         first, last = (0.0, last) if tag is None else extents.get(tag, (0.0, last))
-        return first, last
+        return _rounded((first, last), dtype)
     operands = [
         _bounds(atom.val) if number is None else known[number]
         for atom, number in zip(equation.invars, node.inputs, strict=True)
     ]
-    dtype = equation.outvars[0].aval.dtype
     rule = _INTERVALS.get(name)
-    unlike = name == "convert_element_type" and not _keeps(operands[0], dtype)
-    logical = np.dtype(dtype).kind == "b"
-    if rule is None or unlike or (name == "not" and not logical):
+    turned = logical and name == "convert_element_type"
+    if rule is None or turned or (name == "not" and not logical):
         return _BOOL if logical else ANY
     low, high = rule(*operands)
-    known_numbers = ~(np.isnan(low) | np.isnan(high))
-    return np.where(known_numbers, low, -math.inf), np.where(
-        known_numbers, high, math.inf
-    )
+    if name == "convert_element_type" and dtype.kind in "iu":
+        low, high = np.trunc(_f(low)), np.trunc(_f(high))
+    return _rounded((low, high), dtype)
 
 
-def _keeps(bounds: Interval, dtype: Any) -> bool:
-    """Whether numbers within bounds stay what they are in another type."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return True
-    logical = np.dtype(dtype).kind == "b"
-    whole: Any = np.iinfo(np.int8 if logical else np.dtype(dtype))
-    low, high = (0, 1) if logical else (whole.min, whole.max)
-    return bool(np.all(low <= bounds[0]) and np.all(bounds[1] <= high))
+def _rounded(bounds: Interval, dtype: Any) -> Interval:
+    """Bounds of what a type holds of numbers within bounds.
+
+    Integers beyond their type wrap, and floating point rounds.
+    """
+    low, high = _f(bounds[0]), _f(bounds[1])
+    sure = ~(np.isnan(low) | np.isnan(high))
+    if dtype.kind == "b":
+        return np.where(sure, np.clip(low, 0, 1), 0.0), np.where(
+            sure, np.clip(high, 0, 1), 1.0
+        )
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        sure &= (limits.min <= low) & (high <= limits.max)
+    else:
+        slack = 4 * float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+        with np.errstate(invalid="ignore"):
+            low = np.where(np.isfinite(low), low - slack * abs(low), low)
+            high = np.where(np.isfinite(high), high + slack * abs(high), high)
+    return np.where(sure, low, -math.inf), np.where(sure, high, math.inf)
 
 
 def _bounds(value: Any) -> Interval:
@@ -290,8 +304,10 @@ def _of_bits(rule: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], 
     """A rule for what is 0 or 1; of other numbers it says nothing."""
 
     def either(a: Interval, b: Interval) -> Interval:
-        bits = all(np.all(_f(x[0]) >= 0) and np.all(_f(x[1]) <= 1) for x in (a, b))
-        return (rule(a[0], b[0]), rule(a[1], b[1])) if bits else ANY
+        bits = [(_f(x[0]) >= 0) & (_f(x[1]) <= 1) for x in (a, b)]
+        sure = bits[0] & bits[1]
+        low, high = rule(_f(a[0]), _f(b[0])), rule(_f(a[1]), _f(b[1]))
+        return np.where(sure, low, -math.inf), np.where(sure, high, math.inf)
 
     return either
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from whalejax import _compat
+from whalejax.capture.blocks import Tags, operand_tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,60 +25,49 @@ class Softmax:
 
 
 def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | None:
-    """The softmax whose result a product reads, perhaps turned or in another type."""
+    """The softmax whose result a product reads, perhaps turned or in another type.
+
+    Args:
+        weights: what the product reads.
+        maker: the equation that makes each variable.
+
+    Returns:
+        The softmax; why it is none that is read as it is; or None.
+    """
     if _compat.is_literal(weights):
         return None
     tags = tuple(range(len(weights.aval.shape)))
-    variable = weights
-    while True:
-        equation: Any = None if _compat.is_literal(variable) else maker.get(variable)
-        if equation is None:
-            break
-        name = equation.primitive.name
-        if name in ("convert_element_type", "copy", "name"):
-            variable = equation.invars[0]
-        elif name == "transpose":
-            order = equation.params["permutation"]
-            tags = tuple(order[t] for t in tags)
-            variable = equation.invars[0]
-        elif name in ("select_n", "mul") and any(
-            _softmax(maker.get(a), maker)
-            for a in equation.invars
-            if not _compat.is_literal(a)
-        ):
+    equation = _cast_from(weights, maker)
+    while equation is not None and equation.primitive.name == "transpose":
+        order = equation.params["permutation"]
+        tags = tuple(order[t] for t in tags)
+        equation = _cast_from(equation.invars[0], maker)
+    if equation is None:
+        return None
+    if equation.primitive.name in ("select_n", "mul"):
+        sources = (_cast_from(a, maker) for a in equation.invars)
+        if any(_softmax(source, maker) for source in sources):
             return (
                 "its weights are changed after the softmax (dropout, or a second "
                 "mask), differently for each row and column"
             )
-        else:
-            break
     found = _softmax(equation, maker)
     if found is None:
         return None
     return Softmax(source=found[0], axis=found[1], tags=tags, dtype=weights.aval.dtype)
 
 
-_PASSES: Final = frozenset(
-    "convert_element_type copy stop_gradient broadcast_in_dim reshape transpose "
-    "squeeze expand_dims".split()
-)
-
-
-def _behind(variable: Any, maker: Mapping[Any, Any]) -> Any:
-    """The equation behind changes of type and added dimensions."""
-    while not _compat.is_literal(variable):
-        equation = maker.get(variable)
-        if equation is None:
-            return None
-        name = equation.primitive.name
-        bounded = name == "max" and any(map(_compat.is_literal, equation.invars))
-        if name not in _PASSES and not bounded:
+def _cast_from(atom: Any, maker: Mapping[Any, Any]) -> Any:
+    """The equation behind changes of type; None where nothing in the jaxpr is."""
+    while not _compat.is_literal(atom):
+        equation = maker.get(atom)
+        if equation is None or equation.primitive.name not in _CASTS:
             return equation
-        others = [a for a in equation.invars if not _compat.is_literal(a)]
-        if len(others) != 1:
-            return equation
-        (variable,) = others
+        (atom,) = equation.invars
     return None
+
+
+_CASTS: Final = frozenset({"convert_element_type", "copy", "name"})
 
 
 def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
@@ -85,36 +75,67 @@ def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
     if equation is None or equation.primitive.name != "div":
         return None
     above, below = equation.invars
-    total = _behind(below, maker)
-    raised = _behind(above, maker)
-    if total is None or total.primitive.name != "reduce_sum":
-        return None
+    raised = _cast_from(above, maker)
     if raised is None or raised.primitive.name != "exp":
         return None
-    if _behind(total.invars[0], maker) is not raised:
+    dims = tuple(range(len(above.aval.shape)))
+    total, rows = _spread_from(below, dims, maker)
+    if total is None or total.primitive.name != "reduce_sum":
         return None
     axes = tuple(total.params["axes"])
-    shifted = _behind(raised.invars[0], maker)
-    if len(axes) != 1 or shifted is None or shifted.primitive.name != "sub":
+    if len(axes) != 1 or _cast_from(total.invars[0], maker) is not raised:
+        return None
+    # The sum of a row belongs to that row.
+    shape, own = above.aval.shape, [d for d in dims if d != axes[0]]
+    if [r for r, d in zip(rows, own, strict=True) if shape[d] > 1] != [
+        d for d in own if shape[d] > 1
+    ]:
+        return None
+    shifted = _cast_from(raised.invars[0], maker)
+    if shifted is None or shifted.primitive.name != "sub":
         return None
     source, most = shifted.invars
-    peak = _behind(most, maker)
-    if peak is None or peak.primitive.name != "reduce_max":
-        return None
-    (base, order), (other, turned) = (
-        _turned(v, maker) for v in (source, peak.invars[0])
-    )
-    ways = {order[axes[0]]}, {turned[axis] for axis in peak.params["axes"]}
-    return (source, int(axes[0])) if base is other and ways[0] == ways[1] else None
+    level = _is_level(most, int(axes[0]), maker)
+    return (source, int(axes[0])) if level else None
 
 
-def _turned(variable: Any, maker: Mapping[Any, Any]) -> tuple[Any, list[int]]:
-    """The variable behind transposes, and which of its dimensions each one is."""
-    order = list(range(len(variable.aval.shape)))
-    while not _compat.is_literal(variable):
-        equation = maker.get(variable)
-        if equation is None or equation.primitive.name != "transpose":
-            break
-        order = [equation.params["permutation"][dim] for dim in order]
-        (variable,) = equation.invars
-    return variable, order
+def _spread_from(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, Tags]:
+    """The equation behind added dimensions and changes of type, and its tags."""
+    while not _compat.is_literal(atom):
+        equation = maker.get(atom)
+        name = "" if equation is None else equation.primitive.name
+        if equation is None or name not in _CASTS | _SPREADS:
+            return equation, tags
+        found = operand_tags(equation, tags)
+        if found is None or found[0] is None:
+            return None, tags
+        tags = found[0]
+        (atom,) = equation.invars
+    return None, tags
+
+
+_SPREADS: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+
+
+def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
+    """Whether a value is one number for all of a row, as its maximum is.
+
+    A softmax is the same whatever is subtracted from all scores of a row.
+    """
+    while not _compat.is_literal(atom):
+        shape = atom.aval.shape
+        if not shape or shape[axis] == 1:
+            return True
+        equation = maker.get(atom)
+        if equation is None:
+            return False
+        if equation.primitive.name == "broadcast_in_dim":
+            places = list(equation.params["broadcast_dimensions"])
+            if axis not in places:
+                return True
+            before = equation.invars[0]
+            return bool(before.aval.shape[places.index(axis)] == 1)
+        if equation.primitive.name not in _CASTS | {"stop_gradient"}:
+            return False
+        (atom,) = equation.invars
+    return True

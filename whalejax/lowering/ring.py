@@ -79,15 +79,14 @@ class _Laid:
         axes = key[one.column[0]]
         lengths = [one.query.aval.shape[place] for place, _ in one.rows]
         sharded = [n for n, (q, _) in enumerate(one.rows) if axes and query[q] == axes]
-        row = sharded[0] if sharded else lengths.index(max(lengths))
+        open_ = [n for n, (q, _) in enumerate(one.rows) if not query[q]]
+        some = sharded or open_ or range(len(lengths))
+        row = max(some, key=lambda n: lengths[n])
         if not sharded:  # Nothing goes round where rows are not sharded too.
-            axes = ()
-            key, value = (
-                tuple(
-                    () if dim == place else one_axes
-                    for dim, one_axes in enumerate(spec)
-                )
-                for spec, place in zip((key, value), one.column[:2], strict=True)
+            axes, places = (), (one.rows[row][0], *one.column[:2])
+            query, key, value = (
+                (*spec[:place], (), *spec[place + 1 :])
+                for spec, place in zip((query, key, value), places, strict=True)
             )
         size = math.prod(mesh.shape[a] for a in axes)
         tag, column = one.rows[row][1], one.column[2]
@@ -169,8 +168,8 @@ class _Local:
         self.groups = [r for n, r in enumerate(one.rows) if n != row]
         self.place, self.tag = one.rows[row]
         self.column = one.column[2]
-        wide = jnp.dtype(one.query.aval.dtype).itemsize > 4
-        self.wide = jnp.float64 if wide else jnp.float32
+        bits: Any = jnp.finfo(one.query.aval.dtype)  # type: ignore[no-untyped-call]
+        self.wide = jnp.float64 if bits.bits > 32 else jnp.float32
 
     # Layouts.
 
@@ -188,6 +187,7 @@ class _Local:
                 [*flat, empty],
                 [flat[0], axes, empty],
                 [flat[0], axes, width],
+                flat,
                 flat,
             )
         ]
@@ -372,11 +372,12 @@ class _Local:
 
         (total, peak, below), _ = self._rounds((key, value), (), state, block)
         some = below > 0
-        logs = jnp.where(some, peak + jnp.log(jnp.where(some, below, 1)), jnp.inf)
-        output = total / jnp.where(some, below, 1)[..., None]
+        level = jnp.where(jnp.isfinite(peak), peak, 0)
+        below = jnp.where(some, below, 1)
+        output = total / below[..., None]
         kind = self.one.output.aval.dtype
         output = self.deal(output.astype(kind), 2, back=True)
-        return self._unflat(output, 3), query, key, value, logs
+        return self._unflat(output, 3), query, key, value, level, below
 
     def _block_ahead(
         self,
@@ -413,27 +414,31 @@ class _Local:
 
     def back(self, cotangent: Any, output: Any, *saved: Any) -> Any:
         """Cotangents of query, key and value."""
-        query, key, value, logs = saved[:4]
+        query, key, value, level, below = saved[:5]
         sizes = {t: output.shape[n] for n, (w, t) in self._named() if w == "scores"}
-        others = self.outside(saved[4:])
+        others = self.outside(saved[5:])
         given = self.flat_output(cotangent)
         inner = given.astype(self.wide) * self.flat_output(output).astype(self.wide)
         given, inner = self.deal(given, 2), self.deal(inner.sum(axis=-1), 2)
 
         def block(pair: Any, moving: Any, sums: Any, state: Any) -> Any:
-            held = (query, given, inner, logs)
+            held = (query, given, inner, level, below)
             return self._block_back(held, moving, pair, sums, state, sizes, others)
 
         zeros = tuple(jnp.zeros(x.shape, self.wide) for x in (key, value))
         state = jnp.zeros(query.shape, self.wide)
         state, sums = self._rounds((key, value), zeros, state, block)
-        found = (state, *sums)
-        dims = (2, 1, 1)
-        kinds = (query.dtype, key.dtype, value.dtype)
-        return tuple(
-            self._unflat(self.deal(x.astype(kind), dim, back=True), slot)
-            for slot, (x, dim, kind) in enumerate(zip(found, dims, kinds, strict=True))
-        )
+        found = [
+            self.deal(x.astype(like.dtype), dim, back=True)
+            for x, like, dim in zip(
+                (state, *sums), (query, key, value), (2, 1, 1), strict=True
+            )
+        ]
+        # Heads that share keys may be on several devices.
+        apart = _merged([self.laid.specs[0][q] for q, _ in self.groups])
+        if apart:
+            found[1:] = (lax.psum(x, apart) for x in found[1:])
+        return tuple(self._unflat(x, slot) for slot, x in enumerate(found))
 
     def _block_back(
         self,
@@ -447,12 +452,13 @@ class _Local:
     ) -> Any:
         a, b = pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
         rows, columns = self.ring.row_size, self.ring.column_size
-        query, given, inner, logs = (
+        query, given, inner, level, below = (
             lax.dynamic_slice_in_dim(x, a, rows, 2) for x in held
         )
         key, value = (lax.dynamic_slice_in_dim(x, b, columns, 1) for x in moving)
         scores, pullback = self.scores(query, key, pair, sizes, others)
-        weights = jnp.exp(scores - logs[..., None])
+        # Not the logarithm of both together: beside masked scores it would be lost.
+        weights = jnp.exp(scores - level[..., None]) / below[..., None]
         ahead, behind = (
             product.params["precision"] for product in (self.one.first, self.one.second)
         )
