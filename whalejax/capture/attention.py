@@ -182,7 +182,7 @@ def _assembled(
     (left_in, right_in), (left_batch, right_batch) = _numbers(first)
     inside, batch = _numbers(second)
     tags = _product_tags(first, scores, [softmax.tags[p] for p in batch[side]])
-    (column,) = (t for t in (softmax.axis,))
+    column = softmax.axis
     if [softmax.tags[place] for place in inside[side]] != [column]:
         raise NotScoresError("its weights are not summed over what the softmax is over")
     place = tags.index(column)
@@ -204,13 +204,8 @@ def _assembled(
     own = tags[num_batch:ends] if query_side == 0 else tags[ends:]
     ways = ((left_batch, right_batch), (right_batch, left_batch))[query_side]
     depth = ((left_in, right_in), (right_in, left_in))[query_side]
-    values = dict(
-        zip(
-            (softmax.tags[p] for p in batch[side]),
-            batch[1 - side],
-            strict=True,
-        )
-    )
+    shared = (softmax.tags[p] for p in batch[side])
+    values = dict(zip(shared, batch[1 - side], strict=True))
     if set(values) != set(tags[:num_batch]):
         raise NotScoresError("keys and values do not share the same dimensions")
     value = second.invars[1 - side]
