@@ -309,12 +309,6 @@ STRATEGIES: Final = (
     Strategy(name="ring", mesh=_all("context"), attention="ring"),
     Strategy(name="data-ring", mesh=_two_by("data", "context"), attention="ring"),
     Strategy(
-        name="ring-tensor",
-        mesh=_two_by("context", "tensor"),
-        default="split",
-        attention="ring",
-    ),
-    Strategy(
         name="fsdp-tensor-ring",
         mesh=_two_by("fsdp", "tensor"),
         default="split",
@@ -333,13 +327,6 @@ STRATEGIES: Final = (
         mesh=_all("data"),
         loss_chunks=2,
         **_sharded(_axes("data")),
-    ),
-    Strategy(
-        name="fsdp-tensor-chunks",
-        mesh=_two_by("fsdp", "tensor"),
-        default="split",
-        loss_chunks=3,
-        **_sharded(_axes("fsdp"), _axes("fsdp", "tensor")),
     ),
     Strategy(
         name="ring-tensor-sequence-chunks",

@@ -80,6 +80,11 @@ def _capped(q: Array, k: Array, v: Array) -> Array:
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
+def _keys_as_values(q: Array, k: Array, v: Array) -> Array:
+    both = k + v
+    return wh.attention(q, both, both)
+
+
 def _segments(q: Array, k: Array, v: Array, m: Array) -> Array:
     same = m[:, None, :, None] == m[:, None, None, :]
     return wh.attention(q, k, v, mask=same)
@@ -115,6 +120,7 @@ FORMS = {
     "own": Form(causal_attention, causal=True),
     "capped": Form(_capped, causal=True),
     "segments": Form(_segments, masked=True),
+    "keys as values": Form(_keys_as_values),
 }
 
 

@@ -27,7 +27,8 @@ def attention_behaviour(jaxpr: Any) -> Behaviour:
     """
     one = attention_of(jaxpr)
     places = {v: n for n, v in enumerate(_compat.open_jaxpr(jaxpr)[0].invars)}
-    slots = [places[v] for v in one.inputs]
+    # Keys may be values too, as one variable inside; outside they are two operands.
+    slots = [0, 1, 2, *(places[v] for v in one.outside)]
     result = len(slots)
     shapes = [v.aval.shape for v in (*one.inputs, one.output)]
     out = {what: place for place, what in enumerate(one.output_dims)}
