@@ -198,6 +198,8 @@ def _assembled(
     keys = 0 if place < ends else 1
     if len(free[keys]) != 1:
         raise NotScoresError("its keys have more than one dimension of their own")
+    if shapes[keys][free[keys][0]] == 1:
+        raise NotScoresError("it attends to one key")
     if not free[1 - keys]:
         raise NotScoresError("its queries have no sequence of their own")
     query_side = 1 - keys

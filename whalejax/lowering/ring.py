@@ -379,6 +379,18 @@ class _Local:
         output = self.deal(output.astype(kind), 2, back=True)
         return self._unflat(output, 3), query, key, value, level, below
 
+    def _starts_of(self, pair: Any) -> tuple[Any, Any]:
+        """Where the rows and the columns of a pair begin on this device."""
+        return pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
+
+    def _rows(self, pair: Any, values: Sequence[Any]) -> list[Any]:
+        start, size = self._starts_of(pair)[0], self.ring.row_size
+        return [lax.dynamic_slice_in_dim(x, start, size, 2) for x in values]
+
+    def _columns(self, pair: Any, values: Sequence[Any]) -> list[Any]:
+        start, size = self._starts_of(pair)[1], self.ring.column_size
+        return [lax.dynamic_slice_in_dim(x, start, size, 1) for x in values]
+
     def _block_ahead(
         self,
         query: Any,
@@ -388,11 +400,9 @@ class _Local:
         sizes: Mapping[int, int],
         others: Sequence[Any],
     ) -> Any:
-        a, b = pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
-        rows, columns = self.ring.row_size, self.ring.column_size
-        key, value = (lax.dynamic_slice_in_dim(x, b, columns, 1) for x in moving)
-        mine = lax.dynamic_slice_in_dim(query, a, rows, 2)
-        total, peak, below = (lax.dynamic_slice_in_dim(x, a, rows, 2) for x in state)
+        a, _ = self._starts_of(pair)
+        key, value = self._columns(pair, moving)
+        mine, total, peak, below = self._rows(pair, (query, *state))
         scores, _ = self.scores(mine, key, pair, sizes, others)
         higher = jnp.maximum(peak, scores.max(axis=-1))
         # Where all of a row is masked so far, its maximum is no number to subtract.
@@ -450,12 +460,9 @@ class _Local:
         sizes: Mapping[int, int],
         others: Sequence[Any],
     ) -> Any:
-        a, b = pair[0] * self.ring.row_size, pair[1] * self.ring.column_size
-        rows, columns = self.ring.row_size, self.ring.column_size
-        query, given, inner, level, below = (
-            lax.dynamic_slice_in_dim(x, a, rows, 2) for x in held
-        )
-        key, value = (lax.dynamic_slice_in_dim(x, b, columns, 1) for x in moving)
+        a, b = self._starts_of(pair)
+        key, value = self._columns(pair, moving)
+        query, given, inner, level, below = self._rows(pair, held)
         scores, pullback = self.scores(query, key, pair, sizes, others)
         # Not the logarithm of both together: beside masked scores it would be lost.
         weights = jnp.exp(scores - level[..., None]) / below[..., None]

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from whalejax import _compat
+from whalejax import _compat, rebuild
 from whalejax.capture.rules_elementwise import SAME_SHAPE
 from whalejax.meshes.build import partition_spec
 from whalejax.planner.layout import Spec
@@ -85,17 +85,13 @@ def streamable(
 
 def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
     """Run a program without its calls, so that every equation stands for itself."""
-    body, constants = _compat.open_jaxpr(program)
-    env: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
-    env.update(zip(body.invars, values, strict=True))
-    for equation in body.eqns:
-        operands = [_read(atom, env) for atom in equation.invars]
+
+    def each(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         if _compat.recursion(equation) == "inline":
-            results = _inlined(_compat.inner_jaxprs(equation)[0], operands)
-        else:
-            results = _compat.bind(equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [_read(atom, env) for atom in body.outvars]
+            return _inlined(_compat.inner_jaxprs(equation)[0], operands)
+        return _compat.bind(equation, operands)
+
+    return rebuild.run(program, values, each)
 
 
 def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
