@@ -353,9 +353,12 @@ def written(
     """The plan of the first of some scored ones; the others are its candidates."""
     best = weighed[0]
     graph, dims = analysed.graph, analysed.dims
+    there = search.hosting.there(best.layouts, best.offload)
     leaves = tuple(
-        dataclasses.replace(leaf, note=leaf_note(leaf, tensor, best.mesh, dims))
-        for leaf, tensor in zip(best.leaves, graph.params, strict=True)
+        dataclasses.replace(
+            leaf, hosted=hosted, note=leaf_note(leaf, tensor, best.mesh, dims)
+        )
+        for leaf, tensor, hosted in zip(best.leaves, graph.params, there, strict=True)
     )
     storage_axes = [a for a in ("data", "fsdp") if best.mesh[a] > 1]
     names = tuple(dims.roles[r].name for r in search.facts.storage)

@@ -45,13 +45,8 @@ from whalejax.planner.plan import (
 from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
-from whalejax.planner.terms import (
-    ALL,
-    OFFLOADS,
-    RUNNABLE_OFFLOADS,
-    Remat,
-    own_words,
-)
+from whalejax.planner.terms import ALL, OFFLOADS, Remat, own_words
+from whalejax.planner.waiting import sliced_leaves
 from whalejax.planner.weigh import pace_of, stage_layers
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 
@@ -159,9 +154,11 @@ class _Chosen:
         usual = tuple(a for a in MESH_AXES if self.mesh[a] > 1)
         # What waits in host memory is what layers that are computed again keep.
         waits = "activations" not in self.offload or ALL in dict(self.remat)
-        moves = set(self.offload) <= set(RUNNABLE_OFFLOADS) and waits
+        slices = "params" not in self.offload or (
+            not self.zero and bool(sliced_leaves(self.search.graph))
+        )
         straight = tuple(a for a, _ in self.axes) == usual
-        return plain == Beyond() and straight and moves
+        return plain == Beyond() and straight and waits and slices
 
     def _beyond(self) -> Beyond:
         search, case = self.search, self.case

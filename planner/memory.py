@@ -23,6 +23,7 @@ from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, shards, spec_of
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.terms import FETCHED
 
 
 _REPEATED = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "copy"})
@@ -324,6 +325,7 @@ def memory_of(
     state_bytes: int,
     cast_bytes: float,
     accumulates: bool,
+    away: Sequence[int],
 ) -> MemoryTerms:
     """Memory on one device.
 
@@ -336,12 +338,17 @@ def memory_of(
         state_bytes: bytes of what is not trained.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
+        away: of each group, how many lie in host memory.
     """
-    params = gradients = state = working = gathered = fresh = 0.0
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+    params = gradients = state = working = gathered = fresh = host = 0.0
+    pairs = zip(facts.groups, layouts, away, strict=True)
+    for (group, count), layout, there in pairs:
         nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
         gradient = nbytes / shards(layout.gradient, s.mesh)
-        params += count * nbytes / shards(layout.param, s.mesh)
+        stored = nbytes / shards(layout.param, s.mesh)
+        params += (count - there) * stored
+        host += there * stored
+        working += there * FETCHED * stored / group.shape[0] if there else 0.0
         gradients += count * gradient
         if not s.cluster.compiler.reduce_scatter:
             # All of them are summed whole, at once, and only then cut.
@@ -353,7 +360,7 @@ def memory_of(
         if layout.compute != layout.param:
             gathered = max(gathered, used)
         elif cast_bytes != 1.0:
-            working += count * used
+            working += (count - there) * used
         if layout.gradient != layout.compute:
             gathered = max(gathered, nbytes / whole)
     saved = math.fsum(kept_bytes(found.saved, tables, s))
@@ -371,5 +378,5 @@ def memory_of(
         state_bytes=state_bytes,
         activations_bytes=int(saved),
         working_bytes=int(working),
-        host_bytes=int(math.fsum(kept_bytes(found.waiting, tables, s))),
+        host_bytes=int(host + math.fsum(kept_bytes(found.waiting, tables, s))),
     )

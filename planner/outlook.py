@@ -468,17 +468,13 @@ class Cases(_Rows):
             return
         away = self.offloads("params")
         for place in PLACES:
-            params = self.held[place].params * self.model.cast_bytes * away
-            gradients = self.gradients(place) * away
+            params = self.held[place].params * away
             saved = self.saved(place) * self.offloads("activations")
-            for phase, nbytes in (
-                ("forward", params + saved),
-                ("backward", params + gradients + saved),
-            ):
+            for phase in PHASES:
                 compute = self.seconds[kind, place, phase, "compute"]
                 if place == LAYER:
                     compute = compute * self.model.layers
-                exposed = exposed_seconds(nbytes, link, compute)
+                exposed = exposed_seconds(params + saved, link, compute)
                 self._add(kind, place, phase, "offload", exposed)
 
     def place_seconds(self, kind: int, place: int, phase: str) -> Array:

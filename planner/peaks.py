@@ -23,6 +23,7 @@ from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.memory import Kept, kept_bytes
 from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.terms import FETCHED
 from whalejax.planner.timeline import Entry, Timeline, Works
 from whalejax.planner.update import reduced_whole
 
@@ -192,6 +193,9 @@ class _Leaves:
         gradients: for each group, of one gradient as it waits for the optimizer.
         gathered: for each group, of one parameter that is put together.
         fresh: for each group, of one gradient that is there before it is scattered.
+        host: of all parameters that lie in host memory.
+        fetched: for each group, of what comes from there for a layer and the next.
+        updating: of all gradients while the optimizer updates what lies there.
     """
 
     params: float
@@ -201,34 +205,44 @@ class _Leaves:
     gradients: np.ndarray
     gathered: np.ndarray
     fresh: np.ndarray
+    host: float
+    fetched: np.ndarray
+    updating: float
 
 
 def _leaves(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
-    turns: np.ndarray,
-    cast: np.ndarray,
+    found: Moments,
     tables: Mapping[int, Table],
     s: Setting,
     cast_bytes: float,
+    away: Sequence[int],
 ) -> _Leaves:
-    params = state = casts = summed = 0.0
-    gradients, gathered, fresh = (np.zeros(len(layouts)) for _ in range(3))
+    params = state = casts = summed = host = updating = 0.0
+    gradients, gathered, fresh, fetched = (np.zeros(len(layouts)) for _ in range(4))
+    turns = found.turns
     unrolled = bool((turns == 1).all())
     for place, ((group, count), layout) in enumerate(
         zip(facts.groups, layouts, strict=True)
     ):
         nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
-        params += count * nbytes / shards(layout.param, s.mesh)
+        stored = nbytes / shards(layout.param, s.mesh)
+        params += (count - away[place]) * stored
+        host += away[place] * stored
+        fetched[place] = FETCHED * away[place] * stored / turns[place]
         state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         summed += count * nbytes / shards(layout.gradient, s.mesh)
         if cast_bytes != 1.0:
-            casts += cast[place] * nbytes * cast_bytes / shards(layout.param, s.mesh)
+            there = max(0.0, found.cast[place] - away[place])
+            casts += there * stored * cast_bytes
         kept = layout.gradient
         table = tables[group.home]
         if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
             kept = layout.compute  # It is cut where the optimizer reads it.
         gradients[place] = nbytes * cast_bytes / shards(kept, s.mesh)
+        updating += (count - away[place]) * gradients[place]
+        updating += away[place] * nbytes / shards(layout.optimizer, s.mesh)
         one = nbytes * cast_bytes / whole / turns[place]
         if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
@@ -242,6 +256,9 @@ def _leaves(
         gradients=gradients,
         gathered=gathered,
         fresh=fresh,
+        host=host,
+        fetched=fetched,
+        updating=updating,
     )
 
 
@@ -255,6 +272,7 @@ def peak_of(
     state_bytes: int,
     cast_bytes: float,
     accumulates: bool,
+    away: Sequence[int],
 ) -> MemoryTerms:
     """Memory on one device at the fullest moment of a step.
 
@@ -267,8 +285,9 @@ def peak_of(
         state_bytes: bytes of what is not trained.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
+        away: of each group, how many lie in host memory.
     """
-    leaves = _leaves(facts, layouts, found.turns, found.cast, tables, s, cast_bytes)
+    leaves = _leaves(facts, layouts, found, tables, s, cast_bytes, away)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
     saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
     working, making = (
@@ -276,8 +295,9 @@ def peak_of(
         for several in (found.working, found.making)
     )
     held = found.held * leaves.gathered
-    working += held.max(axis=1, initial=0.0)
-    making += (held + found.made * leaves.fresh).max(axis=1, initial=0.0)
+    fetched = found.held @ leaves.fetched
+    working += held.max(axis=1, initial=0.0) + fetched
+    making += (held + found.made * leaves.fresh).max(axis=1, initial=0.0) + fetched
     # What a span makes is not there yet while it works with what follows; loops hold
     # all of theirs from the start.
     born = found.gradients @ leaves.gradients
@@ -289,6 +309,12 @@ def peak_of(
     working = np.where(earlier, working, making) + leaves.casts
     if accumulates:
         working, born = working + born, np.full(len(born), leaves.summed)
+    if any(away):
+        # The update: what passes through the device in pieces takes wide gradients.
+        saved, born, working = (
+            np.append(row, last)
+            for row, last in ((saved, 0.0), (born, leaves.updating), (working, 0.0))
+        )
     fullest = int(np.argmax(saved + born + working))
     return MemoryTerms(
         params_bytes=int(leaves.params),
@@ -297,5 +323,5 @@ def peak_of(
         state_bytes=state_bytes,
         activations_bytes=int(saved[fullest]),
         working_bytes=int(working[fullest]),
-        host_bytes=int(found.waiting @ kinds) if found.kinds else 0,
+        host_bytes=int(leaves.host + (found.waiting @ kinds if found.kinds else 0)),
     )

@@ -61,6 +61,7 @@ class LeafPlan:
         param_spec: layout in which it is stored.
         gradient_spec: layout in which its gradient is accumulated.
         optimizer_spec: layout of the optimizer's copies of it.
+        hosted: it lies in host memory, and comes to the device a layer at a time.
         note: why something about it stays whole, or empty.
     """
 
@@ -72,6 +73,7 @@ class LeafPlan:
     param_spec: Spec
     gradient_spec: Spec
     optimizer_spec: Spec
+    hosted: bool = False
     note: str = ""
 
 
@@ -223,7 +225,7 @@ class Plan:
             keeps results of products with weights, ``"named"`` what the model names,
             ``"full"`` only what a layer is given.
         offload: what lies in host memory: ``"optimizer"`` state (of matrices; vectors
-            stay), ``"activations"``, ``"params"`` with their gradients.
+            stay), ``"activations"``, ``"params"`` (those that say ``hosted``).
         sequence_parallel: ``tensor`` shards the sequence between the products whose
             other dimensions it shards.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``), how attention runs where

@@ -20,6 +20,11 @@ from whalejax.planner.choices import (
 )
 from whalejax.planner.dimensions import roles_of
 from whalejax.planner.explain import gigabytes
+from whalejax.planner.hosting import (
+    NOTHING_IS_SLICED,
+    NOTHING_WAITS,
+    UPDATED_IN_OTHER_SHARDS,
+)
 from whalejax.planner.layout import divisors
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import PlanError
@@ -42,8 +47,10 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
         search: after ``run`` returned no plan.
         open_remat: the user left it to the planner what is computed again.
     """
-    if search.hosting.nothing_waits:
+    if search.hosting.nothing == NOTHING_WAITS:
         return PlanError(_nothing_waits(search, open_remat=open_remat))
+    if search.hosting.nothing == NOTHING_IS_SLICED:
+        return PlanError(_nothing_is_sliced())
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
         return PlanError(_nothing_fits(search, more=not (open_remat or full)))
@@ -73,6 +80,10 @@ def _reason(search: Search, why: str) -> str:
             "attention's sequence does: leave context out"
         ),
         SEQUENCE_DOES_NOT_DIVIDE: _padding(search),
+        UPDATED_IN_OTHER_SHARDS: (
+            "ZeRO 1 and 2 update others: take zero=0, with fsdp in place of data where "
+            "all shall be sharded"
+        ),
         NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
         NO_TENSOR: "No weights outside replicate can be sharded: leave tensor out",
         NO_EXPERTS: (
@@ -117,6 +128,15 @@ def _nothing_waits(search: Search, *, open_remat: bool) -> str:
     return (
         'offload="activations": what waits in host memory is what layers that the '
         f"backward pass computes again keep, and {why}. {remedy}, or offload=()"
+    )
+
+
+def _nothing_is_sliced() -> str:
+    return (
+        'offload="params": what lies in host memory is matrices of which a loop over '
+        "layers reads a slice in each turn and nothing reads the whole, and this model "
+        "has none. Put its layers into a scan (nnx.scan, nn.scan; scan_layers=True in "
+        "the package's models), or take offload=()"
     )
 
 

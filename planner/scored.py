@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from whalejax.planner.cost import Collective
 from whalejax.planner.graph import BatchReduction
@@ -18,6 +18,19 @@ from whalejax.planner.terms import (
     chunk_words,
     own_words,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """What an optimizer updates a piece at a time, so that it may lie in host memory.
+
+    Attributes:
+        state: bytes of its state, by the path of the parameter that it follows.
+        params: paths of parameters that may lie there themselves.
+    """
+
+    state: Mapping[str, int] = field(default_factory=dict)
+    params: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +52,8 @@ class Request:
         remat: which TaskGraphs are computed again, or None for the search to choose.
         policies: what it chooses from, the one that keeps most first.
         offload: what lies in host memory, or None for the search to choose.
-        hosted: bytes of the optimizer's state that may lie in host memory, by the
-            parameter that they follow; asked for where it matters.
+        hosted: what the optimizer can update in pieces, so that it may lie in host
+            memory; asked for where it matters.
         sequence_parallel: the user wants it, or not; None for the search to choose.
         attention: how attention runs, or None for the search to choose.
         loss_chunks: parts of the tokens whose logits are made one at a time, or None.
@@ -59,7 +72,7 @@ class Request:
     remat: Remat | None = None
     policies: tuple[str, ...] = ("none",)
     offload: tuple[str, ...] | None = None
-    hosted: Callable[[], Mapping[str, int]] | None = None
+    hosted: Callable[[], Hosted] | None = None
     sequence_parallel: bool | None = None
     attention: Chosen | None = None
     loss_chunks: int | None = None

@@ -43,7 +43,7 @@ from whalejax.planner.cost import (
 )
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Graph
-from whalejax.planner.hosting import Hosting
+from whalejax.planner.hosting import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.layout import Table, divisors, shards
 from whalejax.planner.leaves import (
     LeafFacts,
@@ -81,7 +81,6 @@ BATCH_DOES_NOT_DIVIDE = "the batch does not divide by the devices that share it"
 NO_SEQUENCE = "no dimension for a context axis"
 SEQUENCE_DOES_NOT_DIVIDE = "the sequence does not divide by context"
 IGNORES_A_PIN = "metadata fixes a dimension that the axis does not divide"
-NOTHING_WAITS = "no activations to keep in host memory"
 """Reasons to refuse a layout."""
 
 LEAST_SHARE = 0.5
@@ -257,8 +256,7 @@ class Search:
 
     def _tables(self, mesh: Mapping[str, int]) -> Iterator[dict[int, Table]]:
         reason = self._no_context(mesh) or sharded_by_split(self.options, mesh)
-        if self.hosting.nothing_waits:
-            reason = NOTHING_WAITS
+        reason = self.hosting.nothing or reason
         if reason:
             self._refuse(reason)
             return
@@ -349,6 +347,9 @@ class Search:
             if self.bound < math.inf and self._least_seconds(case) > self.bound:
                 continue
             for offloads in self.hosting.options():
+                if not self.hosting.serves(layouts, offloads[0]):
+                    self._refuse(UPDATED_IN_OTHER_SHARDS)
+                    break
                 found = [self._scored(case, offload) for offload in offloads]
                 self.scored += found
                 if any(one.fits for one in found):
@@ -371,7 +372,11 @@ class Search:
         count, memory = self._smallest_count(case, offload)
         asked = self.request.offload or ()
         time, collectives = self._case_time(case, count)
-        moved = self.hosting.state_bytes(case.layouts, case.mesh, offload)
+        state, params = (
+            of(case.layouts, case.mesh, offload)
+            for of in (self.hosting.state_bytes, self.hosting.params_bytes)
+        )
+        waiting = memory.host_bytes - state - params
         costs = [*zip(self.rows.ops, case.costs[count], strict=False)]
         fits = self._fits(memory)
         fresh = self.cluster.slowest.fresh_seconds(memory.temporary_bytes)
@@ -392,7 +397,7 @@ class Search:
                 time,
                 allocation_seconds=fresh,
                 offload_seconds=self.hosting.seconds(
-                    moved, memory.host_bytes - moved, costs, count
+                    state, params, waiting, costs, count
                 ),
             ),
             memory=memory,
@@ -457,6 +462,7 @@ class Search:
             "state_bytes": request.state_bytes,
             "cast_bytes": request.cast_bytes,
             "accumulates": s.num_micro_batches * self.graph.num_micro_batches > 1,
+            "away": self.hosting.away(layouts, offload),
         }
         found: MemoryTerms
         cpu = self.cluster.platform == "cpu"

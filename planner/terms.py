@@ -18,10 +18,11 @@ ALL = "*"
 
 
 OFFLOADS = ("optimizer", "activations", "params")
-"""What may lie in host memory; ``params`` takes the gradients along."""
+"""What may lie in host memory."""
 
-RUNNABLE_OFFLOADS = ("optimizer", "activations")
-"""Those that this version runs."""
+FETCHED = 2
+"""Layers whose parameters or activations are on the device at a time where they lie in
+host memory: one that computes, and the next, on its way."""
 
 
 def moves_to_host(shape: tuple[int, ...]) -> bool:

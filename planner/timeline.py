@@ -17,6 +17,7 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.graph import LOOPS, Graph, Op, Stacked
 from whalejax.planner.leaves import LeafFacts
 from whalejax.planner.memory import CHEAP
+from whalejax.planner.terms import FETCHED
 
 
 _PIECES = 12
@@ -27,10 +28,6 @@ _LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 
 _SMALL = 16
 """Of what is smaller by this factor, such as row maxima, nobody asks where it is."""
-
-_FETCHED = 2
-"""Layers whose values are on the device at a time where they wait in host memory: one
-that is computed again, and the next, whose values are on their way."""
 
 _WORKING = 2.0
 """Largest operand or result of a product, times this, is what its backward pass works
@@ -350,7 +347,7 @@ class Timeline:
                 continue
             held = Counter[Entry](slice_of)
             for t in fetched.get(op.remat, ()) if op.remat is not None else ():
-                held[self._entry(t)] += _FETCHED
+                held[self._entry(t)] += FETCHED
             for t, first in inside.get(op.remat, {}).items():
                 if first <= i:
                     held[self._entry(t)] += 1

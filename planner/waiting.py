@@ -1,4 +1,4 @@
-"""Which values of a checkpointed region may wait in host memory for the backward pass.
+"""Which values may lie in host memory: of checkpointed regions, and parameters.
 
 The planner counts them and the lowering moves them, so both ask here; and so do all who
 ask what a transfer takes beside the computation.
@@ -16,6 +16,11 @@ from whalejax.planner.graph import LOOPS, Graph, Op
 MOST_READERS = 2
 """A value that more regions are given stays: each would take a copy of its own there,
 as decoders do of what their encoder gives."""
+
+
+FORMS = ("convert_element_type", "reshape")
+"""What may be done to parameters in host memory before loops slice them, layer by
+layer once their slices are on the device."""
 
 
 def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) -> Any:
@@ -65,6 +70,42 @@ def waiting_values(graph: Graph) -> dict[int, int]:
         if len(regions) <= MOST_READERS:
             found[t] = found.get(t, 0) + len(regions)
     return found
+
+
+def sliced_leaves(graph: Graph) -> frozenset[int]:
+    """Parameters that loops over layers read a slice at a time, and nothing else does.
+
+    They may lie in host memory: each turn brings the slices that it reads. Slices that
+    are vectors would be transfers of their own, and are little.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Ids of their tensors.
+    """
+    leaf_of = {t.id: t.id for t in graph.params}
+    sliced: set[int] = set()
+    whole: set[int] = set()
+    for op in graph.ops:
+        for t in op.operands:
+            leaf = leaf_of.get(t)
+            if leaf is None:
+                continue
+            before = graph.tensors[t].shape
+            after = [graph.tensors[r].shape for r in op.results]
+            alone = len(op.operands) == len(after) == 1
+            if op.kind in LOOPS and not after:
+                continue
+            if alone and op.kind in LOOPS and after[0] == before[1:]:
+                sliced.add(leaf)
+            elif alone and op.kind in FORMS and after[0][:1] == before[:1]:
+                leaf_of[op.results[0]] = leaf
+            else:
+                whole.add(leaf)
+    whole.update(leaf_of[t] for t in graph.whole if t in leaf_of)
+    found = sliced - whole
+    return frozenset(t for t in found if len(graph.tensors[t].shape) > 2)
 
 
 def _reads_again(graph: Graph) -> set[tuple[int | None, int]]:

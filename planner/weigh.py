@@ -30,7 +30,7 @@ from whalejax.planner.outlook import (
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.schedules import any_cut_share, schedule, simulate_many
-from whalejax.planner.terms import OFFLOADS
+from whalejax.planner.terms import FETCHED, OFFLOADS
 from whalejax.planner.variants import Array
 
 
@@ -416,7 +416,7 @@ def _update_transfers(cases: Cases, group: Group, shares: dict[int, Array]) -> A
         held = cases.held[place]
         moved = moved + shares[place] * (
             cases.offloads("optimizer") * 2 * cases.owned(held.state)
-            + cases.offloads("params") * (2 * held.params + cases.gradients(place))
+            + cases.offloads("params") * 2 * held.params
         )
     return moved / link
 
@@ -513,7 +513,7 @@ def _memory(
         kept = np.minimum(activations, 2 * saved[LAYER] / cases.model.layers)
         terms = {
             "params": params * ~away["params"],
-            "gradients": gradients * ~away["params"],
+            "gradients": gradients,
             "optimizer": state * ~away["optimizer"] + cases.model.optimizer_other_bytes,
             "state": np.full(cases.number, float(cases.model.state_bytes)),
             "batch": cases.model.batch_bytes / (cases.frames.data * cases.frames.fsdp),
@@ -521,7 +521,7 @@ def _memory(
             "working": _working(cases, shares, parts, optimistic),
         }
         host = (
-            away["params"] * (params + gradients)
+            away["params"] * params
             + away["optimizer"] * state
             + away["activations"] * activations
         )
@@ -550,13 +550,12 @@ def _working(
         gathered = np.maximum(gathered, here * cases.owned(held.gathered, 2))
         copies = copies + shares[place] * held.copies
         fresh = np.maximum(fresh, here * cases.owned(held.fresh, 2))
-    layer = cases.held[LAYER].params * cases.model.cast_bytes
-    streamed = (2 * layer + cases.gradients(LAYER)) / cases.model.layers
+    streamed = FETCHED * cases.held[LAYER].params / cases.model.layers
     found = np.where(away, streamed, copies) + 2 * gathered
     found = found + cases.cell(Column("rebuilt")) + 2 * cases.cell(Column("largest"))
     if not optimistic:
         found = found + _rebuilt(cases, shares)
-    whole: Array = found + np.where((parts > 1) & ~away, fresh, 0.0)
+    whole: Array = found + np.where(parts > 1, fresh, 0.0)
     return whole
 
 

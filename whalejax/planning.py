@@ -20,7 +20,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
-from whalejax.lowering.spmd import hosted_bytes
+from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
@@ -32,11 +32,11 @@ from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
+from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
     OFFLOADS,
-    RUNNABLE_OFFLOADS,
     Chosen,
     Remat,
     remat_words,
@@ -102,8 +102,7 @@ def plan(
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
         runnable: take only what ``wh.compile`` can run. False widens the search to
-            pipelines, parameters in host memory, and unlike devices; a plan that uses
-            any of them is an estimate.
+            pipelines and unlike devices; a plan that uses any of them is an estimate.
         remat: what the layers keep for the backward pass, which computes the rest
             again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
             ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,
@@ -113,9 +112,9 @@ def plan(
             planner choose.
         offload: what lies in host memory: ``"optimizer"`` (its state),
             ``"activations"`` (what layers that are computed again keep, from the
-            forward to the backward pass), both as a list, or nothing, ``()``;
-            estimates take ``"params"`` too. None lets the planner choose, where nothing
-            fits without.
+            forward to the backward pass), ``"params"`` (what scans over layers slice;
+            their gradients stay on the device), several as a list, or nothing, ``()``.
+            None lets the planner choose, where nothing fits without.
         sequence_parallel: whether the axis ``tensor`` shards the sequence between the
             products whose heads, width or vocabulary it shards; None lets the planner
             choose.
@@ -238,7 +237,7 @@ class Asked:
         remat = checked_policies(self.remat, graph, names)
         reductions = batch_reductions(captured)
         count = self._count(reductions)
-        hosts = functools.cache(lambda: hosted_bytes(adapter, self.optimizer))
+        hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         offload = _checked_offload(self.offload, self.runnable, hosts)
         blocks = functools.cache(captured.with_attention)
         cut = functools.cache(lambda kind, count: blocks(kind).with_chunks(count))
@@ -386,7 +385,7 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def _checked_offload(
-    offload: Any, runnable: bool, hosts: Callable[[], Mapping[str, int]]
+    offload: Any, runnable: bool, hosts: Callable[[], Hosted]
 ) -> tuple[str, ...] | None:
     """What is to lie in host memory, in the usual order."""
     if offload is None:
@@ -401,12 +400,13 @@ def _checked_offload(
     for name in given:
         if name not in OFFLOADS:
             problems.add(f"{name!r} is none of {', '.join(OFFLOADS)}; () is nothing")
-        elif runnable and name not in RUNNABLE_OFFLOADS:
-            problems.add(
-                f"{name} in host memory does not run in this version; "
-                f"{' and '.join(RUNNABLE_OFFLOADS)} do. runnable=False estimates it"
-            )
-    if runnable and "optimizer" in given and not any(hosts().values()):
+    if runnable and "params" in given and not hosts().params:
+        problems.add(
+            "this optimizer needs parameters as a whole (as one that measures their "
+            "norms does), so none of them can pass through the device in pieces. Take "
+            "another optimizer, or offload=()"
+        )
+    if runnable and "optimizer" in given and not any(hosts().state.values()):
         problems.add(
             "this optimizer has no state that is updated element by element, as Adam's "
             "and momentum's is, so none of it can pass through the device in pieces. "

@@ -29,7 +29,6 @@ from whalejax.lowering.evaluate import HOST_MEMORY, named
 from whalejax.lowering.spmd import (
     Program,
     gradients_of,
-    hosted,
     losses_of,
     owners_of,
     update,
@@ -224,12 +223,11 @@ class TrainStep:
         state = jax.eval_shape(self._program.optimizer.init, self._abstract_params())
         # What belongs to no parameter is whole.
         owners = owners_of(state, [(leaf.path, leaf.shape) for leaf in leaves])
-        moves = "optimizer" in self.plan.offload
-        found = hosted(self._program.optimizer, self.adapter) if moves else []
-        moved = {follower.fresh for follower in found}
+        held = self._program.followers()
+        moved = {f.fresh for f in held if any(i in f.hosted for i, _ in f.state)}
         return TrainState(
             params=structure.unflatten(
-                [named(x.param_spec, self.mesh) for x in leaves]
+                [named(x.param_spec, self.mesh, host=x.hosted) for x in leaves]
             ),
             rest=jax.tree.map(lambda _: self._whole, self.adapter.rest),
             opt_state=_structure(state).unflatten(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat, rebuild
 from whalejax.capture.calls import called_logits, makes_logits
+from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
 from whalejax.lowering.ring import attend
@@ -47,8 +48,8 @@ def named(spec: Spec, mesh: Mesh, *, host: bool = False) -> NamedSharding:
 def but_for_gathered(policy: Any) -> Any:
     """A checkpoint policy that keeps what another does, except gathered parameters.
 
-    Neither the named value nor the constraint that makes it may be kept: each is the
-    whole parameter. What else is constrained goes by its own name.
+    Neither the named value nor the constraint or the transfer that makes it may be
+    kept: each is the whole parameter. What else is constrained goes by its own name.
 
     Args:
         policy: the user's, or None where nothing is kept.
@@ -59,7 +60,7 @@ def but_for_gathered(policy: Any) -> Any:
     def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "name" and params["name"] == GATHERED:
             return False
-        if primitive.name == "sharding_constraint":
+        if primitive.name in ("sharding_constraint", "device_put"):
             return False
         return policy(primitive, *avals, **params)
 
@@ -126,6 +127,12 @@ class _Scope:
 
     def passed(self, value: Any, specs: Sequence[Spec], name: str = MOVED) -> Any:
         """The value, passed through layouts in order, under a checkpoint name."""
+        if isinstance(value, Away) and specs:
+            # Of a slice the layout is the stack's without its first dimension.
+            return value.then(
+                lambda x, sliced: self.passed(x, [s[sliced:] for s in specs], name),
+                keeps=value.host.ndim,
+            )
         for spec in specs:
             value = jax.lax.with_sharding_constraint(value, named(spec, self.mesh))
         return checkpoint_name(value, name) if specs else value
@@ -161,7 +168,7 @@ def evaluate(
     scope.values.update(zip(body.invars, arguments, strict=True))
     for index, equation in enumerate(body.eqns):
         _equation(scope, equation, (*position, index))
-    return [scope.read(atom) for atom in body.outvars]
+    return settled([scope.read(atom) for atom in body.outvars])
 
 
 def _equation(scope: _Scope, equation: Any, position: Position) -> None:
@@ -174,9 +181,9 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
     with _compat.equation_context(equation):
         if position in scope.constraints.rings:
             specs = scope.constraints.rings[position]
-            results = [attend(equation, values, specs, scope.mesh)]
+            results = [attend(equation, settled(values), specs, scope.mesh)]
         elif scope.constraints.chunks > 1 and makes_logits(equation):
-            results = _logits(scope, equation, values, position)
+            results = _logits(scope, equation, settled(values), position)
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
             results = _inner(scope, inner, values, (*position, 0))
@@ -211,6 +218,12 @@ def _bound(
     """
     gathers = scope.constraints.gathers
     wanted = [gathers.get((position, -1 if s is None else s), ()) for s in slots]
+    if any(isinstance(v, Away) for v in values):
+        if len(values) == 1:
+            seen = viewed(equation, scope.passed(values[0], wanted[0], GATHERED))
+            if seen is not None:
+                return [seen]
+        return _fetching(scope, equation, values, wanted)
     if scope.recomputed or position not in scope.constraints.regathers:
         name = GATHERED if scope.recomputed else MOVED
         atoms = zip(equation.invars, values, wanted, strict=True)
@@ -231,6 +244,20 @@ def _bound(
         scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
     ]
     return list(again(*stored))
+
+
+def _fetching(
+    scope: _Scope, equation: Any, values: Sequence[Any], wanted: Sequence[Any]
+) -> list[Any]:
+    """One operation on parameters in host memory, brought as it needs them."""
+
+    def run(*operands: Any) -> list[Any]:
+        pairs = zip(settled(operands), wanted, strict=True)
+        return _compat.bind(equation, [scope.passed(x, s, GATHERED) for x, s in pairs])
+
+    if scope.recomputed:
+        return run(*values)
+    return list(jax.checkpoint(run, prevent_cse=not scope.looped)(*values))
 
 
 def _logits(
@@ -328,6 +355,10 @@ def _scan(
     scope: _Scope, equation: Any, values: Sequence[Any], position: Position
 ) -> list[Any]:
     inner = _compat.inner_jaxprs(equation)[0]
+    # Slices can be taken of what is yet to be cast, and not of another form.
+    values = [
+        v.fetched() if isinstance(v, Away) and not v.sliceable else v for v in values
+    ]
 
     def body(arguments: Sequence[Any]) -> list[Any]:
         return _inner(scope, inner, arguments, position, looped=True)

@@ -9,7 +9,7 @@ on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,14 @@ import optax
 from jax.sharding import Mesh
 
 from whalejax import _compat
+from whalejax.lowering.away import Away
 from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import evaluate, named
 from whalejax.lowering.streamed import Follower, streamable, streamed
 from whalejax.optimizers import followed
 from whalejax.planner.layout import Spec
+from whalejax.planner.plan import PlanError
+from whalejax.planner.scored import Hosted
 from whalejax.planner.terms import moves_to_host
 
 
@@ -93,12 +96,38 @@ class Program:
             Total, and (weight, metrics, new rest).
         """
         leaves = jax.tree.leaves(rest)
+        params = [
+            Away(host=p) if leaf.hosted and not isinstance(p, Away) else p
+            for p, leaf in zip(params, self.plan.leaves, strict=True)
+        ]
         arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
         jaxpr, constraints = self.captured.jaxpr, self.constraints
 
         outputs = evaluate(jaxpr, arguments, constraints, self.mesh)
         total, *others = self.captured.out_tree.unflatten(outputs)
         return total, tuple(others)
+
+    def followers(self) -> list[Follower]:
+        """What lies in host memory and is updated in pieces there, with its layouts.
+
+        Raises:
+            PlanError: the optimizer is another one, and needs some of it as a whole.
+        """
+        leaves = self.plan.leaves
+        away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
+        state = "optimizer" in self.plan.offload
+        if not (state or away):
+            return []
+        found = followers(self.optimizer, self.adapter, state=state, params=away)
+        whole = [i for i in away if i not in {follower.fresh for follower in found}]
+        if whole:
+            raise PlanError(
+                f"the plan keeps {len(whole)} parameters in host memory, such as "
+                f"{leaves[whole[0]].path}, of which this optimizer needs the whole at "
+                "once. Compile with the optimizer that the plan was made for, or plan "
+                "with this one"
+            )
+        return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in found]
 
 
 def _micro_batches(
@@ -166,8 +195,16 @@ def gradients_of(
     stored = [leaf.param_spec for leaf in program.plan.leaves]
     specs = [leaf.gradient_spec for leaf in program.plan.leaves]
 
-    def loss(*arguments: Any) -> tuple[Any, tuple[Any, Any]]:
-        total, others = program.loss(*arguments)
+    hosted = [leaf.hosted for leaf in program.plan.leaves]
+    differentiated = [
+        _seed(p, spec, program.mesh) if away else p
+        for p, spec, away in zip(params, stored, hosted, strict=True)
+    ]
+
+    def loss(given: Sequence[Any], *others: Any) -> tuple[Any, tuple[Any, Any]]:
+        triples = zip(params, given, hosted, strict=True)
+        leaves = [Away(host=p, seed=x) if away else x for p, x, away in triples]
+        total, others = program.loss(leaves, *others)
         return total if scale is None else total * scale, (total, others)
 
     differentiate = jax.value_and_grad(loss, has_aux=True)
@@ -176,7 +213,7 @@ def gradients_of(
         folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), index)
         key = None if rng is None else jax.random.fold_in(rng, index)
         (_, (total, (weight, metrics, fresh))), gradients = differentiate(
-            list(params), folded, batch, key
+            differentiated, folded, batch, key
         )
         if scale is not None:
             gradients = [wide(g) / scale for g in gradients]
@@ -190,6 +227,12 @@ def gradients_of(
         first: tuple[Sums, Any] = one(rest, batch, 0)
         return first
     return _accumulate(program, one, rest, batch, count)
+
+
+def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
+    """What is differentiated in place of a parameter in host memory; see ``Away``."""
+    nothing = jnp.zeros(param.shape, param.dtype)
+    return jax.lax.with_sharding_constraint(nothing, named(spec, mesh))
 
 
 def _sums(
@@ -322,23 +365,39 @@ def update(
     count = len(params)
 
     step = stepping(program.optimizer, structure, state_tree, skips=applies is not None)
+    away = [i for i, leaf in enumerate(program.plan.leaves) if leaf.hosted]
     values = [
-        *program.constrain(params, owned),
+        *_unless(away, params, program.constrain, owned),
         *program.constrain(gradients, owned),
         *leaves,
         loss,
         jnp.asarray(True) if applies is None else applies,
     ]
-    if "optimizer" in program.plan.offload:
-        held = [
-            replace(follower, spec=owned[follower.fresh])
-            for follower in hosted(program.optimizer, program.adapter)
-        ]
+    held = program.followers()
+    if held:
         results = streamed(step, values, held, program.mesh)
     else:
         results = step(values)
     fresh, new = results[:count], state_tree.unflatten(results[count:])
-    return program.constrain(fresh, stored), new
+    return _unless(away, fresh, program.constrain, stored), new
+
+
+def _unless(
+    away: Collection[int],
+    leaves: Sequence[Any],
+    constrain: Callable[[Sequence[Any], Sequence[Spec]], list[Any]],
+    specs: Sequence[Spec],
+) -> list[Any]:
+    """Leaves in layouts, but for those in host memory, which are in theirs."""
+    here = [i for i in range(len(leaves)) if i not in away]
+    found = list(leaves)
+    for i, x in zip(
+        here,
+        constrain([leaves[i] for i in here], [specs[i] for i in here]),
+        strict=True,
+    ):
+        found[i] = x
+    return found
 
 
 def stepping(
@@ -381,16 +440,22 @@ def stepping(
     return step
 
 
-def hosted(
-    optimizer: optax.GradientTransformationExtraArgs, adapter: Adapter
+def followers(
+    optimizer: optax.GradientTransformationExtraArgs,
+    adapter: Adapter,
+    *,
+    state: bool,
+    params: Collection[int],
 ) -> list[Follower]:
-    """Parameters whose optimizer state lies in host memory where a plan moves it.
+    """Parameters of which something lies in host memory and is updated in pieces.
 
-    Those are matrices whose state is updated element by element.
+    Those are matrices that are updated element by element, and so is their state.
 
     Args:
         optimizer: the optimizer.
         adapter: the model, with abstract parameters.
+        state: the optimizer's state of all of them lies there.
+        params: numbers of parameters that lie there themselves.
 
     Returns:
         Each with its state, by the numbers of ``stepping``; layouts are left open.
@@ -401,46 +466,55 @@ def hosted(
     ]
     count = len(abstract)
     structure: Any = jax.tree.structure(adapter.params)
-    state = jax.eval_shape(optimizer.init, structure.unflatten(abstract))
+    states = jax.eval_shape(optimizer.init, structure.unflatten(abstract))
     shapes = [x.shape for x in abstract]
-    owners = owners_of(state, [*zip(adapter.param_paths, shapes, strict=True)])
-    held: dict[int, list[tuple[int, int]]] = {}
+    owners = owners_of(states, [*zip(adapter.param_paths, shapes, strict=True)])
+    held: dict[int, list[tuple[int, int]]] = {i: [] for i in params}
     for place, owner in enumerate(owners):
-        if owner is not None and moves_to_host(shapes[owner]):
+        moves = owner in held or (state and moves_to_host(shapes[owner or 0]))
+        if owner is not None and moves:
             held.setdefault(owner, []).append((2 * count + place, count + place))
-    followers = [
-        Follower(inputs=(owner, count + owner), state=tuple(pairs), fresh=owner)
+    found = [
+        Follower(
+            inputs=(owner, count + owner),
+            state=tuple(pairs),
+            fresh=owner,
+            hosted=frozenset([i for i, _ in pairs] if state else [])
+            | frozenset({owner}.intersection(params)),
+        )
         for owner, pairs in held.items()
     ]
-    state_tree: Any = jax.tree.structure(state)
+    state_tree: Any = jax.tree.structure(states)
     step = stepping(optimizer, structure, state_tree, skips=False)
     scalars = [_compat.abstract((), jnp.float32), _compat.abstract((), jnp.bool_)]
-    values = [*abstract, *abstract, *jax.tree.leaves(state), *scalars]
-    return streamable(step, values, followers)
+    values = [*abstract, *abstract, *jax.tree.leaves(states), *scalars]
+    return streamable(step, values, found)
 
 
-def hosted_bytes(
-    adapter: Adapter, optimizer: optax.GradientTransformation
-) -> dict[str, int]:
-    """Bytes of optimizer state that a plan may move to host memory.
+def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
+    """What a plan may move to host memory, as far as the optimizer is concerned.
 
     Args:
         adapter: the model, with abstract parameters.
         optimizer: an optax transformation.
-
-    Returns:
-        By the dotted path of the parameter that they follow.
     """
     extended = optax.with_extra_args_support(optimizer)
+    paths = adapter.param_paths
     state = jax.tree.leaves(jax.eval_shape(extended.init, adapter.params))
-    first = 2 * len(adapter.param_paths)
-    return {
-        adapter.param_paths[follower.fresh]: sum(
-            state[place - first].size * state[place - first].dtype.itemsize
-            for place, _ in follower.state
-        )
-        for follower in hosted(extended, adapter)
-    }
+    first = 2 * len(paths)
+    of_state = followers(extended, adapter, state=True, params=())
+    of_params = followers(extended, adapter, state=False, params=range(len(paths)))
+    return Hosted(
+        state={
+            paths[follower.fresh]: sum(
+                state[place - first].size * state[place - first].dtype.itemsize
+                for place, _ in follower.state
+            )
+            for follower in of_state
+            if follower.state
+        },
+        params=frozenset(paths[follower.fresh] for follower in of_params),
+    )
 
 
 def owners_of(

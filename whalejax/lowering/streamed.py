@@ -12,7 +12,7 @@ streamed, and so does not lie in host memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,34 +37,36 @@ Update = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
-    """A parameter and the state that follows it in host memory.
+    """A parameter and the state that follows it, some of which is in host memory.
 
     Attributes:
         inputs: numbers of inputs of its shape: the parameter, its gradient.
         state: pairs of an input and an output: state, and the same after the update.
         fresh: number of the output that is the parameter after the update.
+        hosted: numbers of the inputs that lie in host memory, as do their outputs.
         spec: layout of all of them; needed for running alone.
     """
 
     inputs: tuple[int, ...]
     state: tuple[tuple[int, int], ...]
     fresh: int
+    hosted: frozenset[int] = frozenset()
     spec: Spec = ()
 
 
 def streamed(
     update: Update, values: Sequence[Any], followers: Sequence[Follower], mesh: Mesh
 ) -> list[Any]:
-    """Run an optimizer's step whose state lies, in part, in host memory.
+    """Run an optimizer's step some of whose inputs lie in host memory.
 
     Args:
         update: the step.
-        values: its inputs; state of followers is in host memory.
+        values: its inputs.
         followers: what to stream, each of which ``streamable`` gave.
         mesh: the devices.
 
     Returns:
-        The outputs; state of followers is in host memory.
+        The outputs, those that take the place of hosted inputs in host memory.
     """
     parts = _Parts(update, values, followers)
     return _Run(parts, values, mesh).outputs()
@@ -73,7 +75,7 @@ def streamed(
 def streamable(
     update: Update, values: Sequence[Any], followers: Sequence[Follower]
 ) -> list[Follower]:
-    """Those whose state nothing needs as a whole.
+    """Those of which nothing needs as a whole what lies in host memory.
 
     Args:
         update: the step.
@@ -106,8 +108,8 @@ class _Part:
         follower: whose.
         places: numbers of the outputs: the parameter, then the state.
         equations: in program order.
-        whole, single: variables that it reads beside the state: of the parameter's
-            shape, and scalars.
+        whole, single: variables that it reads beside the parameter and its state: of
+            the parameter's shape, and scalars.
     """
 
     follower: Follower
@@ -122,7 +124,7 @@ class _Parts:
 
     Attributes:
         body, constants: the program.
-        parts: one for each follower whose state nothing else reads.
+        parts: one for each follower of which nothing else reads what is hosted.
     """
 
     def __init__(
@@ -164,8 +166,9 @@ class _Parts:
         return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
     def _part(self, follower: Follower) -> _Part:
-        shape = self.body.invars[follower.inputs[0]].aval.shape
-        held = {self.body.invars[i] for i, _ in follower.state}
+        target = self.body.invars[follower.inputs[0]]
+        shape = target.aval.shape
+        held = {target, *(self.body.invars[i] for i, _ in follower.state)}
         places = (follower.fresh, *(o for _, o in follower.state))
         open_ = [self.body.outvars[place] for place in places]
         inside: dict[int, Any] = {}
@@ -189,12 +192,12 @@ class _Parts:
         )
 
     def _drop_what_others_need(self) -> bool:
-        """Leave out parts whose state is read elsewhere; whether there were any."""
+        """Leave out parts of which what is hosted is read elsewhere; whether any."""
         _, variables = self.needed()
         kept = [
             part
             for part in self.parts
-            if all(self.body.invars[i] not in variables for i, _ in part.follower.state)
+            if all(self.body.invars[i] not in variables for i in part.follower.hosted)
             and all(not v.aval.shape for v in part.single)
         ]
         dropped = len(kept) < len(self.parts)
@@ -237,7 +240,8 @@ class _Run:
             equations=part.equations,
             target=target,
             states=states,
-            whole=[v for v in part.whole if v is not target],
+            hosted={self.body.invars[i] for i in follower.hosted},
+            whole=part.whole,
             single=part.single,
             outs=[self.body.outvars[place] for place in part.places],
         )
@@ -260,7 +264,8 @@ class _Loop:
     Attributes:
         equations: what runs.
         target: the parameter.
-        states: what lies in host memory.
+        states: what follows it.
+        hosted: what of these lies in host memory.
         whole, single: what else is read.
         outs: the parameter and the states after it.
     """
@@ -268,6 +273,7 @@ class _Loop:
     equations: Sequence[Any]
     target: Any
     states: Sequence[Any]
+    hosted: Collection[Any]
     whole: Sequence[Any]
     single: Sequence[Any]
     outs: Sequence[Any]
@@ -277,6 +283,7 @@ class _Loop:
         held, others = others[: len(self.states)], others[len(self.states) :]
         whole = dict(zip(self.whole, others, strict=False))
         single = dict(zip(self.single, others[len(whole) :], strict=True))
+        carried = (self.target, *self.states)
         axis, count = pieces(target.shape, target.dtype.itemsize)
         size = target.shape[axis] // count
 
@@ -284,13 +291,16 @@ class _Loop:
             def at(x: Any) -> Any:
                 return lax.dynamic_slice_in_dim(x, k * size, size, axis)
 
-            here = [at(x) for x in carry]
-            env = dict(zip(self.states, map(to_device, here[1:]), strict=True))
-            env |= {v: at(x) for v, x in whole.items()}
-            fresh, *state = self._evaluated({**env, **single, self.target: here[0]})
+            env = {v: at(x) for v, x in whole.items()} | single
+            for v, x in zip(carried, carry, strict=True):
+                env[v] = to_device(at(x)) if v in self.hosted else at(x)
+            new = [
+                to_host(x) if v in self.hosted else x
+                for v, x in zip(carried, self._evaluated(env), strict=True)
+            ]
             return tuple(
                 lax.dynamic_update_slice_in_dim(x, y, k * size, axis)
-                for x, y in zip(carry, (fresh, *map(to_host, state)), strict=True)
+                for x, y in zip(carry, new, strict=True)
             )
 
         new: tuple[Any, ...] = lax.fori_loop(0, count, piece, (target, *held))
