@@ -219,17 +219,18 @@ def _leaves(
         zip(facts.groups, layouts, strict=True)
     ):
         nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
+        narrow = cast_bytes * group.narrowed
         params += count * nbytes / shards(layout.param, s.mesh)
         state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         summed += count * nbytes / shards(layout.gradient, s.mesh)
-        if cast_bytes != 1.0:
-            casts += cast[place] * nbytes * cast_bytes / shards(layout.param, s.mesh)
+        if narrow != 1.0:
+            casts += cast[place] * nbytes * narrow / shards(layout.param, s.mesh)
         kept = layout.gradient
         table = tables[group.home]
         if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
             kept = layout.compute  # It is cut where the optimizer reads it.
-        gradients[place] = nbytes * cast_bytes / shards(kept, s.mesh)
-        one = nbytes * cast_bytes / whole / turns[place]
+        gradients[place] = nbytes * narrow / shards(kept, s.mesh)
+        one = nbytes * narrow / whole / turns[place]
         if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
         if layout.compute != kept:
