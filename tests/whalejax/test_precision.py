@@ -238,6 +238,20 @@ def test_stacked_parameters_are_cast_before_their_loop() -> None:
     assert [str(a.aval.dtype) for a in bias] == ["float32"]
 
 
+def test_weights_that_are_not_trained_are_read_alike() -> None:
+    def kinds(trainable: Any) -> Counter[str]:
+        adapter = adapt(net(stacked=True), loss_fn, trainable=trainable)
+        found = capture(adapter, data()).with_precisions((("*", "bf16"),))
+        return Counter(
+            f"{e.primitive.name} {e.outvars[0].aval.dtype}"
+            for e, _ in equations(found.jaxpr)
+            if e.primitive.name in ("tanh", "convert_element_type", "dot_general")
+        )
+
+    assert kinds("head") == kinds(None)
+    assert kinds(None)["tanh bfloat16"] == 1
+
+
 def test_attention_and_logits_are_found_in_it() -> None:
     for stacked in (False, True):
         found = narrowed({"*": "bf16"}, stacked=stacked)

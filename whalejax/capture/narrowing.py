@@ -55,7 +55,7 @@ def narrowed(
     Args:
         jaxpr: closed, as captured.
         precisions: by position, of equations that compute in ``bf16`` or ``f16``.
-        weights: which of its inputs are parameters.
+        weights: which of its inputs are parameters, trained or not.
 
     Returns:
         The program; inputs and results have the types that they had.

@@ -97,6 +97,8 @@ class Captured:
             return self if not chosen else self._with_precisions(precisions)
         inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
         weights = [t.kind == "param" for t in self.graph.tensors[:inputs]]
+        first = weights.count(True)
+        weights[first : first + len(self.adapter.frozen)] = self.adapter.frozen
         found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
         return found._with_precisions(precisions, len(self.graph.ops))
 
