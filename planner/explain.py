@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from whalejax.planner.dimensions import Dimensions, starred
 from whalejax.planner.graph import Tensor
 from whalejax.planner.layout import Spec, shards
-from whalejax.planner.terms import chunk_words, own_words
+from whalejax.planner.terms import chunk_words, own_words, precision_words
 
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def layout_text(plan: Plan) -> str:
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
     own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
-    own += chunk_words(plan.loss_chunks)
+    own += chunk_words(plan.loss_chunks) + precision_words(plan.precisions)
     beyond = plan.beyond.words() if plan.beyond else ()
     return " · ".join([words, *own, *beyond])
 

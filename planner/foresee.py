@@ -243,6 +243,7 @@ def _plan(
         search.dims,
         reading(search.graph, search.dims),
         request.optimizer,
+        narrowed=request.narrowed,
     )
     names = tuple(search.dims.roles[r].name for r in facts.storage)
     weighed, row = best.case.weighed, best.case.row

@@ -19,6 +19,7 @@ from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
+from whalejax.planner.precisions import read_bytes
 from whalejax.planner.regions import weight_homes
 
 
@@ -44,6 +45,8 @@ class LeafGroup:
         gathers: in a micro-batch, where it is stored in shards: once for each form in
             which the forward pass reads it, and again where the backward pass needs it.
         multiplied: they are float32, and products alone read them.
+        narrowed: bytes of one of them as it is read, over its stored bytes, where only
+            some TaskGraphs compute in 16 bits; else 1.
         nbytes: of one of them.
         optimizer_bytes: optimizer state that follows one of them.
     """
@@ -59,6 +62,7 @@ class LeafGroup:
     multiplied: bool
     nbytes: int
     optimizer_bytes: int
+    narrowed: float = 1.0
 
     def moved_bytes(self, compiler: CompilerProfile) -> float:
         """Bytes of one of them as it is brought to those who compute with it."""
@@ -107,6 +111,8 @@ class LeafFacts:
         dims: Dimensions,
         reading: Reading,
         optimizer: OptimizerBytes,
+        *,
+        narrowed: bool = False,
     ) -> LeafFacts:
         """Collect the facts.
 
@@ -115,11 +121,13 @@ class LeafFacts:
             dims: its logical dimensions.
             reading: in which forms the parameters are read.
             optimizer: bytes of its state.
+            narrowed: only some TaskGraphs compute in 16 bits.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
         gathers, storage = _gathers(graph, reading.weight), reading.storage
         multiplied = graph.only_multiplied()
+        read = read_bytes(graph, reading.weight) if narrowed else {}
         rank = {role: place for place, role in enumerate(storage)}
         groups: dict[LeafGroup, int] = {}
         counts: Counter[int] = Counter()
@@ -139,6 +147,7 @@ class LeafFacts:
                 multiplied=multiplied[t.id],
                 nbytes=t.nbytes,
                 optimizer_bytes=optimizer.by_path.get(t.path, 0),
+                narrowed=read.get(t.id, 1.0),
             )
             group_of.append(groups.setdefault(group, len(groups)))
             counts[group_of[-1]] += 1

@@ -356,10 +356,11 @@ def memory_of(
         owned = group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         state += count * owned
         fresh = max(fresh, gradient)
-        used = nbytes * cast_bytes / whole
+        cast = cast_bytes * group.narrowed
+        used = nbytes * cast / whole
         if layout.compute != layout.param:
             gathered = max(gathered, used)
-        elif cast_bytes != 1.0:
+        elif cast != 1.0:
             working += (count - there) * used
         if layout.gradient != layout.compute:
             gathered = max(gathered, nbytes / whole)

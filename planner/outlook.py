@@ -317,7 +317,8 @@ class _Stored(_Rows):
     def _leaf(
         self, held: Held, leaf: Stacked, whole: Array, stored: Array, owned: Array
     ) -> None:
-        cast, count = self.model.cast_bytes, float(leaf.count)
+        cast = self.model.cast_bytes * leaf.group.narrowed
+        count = float(leaf.count)
         nbytes, extra = float(leaf.group.nbytes), float(leaf.group.optimizer_bytes)
         held.params = held.params + count * nbytes / stored
         sharded = stored > whole

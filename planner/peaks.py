@@ -228,22 +228,22 @@ def _leaves(
     ):
         nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
         stored = nbytes / shards(layout.param, s.mesh)
+        narrow = cast_bytes * group.narrowed
         params += (count - away[place]) * stored
         host += away[place] * stored
         fetched[place] = FETCHED * away[place] * stored / turns[place]
         state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
         summed += count * nbytes / shards(layout.gradient, s.mesh)
-        if cast_bytes != 1.0:
-            there = max(0.0, found.cast[place] - away[place])
-            casts += there * stored * cast_bytes
+        if narrow != 1.0:
+            casts += max(0.0, found.cast[place] - away[place]) * stored * narrow
         kept = layout.gradient
         table = tables[group.home]
         if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
             kept = layout.compute  # It is cut where the optimizer reads it.
-        gradients[place] = nbytes * cast_bytes / shards(kept, s.mesh)
+        gradients[place] = nbytes * narrow / shards(kept, s.mesh)
         updating += (count - away[place]) * gradients[place]
         updating += away[place] * nbytes / shards(layout.optimizer, s.mesh)
-        one = nbytes * cast_bytes / whole / turns[place]
+        one = nbytes * narrow / whole / turns[place]
         if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
         if layout.compute != kept:

@@ -29,7 +29,7 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 """Version of the file format."""
 
 
@@ -232,6 +232,8 @@ class Plan:
             not as the model computes it; ``"*"`` stands for the others.
         loss_chunks: parts of a device's tokens whose logits are made one at a time.
         precision: ``"f32"`` (as the model says), ``"bf16"`` or ``"f16"``.
+        precisions: (TaskGraph, precision) where only some compute in 16 bits; ``"*"``
+            stands for the others.
         default: the strategy of what no mark covers, as text, or empty.
         roles: the logical dimensions.
         compute: one table for each TaskGraph.
@@ -265,6 +267,7 @@ class Plan:
     attention: Chosen = ()
     loss_chunks: int = 1
     precision: str
+    precisions: Chosen = ()
     default: str
     roles: tuple[RoleInfo, ...]
     compute: tuple[RegionTable, ...]
@@ -308,6 +311,16 @@ class Plan:
         for _, size in self.axes:
             count *= size
         return count
+
+    @property
+    def asked_precision(self) -> str | dict[str, str]:
+        """Its precision as ``wh.plan`` takes it, for all or by TaskGraph."""
+        return dict(self.precisions) or self.precision
+
+    @property
+    def scales_loss(self) -> bool:
+        """Some of it computes in float16, where small gradients vanish."""
+        return "f16" in (self.precision, *dict(self.precisions).values())
 
     def leaf(self, path: str) -> LeafPlan:
         """The plan of one parameter.

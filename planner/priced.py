@@ -100,6 +100,8 @@ class Links:
         dims: Dimensions,
         optimizer: OptimizerBytes,
         compiler: CompilerProfile,
+        *,
+        narrowed: bool = False,
     ) -> None:
         self.chain = chain
         self.dims = dims
@@ -110,7 +112,9 @@ class Links:
             self.rows.weight,
             copies_kernels=compiler.copies_kernels,
         )
-        self.facts = LeafFacts.of(chain.graph, dims, self.rows.reading, optimizer)
+        self.facts = LeafFacts.of(
+            chain.graph, dims, self.rows.reading, optimizer, narrowed=narrowed
+        )
         self.leaves = self._leaves()
         self.entries = self._entries()
         self.stream = self._stream()

@@ -45,6 +45,8 @@ class Request:
         default: strategy kind of unmarked operations (``"replicate"`` or ``"split"``),
             or None to leave them to the search.
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
+        narrowed: only some TaskGraphs compute in 16 bits; of what is read in them, the
+            graph says it.
         num_devices: devices to use.
         mesh: axis sizes that the user fixed; others are searched.
         zero: ZeRO level over ``data`` that the user fixed, or None.
@@ -65,6 +67,7 @@ class Request:
     num_micro_batches: int | None = None
     default: str | None = None
     cast_bytes: float = 1.0
+    narrowed: bool = False
     num_devices: int
     mesh: Mapping[str, int] | None = None
     zero: int | None = None

@@ -162,7 +162,13 @@ class Search:
         self.cluster = cluster
         self.request = request
         self.rows: Rows = build_rows(graph, dims)
-        self.facts = LeafFacts.of(graph, dims, self.rows.reading, request.optimizer)
+        self.facts = LeafFacts.of(
+            graph,
+            dims,
+            self.rows.reading,
+            request.optimizer,
+            narrowed=request.narrowed,
+        )
         self.hosting = Hosting(graph, cluster, request, self.facts)
         self.options: Options = (
             choices(graph, dims, self.rows, request.default)

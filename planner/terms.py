@@ -161,6 +161,19 @@ def chunk_words(loss_chunks: int) -> list[str]:
     return [f"logits in {loss_chunks} chunks"] * (loss_chunks > 1)
 
 
+def precision_words(precisions: Chosen) -> list[str]:
+    """Which TaskGraphs compute in 16 bits, in few words; nothing where none does.
+
+    >>> precision_words((("split", "bf16"),))
+    ['bf16 in split']
+    >>> precision_words((("split", "f32"), ("*", "bf16")))
+    ['f32 in split, bf16 in all others']
+    """
+    rest = "all others" if len(precisions) > 1 else "all"
+    where = [f"{kind} in {rest if name == ALL else name}" for name, kind in precisions]
+    return [", ".join(where)] if where else []
+
+
 def attention_words(attention: Chosen) -> str:
     """How a plan runs attention, in few words; empty where as the model does.
 

@@ -47,7 +47,8 @@ def storage_collectives(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         axes = _added(layout.compute, layout.param)
         if axes:
-            moved = group.moved_bytes(s.cluster.compiler) * cast_bytes
+            moved = group.moved_bytes(s.cluster.compiler)
+            moved *= cast_bytes * group.narrowed
             payload = int(moved / shards(layout.compute, s.mesh))
             during[axes, payload] += group.gathers * count
         axes = _added(layout.param, layout.optimizer)
@@ -94,7 +95,7 @@ def _odd(group: LeafGroup, layout: LeafLayout, s: Setting, cast_bytes: float) ->
     cut = set(_added(layout.compute, layout.gradient)) & set(last)
     length = group.shape[-1] // math.prod(s.mesh[a] for a in last)
     tiles, over = divmod(length, compiler.lanes)
-    itemsize = group.nbytes * cast_bytes / math.prod(group.shape)
+    itemsize = group.nbytes * cast_bytes * group.narrowed / math.prod(group.shape)
     return bool(cut) and not over and tiles % 2 == 1 and itemsize == 2
 
 

@@ -180,7 +180,13 @@ class WideSearch:
         if not self.served:
             raise NoMeshError("no mesh serves the marks and what the user fixed")
         chain, optimizer = self.served[0].chain, self.request.optimizer
-        first = Links(chain, self.dims, optimizer, self.cluster.compiler)
+        first = Links(
+            chain,
+            self.dims,
+            optimizer,
+            self.cluster.compiler,
+            narrowed=self.request.narrowed,
+        )
         pricer = Pricer(self.served, first, self.cluster, self.graph.batch_size)
         homes = sorted({spot.task_graph for spot in first.chain.spots})
         names = ["none", "dots", *(["named"] if first.named else []), "full"]

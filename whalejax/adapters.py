@@ -123,8 +123,8 @@ class Adapter:
         """The rest with its weights, but not its statistics, as computed with."""
         leaves: list[Any] = jax.tree.leaves(rest)
         tree: Any = jax.tree.structure(rest)
-        for index, path in enumerate(self.rest_paths):
-            if path in self._form.frozen:
+        for index, is_weight in enumerate(self.frozen):
+            if is_weight:
                 leaves[index] = cast_floats(
                     leaves[index], jnp.float32, self.compute_dtype
                 )
@@ -148,6 +148,11 @@ class Adapter:
             rest=abstract_tree(self.rest),
             _form=self._form.without_values(),
         )
+
+    @property
+    def frozen(self) -> tuple[bool, ...]:
+        """For each leaf of the rest: it is a weight that is not trained."""
+        return tuple(path in self._form.frozen for path in self.rest_paths)
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         """The model in the user's own type, from its two parts."""

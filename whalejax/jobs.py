@@ -50,7 +50,7 @@ def make_plan(
     batch: Any,
     cluster: Cluster,
     *,
-    precision: str | None,
+    precision: str | Mapping[str, str] | None,
     micro_batches: int | None,
     runnable: bool = True,
     remat: str | None = None,
@@ -63,6 +63,7 @@ def make_plan(
     """``wh.plan`` of a job, with the options of the command line.
 
     Args:
+        precision: as for ``wh.plan``; None is ``"f32"``.
         remat: what layers compute again; None leaves it to the planner.
         offload: what lies in host memory; ``"none"``, or nothing for the planner.
         attention: how it runs, or None for the planner.
@@ -101,6 +102,6 @@ def question_of(job: Job, plan: Plan) -> Question:
         job.batch_at(0, plan.batch[0].shape[0]),
         optimizer=job.optimizer,
         cluster=plan.cluster,
-        precision=plan.precision,
+        precision=plan.asked_precision,
         compiler_options=dict(plan.compiler_options),
     )

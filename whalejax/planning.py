@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt
@@ -31,6 +30,7 @@ from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
@@ -42,6 +42,7 @@ from whalejax.planner.terms import (
     remat_words,
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
+from whalejax.xla_options import checked_options, option_note
 
 
 def plan(
@@ -52,7 +53,7 @@ def plan(
     optimizer: optax.GradientTransformation | None = None,
     cluster: Cluster | str | None = None,
     default: Any = None,
-    precision: str = "f32",
+    precision: str | Mapping[str, str] = "f32",
     num_micro_batches: int | None = None,
     allow_idle: bool = False,
     sync_batch_stats: bool = False,
@@ -85,7 +86,10 @@ def plan(
             in 16 bits, float32 masters; in float16 the loss is scaled, steps that
             overflow change nothing and are counted in ``metrics["skipped_steps"]``).
             Float32 leaves of the batch are cast too: give masks and targets that must
-            stay exact as integers or booleans.
+            stay exact as integers or booleans. Or one for each TaskGraph by its name,
+            ``"*"`` for all others: products there are of 16 bits, and so is what is
+            done to each element of their results; sums, exponentials and what other
+            TaskGraphs read keep the model's own types, and no batch is cast.
         num_micro_batches: parts of the global batch, one after the other; None takes
             the fewest that fit.
         allow_idle: accept plans that leave devices idle where none uses all.
@@ -206,7 +210,7 @@ class Asked:
     optimizer: optax.GradientTransformation
     cluster: Cluster
     default: Any = None
-    precision: str = "f32"
+    precision: str | Mapping[str, str] = "f32"
     num_micro_batches: int | None = None
     allow_idle: bool = False
     sync_batch_stats: bool = False
@@ -224,11 +228,9 @@ class Asked:
 
     def plan(self) -> Plan:
         """The plan."""
-        kind = _check_options(
-            self.default, self.precision, self.num_micro_batches, self.zero
-        )
+        kind = _check_options(self)
         _check_switch("sequence_parallel", self.sequence_parallel)
-        options = _checked_options(self.compiler_options)
+        options = checked_options(self.compiler_options)
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         devices, idle = self.cluster.num_devices, self.allow_idle
         _check_mesh(self.mesh or {}, devices, idle, axes)
@@ -247,7 +249,8 @@ class Asked:
             batch_bytes=tuple(_tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,
             default=kind,
-            cast_bytes=CAST_BYTES[self.precision],
+            cast_bytes=CAST_BYTES[self._whole],
+            narrowed=self._whole != self.precision,
             num_devices=devices,
             mesh=self.mesh,
             zero=self.zero,
@@ -264,7 +267,7 @@ class Asked:
             decide if self.runnable else foresee,
             graph,
             self.cluster.under(options),
-            precision=self.precision,
+            precision=self._whole,
             batch=batch_leaves(self.batch),
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
@@ -274,15 +277,21 @@ class Asked:
             cluster=self.cluster,
             compiler_options=tuple(sorted(options.items())),
             batch_tree=batch_tree(self.batch),
+            precisions=captured.precisions,
             notes=(
                 *found.notes,
                 *captured.notes,
                 *_remat_note(remat, found),
                 *_attention_note(found, blocks),
-                *(*adapter.notes, *_option_note(options)),
+                *(*adapter.notes, *option_note(options)),
             ),
             question=self,
         )
+
+    @property
+    def _whole(self) -> str:
+        """The precision of the whole model; its own types where TaskGraphs differ."""
+        return self.precision if isinstance(self.precision, str) else "f32"
 
     def _count(self, reductions: Sequence[BatchReduction]) -> int | None:
         """Micro-batches, if the user says how many, or what else is asked for does."""
@@ -323,15 +332,18 @@ class Asked:
         """The model as traced, at most once for equal shapes."""
         count = self.num_micro_batches or 1
         shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
-        key = self.precision, count, shapes
+        key = str(self.precision), count, shapes
         if key not in self.traced:
-            adapter = at_precision(self.adapter, self.precision)
+            adapter = at_precision(self.adapter, self._whole)
             captured = capture(
                 adapter,
                 self.batch,
                 num_micro_batches=count,
                 batch_axes=self.batch_axes,
             )
+            if self._whole != self.precision:
+                chosen = checked_precisions(self.precision, captured.graph)
+                captured = captured.with_precisions(chosen)
             self.traced[key] = adapter, captured
         return self.traced[key]
 
@@ -435,40 +447,6 @@ def _attention_note(found: Plan, blocks: Callable[[Chosen], Captured]) -> list[s
     ]
 
 
-def _checked_options(options: Any) -> dict[str, bool | int | float | str]:
-    """Options of the compiler, with switches as such."""
-    problems = Problems("compiler_options", PlanError)
-    try:
-        given = dict(options or {})
-    except (TypeError, ValueError):
-        raise PlanError(
-            f"compiler_options is {options!r:.80}; expected a dict of XLA's options, "
-            'such as {"xla_tpu_enable_async_collective_fusion": True}'
-        ) from None
-    found: dict[str, bool | int | float | str] = {}
-    for name, value in given.items():
-        plain = value.item() if isinstance(value, np.generic) else value
-        if not isinstance(name, str) or not name.isidentifier():
-            problems.add(
-                f"{name!r} names no option; expected one of XLA's without dashes, such "
-                "as xla_tpu_enable_async_collective_fusion"
-            )
-        elif not isinstance(plain, bool | int | float | str) or plain != plain:
-            problems.add(
-                f"{name} is {value!r}; expected a number, a text, True or False"
-            )
-        else:
-            switch = {"true": True, "false": False}
-            found[name] = switch.get(str(plain).lower(), plain)
-    problems.raise_if_any()
-    return found
-
-
-def _option_note(options: Mapping[str, Any]) -> list[str]:
-    words = ", ".join(f"{name}={value}" for name, value in options.items())
-    return [f"compiled with {words}"] if options else []
-
-
 def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
     return decided(request)
 
@@ -485,11 +463,11 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
     raise problem
 
 
-def _check_options(
-    default: Any, precision: str, num_micro_batches: int | None, zero: int | None
-) -> str | None:
+def _check_options(asked: Asked) -> str | None:
+    default, precision, zero = asked.default, asked.precision, asked.zero
+    num_micro_batches = asked.num_micro_batches
     problems = Problems("wh.plan")
-    if precision not in PRECISIONS:
+    if isinstance(precision, str) and precision not in PRECISIONS:
         problems.add(
             f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}"
         )

@@ -20,10 +20,8 @@ import jax.numpy as jnp
 
 from whalejax.adapters import Adapter
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.precisions import PRECISIONS as PRECISIONS
 
-
-PRECISIONS = ("f32", "bf16", "f16")
-"""``f32`` leaves the model's own types alone."""
 
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
 """Bytes of a parameter as computed with, over its stored bytes."""

@@ -40,7 +40,7 @@ def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:
         model,
         batch,
         one_device(plan.cluster),
-        precision=plan.precision,
+        precision=plan.asked_precision,
         micro_batches=plan.num_micro_batches,
     )
     return compile_step(

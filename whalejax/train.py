@@ -249,7 +249,7 @@ class TrainStep:
         )
 
     def _fresh_scale(self) -> LossScale | None:
-        return LossScale.fresh() if self.plan.precision == "f16" else None
+        return LossScale.fresh() if self.plan.scales_loss else None
 
     def _abstract_params(self) -> Any:
         return jax.tree.map(
@@ -558,7 +558,7 @@ def step_of(
     return TrainStep(
         plan,
         adapter,
-        captured.as_planned(plan.attention, plan.loss_chunks, plan.remat),
+        captured.as_planned(plan),
         optimizer,
         mesh,
         jax.tree.structure(example),

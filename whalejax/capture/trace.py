@@ -19,6 +19,7 @@ from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.calls import with_calls, with_logits
 from whalejax.capture.drafts import Position, Value
+from whalejax.capture.narrowing import narrowed
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
@@ -27,7 +28,10 @@ from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.fused import fused_dimensions, picks
 from whalejax.planner.graph import ATTENTION, Graph, Mark
+from whalejax.planner.plan import Plan
+from whalejax.planner.precisions import precision_for
 from whalejax.planner.recompute import regions
+from whalejax.planner.terms import precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Captured:
         reader: describes another program of the same inputs and results.
         notes: what could not be counted, in words.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
+        precisions: (TaskGraph, precision) where only some compute in 16 bits.
         chunks: into how many parts the tokens are cut where logits are made of them.
         whole: of attention that cannot be, where it stands and why.
     """
@@ -66,17 +71,47 @@ class Captured:
     notes: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
+    precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
 
-    def as_planned(
-        self,
-        attention: Sequence[tuple[str, str]],
-        loss_chunks: int,
-        remat: Sequence[tuple[str, str]],
-    ) -> Captured:
+    def as_planned(self, plan: Plan) -> Captured:
         """The same loss with all that a plan changes of its program."""
-        blocks = self.with_attention(attention)
-        return blocks.with_chunks(loss_chunks).with_remat(remat)
+        found = self.with_precisions(plan.precisions).with_attention(plan.attention)
+        return found.with_chunks(plan.loss_chunks).with_remat(plan.remat)
+
+    def with_precisions(self, precisions: Sequence[tuple[str, str]]) -> Captured:
+        """The same loss, some TaskGraphs of which compute in 16 bits.
+
+        Args:
+            precisions: (TaskGraph, ``"f32"``, ``"bf16"`` or ``"f16"``) pairs, as in a
+                plan.
+
+        Returns:
+            The same program where no TaskGraph does.
+        """
+        chosen, graph = dict(precisions), analyse_graph(self.graph).graph
+        kinds = [precision_for(g.name, chosen) for g in graph.task_graphs]
+        where = {op.position: kinds[op.task_graph] for op in graph.ops}
+        narrow = {at: kind for at, kind in where.items() if kind != "f32"}
+        if not narrow:
+            return self if not chosen else self._with_precisions(precisions)
+        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
+        weights = [t.kind == "param" for t in self.graph.tensors[:inputs]]
+        first = weights.count(True)
+        weights[first : first + len(self.adapter.frozen)] = self.adapter.frozen
+        found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
+        return found._with_precisions(precisions, len(self.graph.ops))
+
+    def _with_precisions(
+        self, precisions: Sequence[tuple[str, str]], before: int | None = None
+    ) -> Captured:
+        """Remember what was asked for, and note where it casts nothing."""
+        found = replace(self, precisions=tuple(precisions))
+        if before is not None and len(self.graph.ops) > before:
+            return found
+        words = ", ".join(precision_words(tuple(precisions)))
+        note = f"{words} has no effect: no product of float32 was found there"
+        return replace(found, notes=(*self.notes, note))
 
     def with_attention(self, chosen: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, in which some attention is run in blocks.

@@ -1,0 +1,53 @@
+"""Options of XLA that a step is compiled with: checked, and said in a note.
+
+Apart from ``planning`` because the compiler gives them their meaning, not the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from whalejax.meshes.problems import Problems
+from whalejax.planner.plan import PlanError
+
+
+def checked_options(options: Any) -> dict[str, bool | int | float | str]:
+    """Options of the compiler, with switches as such.
+
+    Raises:
+        PlanError: one has no name or no plain value; all of them.
+    """
+    problems = Problems("compiler_options", PlanError)
+    try:
+        given = dict(options or {})
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"compiler_options is {options!r:.80}; expected a dict of XLA's options, "
+            'such as {"xla_tpu_enable_async_collective_fusion": True}'
+        ) from None
+    found: dict[str, bool | int | float | str] = {}
+    for name, value in given.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(name, str) or not name.isidentifier():
+            problems.add(
+                f"{name!r} names no option; expected one of XLA's without dashes, such "
+                "as xla_tpu_enable_async_collective_fusion"
+            )
+        elif not isinstance(plain, bool | int | float | str) or plain != plain:
+            problems.add(
+                f"{name} is {value!r}; expected a number, a text, True or False"
+            )
+        else:
+            switch = {"true": True, "false": False}
+            found[name] = switch.get(str(plain).lower(), plain)
+    problems.raise_if_any()
+    return found
+
+
+def option_note(options: Mapping[str, Any]) -> list[str]:
+    """A plan's note of its options; nothing where there are none."""
+    words = ", ".join(f"{name}={value}" for name, value in options.items())
+    return [f"compiled with {words}"] if options else []
