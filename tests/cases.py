@@ -140,7 +140,7 @@ MODELS: Final = (
     ),
     Model(
         name="gpt-tied",
-        family="tied",
+        family="decoder",
         make=_GPT,
         options={"layers": 1, "tied_embedding": True},
         tied=True,
@@ -149,7 +149,7 @@ MODELS: Final = (
     ),
     Model(
         name="gpt-padded",
-        family="padded",
+        family="decoder",
         make=_GPT,
         options={"layers": 1, "padded": True, "dropout_rate": 0.1},
         quiet={"dropout_rate": 0.0},

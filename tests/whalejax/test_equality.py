@@ -243,6 +243,7 @@ TRACED_BEFORE: Final = (
     "linen",
     "moe-top-2",
 )
+WRAPPED_BEFORE: Final = ("mlp", "gpt-scan-remat", "moe-top-2")  # one of each kind
 
 
 @functools.cache
@@ -255,8 +256,19 @@ def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
 
 
 @pytest.mark.relaxed_promotion
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", TRACED_BEFORE)
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [
+        pytest.param(
+            name,
+            wrapper,
+            marks=()
+            if wrapper == "nnx.jit" or name in WRAPPED_BEFORE
+            else pytest.mark.full,
+        )
+        for name, wrapper in itertools.product(TRACED_BEFORE, WRAPPERS)
+    ],
+)
 def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> None:
     job, model, plain = _annotated(name)
     wrapped = WRAPPERS[wrapper](job.loss_fn)
