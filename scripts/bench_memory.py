@@ -16,6 +16,9 @@ object; keys of the TPU are the worst of its topologies, those of the CPU end in
                          the same of activations that wait in host memory: at least 0.95
     memory_error         the largest relative error of a predicted peak: at most 0.10
 
+Beside each but the last stands what was predicted for it, under its name with
+_predicted. On a CPU host memory is the device's own, and nothing is offloaded.
+
     python scripts/bench_memory.py [--only TOPOLOGY]
 """
 
@@ -44,13 +47,14 @@ WIDE = {
 SMALL_WIDE = {
     "layers": 2,
     "embed": 64,
-    "heads": 2,
+    "heads": 4,
     "mlp": 128,
     "sequence": 512,
     "vocab": 32768,
 }
 GPT = {"layers": 12, "embed": 768, "heads": 12, "mlp": 3072, "sequence": 32768}
-SMALL_GPT = {"layers": 4, "embed": 128, "heads": 2, "mlp": 512, "sequence": 4096}
+SMALL_GPT = {"layers": 4, "embed": 128, "heads": 2, "mlp": 512, "sequence": 32768}
+COMPILED, PREDICTED = "compiled", "predicted"
 
 
 @dataclass(frozen=True)
@@ -65,20 +69,18 @@ class Compiled:
     plan: wh.Plan
     quantities: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def peak(self) -> int:
+    def peak(self, kind: str = COMPILED) -> int:
         """The fullest moment."""
-        return int(self.quantities["peak"]["compiled"])
+        return int(self.quantities["peak"][kind])
 
-    @property
-    def temporaries(self) -> int:
+    def temporaries(self, kind: str) -> int:
         """What a step takes beside what lies there all the time."""
-        return self.peak - int(self.quantities["arguments"]["compiled"])
+        return self.peak(kind) - int(self.quantities["arguments"][kind])
 
     @property
     def error(self) -> float:
         """Of the predicted peak, relative to the compiled one."""
-        return float(self.quantities["peak"]["predicted"] / self.peak - 1.0)
+        return self.peak(PREDICTED) / self.peak() - 1.0
 
 
 def main() -> None:
@@ -86,31 +88,50 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="a topology")
     only = parser.parse_args().only
-    found: dict[str, float] = {}
+    found: dict[str, Pair] = {}
     for topology in TOPOLOGIES:
         if only in topology:
-            for key, value in _measured(topology).items():
+            for key, pair in _measured(topology).items():
                 name = f"{key}_cpu" if topology == "local" else key
                 worst = min if key.endswith("offload_freed") else max
-                found[name] = worst(found.get(name, value), value)
-    print(json.dumps({key: round(value, 4) for key, value in found.items()}))
+                found[name] = worst(found.get(name, pair), pair)
+    keys = {name: compiled for name, (compiled, _) in found.items()}
+    for name, (_, predicted) in found.items():
+        if not name.startswith("memory_error"):
+            keys[f"{name}_predicted"] = predicted
+    print(json.dumps({key: round(value, 4) for key, value in keys.items()}))
 
 
-Found = tuple[dict[str, float], list[Compiled]]
+Pair = tuple[float, float]
+"""As compiled and as predicted."""
+
+Found = tuple[dict[str, Pair], list[Compiled]]
 """Keys, and everything that was compiled for them."""
 
 
-def _measured(topology: str) -> dict[str, float]:
+def _measured(topology: str) -> dict[str, Pair]:
     parts = [_layers, _context, _vocabulary]
     if topology != "local":  # There host memory is the device's own.
         parts.append(_host)
-    found: dict[str, float] = {}
+    found: dict[str, Pair] = {}
     errors = []
     for part in parts:
         keys, steps = part(topology)
+        for key, (compiled, predicted) in keys.items():
+            text = f"{key} {compiled:.3f}, predicted {predicted:.3f}"
+            print(f"{topology:10s} {text}", flush=True)
         found.update(keys)
         errors += [abs(step.error) for step in steps]
-    return {**found, "memory_error": max(errors)}
+    return {**found, "memory_error": (max(errors), 0.0)}
+
+
+def _ratio(step: Compiled, base: Compiled) -> Pair:
+    """Temporaries of one step over another's."""
+    compiled, predicted = (
+        step.temporaries(kind) / base.temporaries(kind)
+        for kind in (COMPILED, PREDICTED)
+    )
+    return compiled, predicted
 
 
 def _layers(topology: str) -> Found:
@@ -124,8 +145,7 @@ def _layers(topology: str) -> Found:
         _compiled(topology, mesh=mesh, remat="none", sequence_parallel=flag)
         for flag in (False, True)
     ]
-    ratio = full.temporaries / none.temporaries
-    return {"remat_memory_ratio": ratio}, [none, full, *others]
+    return {"remat_memory_ratio": _ratio(full, none)}, [none, full, *others]
 
 
 def _host(topology: str) -> Found:
@@ -164,8 +184,7 @@ def _context(topology: str) -> Found:
         )
         for context in (1, 8)
     )
-    ratio = shared.temporaries / whole.temporaries
-    return {"context_memory_ratio": ratio}, [whole, shared]
+    return {"context_memory_ratio": _ratio(shared, whole)}, [whole, shared]
 
 
 def _vocabulary(topology: str) -> Found:
@@ -186,22 +205,24 @@ def _vocabulary(topology: str) -> Found:
         for chunks in (4, 8)
     )
     logits = sizes["sequence"] * sizes["vocab"] * 4
-    held = (larger.peak - smaller.peak) / (logits / 4 - logits / 8)
-    return {"logits_ratio": held / 2}, [larger, smaller]
+    compiled, predicted = (
+        (larger.peak(kind) - smaller.peak(kind)) / (logits / 4 - logits / 8) / 2
+        for kind in (COMPILED, PREDICTED)
+    )
+    return {"logits_ratio": (compiled, predicted)}, [larger, smaller]
 
 
-def _freed(lies: Compiled, moved: Compiled) -> float:
+def _freed(lies: Compiled, moved: Compiled) -> Pair:
     """Bytes of peak that host memory frees, over the bytes that are moved there."""
     plans, nbytes = (lies.plan, moved.plan), moved.plan.memory.host_bytes
     before, after = (plan.memory.total_bytes for plan in plans)
-    found = (lies.peak - moved.peak) / nbytes
     print(
         f"{'':10s} {' and '.join(moved.plan.offload)} in host memory: "
         f"{nbytes / 1e9:.2f} GB, {moved.quantities['host']['compiled'] / 1e9:.2f} GB "
-        f"compiled; frees {found:.3f} of it, predicted {(before - after) / nbytes:.3f}",
+        "compiled",
         flush=True,
     )
-    return found
+    return (lies.peak() - moved.peak()) / nbytes, (before - after) / nbytes
 
 
 def _compiled(
@@ -232,7 +253,7 @@ def _compiled(
     step = Compiled(plan, {q["name"]: q for q in document["memory"]})
     print(
         f"{topology:10s} {str(plan).splitlines()[0].split('·', 1)[1]}: peak "
-        f"{step.peak / 1e9:.2f} GB, predicted {step.error:+.1%}",
+        f"{step.peak() / 1e9:.2f} GB, predicted {step.error:+.1%}",
         flush=True,
     )
     return step

@@ -1,5 +1,6 @@
 """Compares every strategy with one device: the whole matrix of ``tests/cases.py``.
 
+The pairs of features of ``tests/features.py`` are at its end: ``--only features``.
 Each case appends one line of JSON to a file, and a case that passed there under the
 same code is not run again, so an interrupted run is taken up where it stopped. Fails if
 any case does, and stops if the code changes meanwhile. The last line printed is one
@@ -32,11 +33,17 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import cases, workers  # noqa: E402
+from tests import cases, features, workers  # noqa: E402
 
 
 PRODUCT: Final = ("whalejax", "planner", "meshes", "models")
-MEASURE: Final = ("cases.py", "equality.py", "linen_job.py")
+MEASURE: Final = (
+    "cases.py",
+    "covering.py",
+    "equality.py",
+    "features.py",
+    "linen_job.py",
+)
 
 
 def code_hash() -> str:
@@ -91,7 +98,7 @@ def main() -> None:
     start = time.monotonic()
     stop_at = None if given.limit_seconds is None else start + given.limit_seconds
     code = code_hash()
-    chosen = [c for c in cases.full_matrix() if given.only in c.id]
+    chosen = [c for c in features.whole() if given.only in c.id]
     known = records_of(given.results, code)
     todo = [c for c in chosen if c.id not in known]
     records = [known[c.id] for c in chosen if c.id in known]
@@ -109,9 +116,7 @@ def main() -> None:
     failed = [record for record in records if not record["ok"]]
     for record in failed:
         print(line_of(record, "*"))
-    exact = [
-        r["worst"] for r in records if r["id"].endswith("float64") and "worst" in r
-    ]
+    exact = [r["worst"] for r in records if "float64" in r["id"] and "worst" in r]
     summary = {
         "cases": len(chosen),
         "passed": len(records) - len(failed),

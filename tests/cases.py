@@ -15,19 +15,26 @@ from typing import Any, Final, Literal
 import whalejax as wh
 import whalejax.models as models
 from tests import linen_job
+from tests.covering import cover
 
 
 Dtype = Literal["float32", "float64"]
+Precision = Literal["f32", "bf16", "f16"]
 
 DEVICES: Final = (2, 4, 8)
 MICRO_BATCHES: Final = (1, 2, 4)
-DTYPES: Final[tuple[Dtype, ...]] = ("float64", "float32")
 KINDS: Final[tuple[tuple[Dtype, int, str], ...]] = (
-    *((d, m, "none") for d, m in itertools.product(DTYPES, MICRO_BATCHES)),
+    *(("float64", count, "none") for count in MICRO_BATCHES),
+    ("float32", 2, "none"),
     ("float64", 2, "dots"),
     ("float64", 2, "full"),
 )
-"""Dtype, micro-batches, and what the backward pass computes again."""
+"""Dtype, micro-batches, and what the backward pass computes again.
+
+Whatever is wrong in float32 is wrong in float64, where it cannot hide in the rounding;
+float32 stands for programs that differ by dtype, and 2 micro-batches for both what is
+accumulated and what is not.
+"""
 BATCH_SIZE: Final = 32  # 4 micro-batches of 8 samples, one for each of 8 devices
 
 
@@ -37,6 +44,7 @@ class Model:
 
     Attributes:
         name: in case ids.
+        family: models alike in what a strategy does with them.
         make: its job; takes ``batch_size``, ``annotated``, the dtypes and ``options``.
         options: what else ``make`` is given.
         quiet: further options that take away what depends on a sample's place in the
@@ -51,6 +59,7 @@ class Model:
     """
 
     name: str
+    family: str
     make: Callable[..., wh.Job]
     options: Mapping[str, Any] = field(default_factory=dict)
     quiet: Mapping[str, Any] = field(default_factory=dict)
@@ -60,20 +69,27 @@ class Model:
     tied: bool = False
     seconds: float
 
-    def job(self, dtype: Dtype, *, annotated: bool, quiet: bool = False) -> wh.Job:
-        """The job at a dtype."""
-        options = {**self.options, **(self.quiet if quiet else {})}
-        return self.make(
-            dtype=dtype, annotated=annotated, batch_size=BATCH_SIZE, **options
-        )
+    def job(self, dtype: Dtype, *, annotated: bool, **changes: Any) -> wh.Job:
+        """The job at a dtype.
+
+        Args:
+            dtype: of parameters, statistics and computation.
+            annotated: its own marks are in.
+            changes: of its options.
+        """
+        options = {"annotated": annotated, **self.options, **changes}
+        return self.make(dtype=dtype, batch_size=BATCH_SIZE, **options)
 
 
 def _reference_model(name: str) -> Callable[..., wh.Job]:
-    """A model of the package, with all of its dtypes set to one."""
+    """A model of the package, with all of its dtypes set to one.
 
-    def make(*, dtype: str, **options: Any) -> wh.Job:
+    Where ``follows`` it computes in the dtype that its parameters are cast to.
+    """
+
+    def make(*, dtype: str, follows: bool = False, **options: Any) -> wh.Job:
         kinds = {"param_dtype": dtype}
-        if not name.startswith("mlp"):
+        if not name.startswith("mlp") and not follows:
             kinds["dtype"] = dtype
         return models.job(name, **kinds, **options)
 
@@ -84,10 +100,23 @@ _GPT: Final = _reference_model("gpt-test")
 _MOE: Final = _reference_model("moe-test")
 
 MODELS: Final = (
-    Model(name="mlp", make=_reference_model("mlp-test"), seconds=1.0),
-    Model(name="gpt", make=_GPT, options={"layers": 1}, attention=True, seconds=2.5),
+    Model(
+        name="mlp",
+        family="dense",
+        make=_reference_model("mlp-test"),
+        seconds=1.0,
+    ),
+    Model(
+        name="gpt",
+        family="decoder",
+        make=_GPT,
+        options={"layers": 1},
+        attention=True,
+        seconds=2.5,
+    ),
     Model(
         name="gpt-scan",
+        family="decoder",
         make=_GPT,
         options={"scan_layers": True},
         attention=True,
@@ -95,6 +124,7 @@ MODELS: Final = (
     ),
     Model(
         name="gpt-scan-remat",
+        family="decoder",
         make=_GPT,
         options={"scan_layers": True, "remat": True},
         attention=True,
@@ -102,6 +132,7 @@ MODELS: Final = (
     ),
     Model(
         name="gpt-fused",
+        family="decoder",
         make=_GPT,
         options={"fused_qkv": True, "scan_layers": True, "remat": True},
         attention=True,
@@ -109,6 +140,7 @@ MODELS: Final = (
     ),
     Model(
         name="gpt-tied",
+        family="decoder",
         make=_GPT,
         options={"layers": 1, "tied_embedding": True},
         tied=True,
@@ -117,6 +149,7 @@ MODELS: Final = (
     ),
     Model(
         name="gpt-padded",
+        family="decoder",
         make=_GPT,
         options={"layers": 1, "padded": True, "dropout_rate": 0.1},
         quiet={"dropout_rate": 0.0},
@@ -125,6 +158,7 @@ MODELS: Final = (
     ),
     Model(
         name="bert",
+        family="encoder",
         make=_reference_model("bert-test"),
         options={"layers": 1},
         quiet={"deterministic": True},
@@ -133,18 +167,21 @@ MODELS: Final = (
     ),
     Model(
         name="resnet",
+        family="convolutions",
         make=_reference_model("resnet-test"),
         options={"blocks": (1, 1), "width": 8, "image_size": 12},
         seconds=6.0,
     ),
     Model(
         name="linen",
+        family="dense",
         make=linen_job.job,
         quiet={"dropout_rate": 0.0},
         seconds=2.0,
     ),
     Model(
         name="moe-top-2",
+        family="experts",
         make=_MOE,
         options={"layers": 1, "gating": "top_2"},
         marks="part",
@@ -153,11 +190,21 @@ MODELS: Final = (
     ),
     Model(
         name="moe-switch",
+        family="experts",
         make=_MOE,
         options={"layers": 1, "gating": "switch"},
         marks="part",
         experts=True,
         seconds=4.0,
+    ),
+    Model(
+        name="moe-dropless",
+        family="experts",
+        make=_MOE,
+        options={"layers": 1, "gating": "top_2", "routing": "dropless"},
+        marks="part",
+        experts=True,
+        seconds=5.0,
     ),
 )
 
@@ -170,6 +217,7 @@ class Strategy:
         name: in case ids.
         mesh: of so many devices; None where there are too few. An empty mesh leaves
             it to the planner.
+        layout: the strategy that says where things lie, if this one says more.
         zero: ZeRO level, or None for the planner's choice.
         default: of what no mark covers.
         sequence_parallel: ``tensor`` shards the sequence too; None for the planner.
@@ -183,6 +231,7 @@ class Strategy:
 
     name: str
     mesh: Callable[[int], dict[str, int] | None]
+    layout: str = ""
     zero: int | None = 0
     default: Literal["replicate", "split"] | None = None
     annotated: bool = False
@@ -379,6 +428,8 @@ class Case:
         num_micro_batches: accumulated in a step.
         dtype: of parameters, statistics and computation.
         remat: what the backward pass computes again.
+        offload: what lies in host memory.
+        precision: what the model computes in; its own dtype if ``"f32"``.
     """
 
     model: Model
@@ -387,16 +438,22 @@ class Case:
     num_micro_batches: int
     dtype: Dtype
     remat: str = "none"
+    offload: tuple[str, ...] = ()
+    precision: Precision = "f32"
 
     @property
     def id(self) -> str:
         """Such as ``"gpt/fsdp/8/m2/float64"``."""
-        return (
-            f"{self.model.name}/{self.strategy.name}/{self.devices}"
-            f"/m{self.num_micro_batches}/{self.dtype}"
-            + f"/{self.remat}"
-            * (self.remat != "none")
+        words = (
+            self.model.name,
+            self.strategy.name,
+            str(self.devices),
+            f"m{self.num_micro_batches}",
+            self.dtype if self.precision == "f32" else self.precision,
+            *[self.remat] * (self.remat != "none"),
+            *["-".join(self.offload)] * bool(self.offload),
         )
+        return "/".join(words)
 
     @property
     def choices(self) -> tuple[tuple[str, str], ...]:
@@ -411,9 +468,24 @@ class Case:
         )
 
     @property
+    def seconds(self) -> float:
+        """About what it takes beside its reference, to prefer cheap ones."""
+        return self.model.seconds * (1.3 if self.num_micro_batches > 1 else 1.0)
+
+    @property
+    def reference(self) -> tuple[str, str, int, str]:
+        """What it is compared with; cases of the same share it."""
+        return self.model.name, self.dtype, self.num_micro_batches, self.precision
+
+    @property
     def options(self) -> dict[str, Any]:
         """What ``wh.plan`` is given."""
-        return {**self.strategy.options(self.devices), "remat": self.remat}
+        return {
+            **self.strategy.options(self.devices),
+            "remat": self.remat,
+            "offload": self.offload,
+            "precision": self.precision,
+        }
 
 
 def expected_axes(case: Case) -> dict[str, frozenset[str] | None]:
@@ -481,38 +553,23 @@ def skipped() -> dict[str, int]:
 
 
 def pairs(case: Case) -> frozenset[Any]:
-    """Every pair of choices that a case makes."""
-    return frozenset(itertools.combinations(case.choices, 2))
+    """Every pair of choices that a case makes.
+
+    Of the models of a family one is enough for each strategy.
+    """
+    families = {("model", case.model.name): ("family", case.model.family)}
+    return frozenset(
+        (families.get(one, one) if other[0] == "strategy" else one, other)
+        for one, other in itertools.combinations(case.choices, 2)
+    )
 
 
 @functools.cache
 def pairwise() -> tuple[Case, ...]:
-    """Few and cheap cases that make every pair of choices which any case makes.
-
-    Greedy: each time the case that covers most new pairs for its seconds; the first
-    in the order of the matrix among equals, so that the choice is always the same.
-    """
-    cases = full_matrix()
-    open_pairs = frozenset().union(*(pairs(c) for c in cases))
-    of = {c.id: pairs(c) for c in cases}
-    chosen: list[Case] = []
-    references: set[tuple[str, str, int]] = set()
-    while open_pairs:
-
-        def worth(case: Case) -> float:
-            known = _reference_of(case) in references  # noqa: B023
-            seconds = case.model.seconds * (1.0 if known else 2.0)
-            if case.num_micro_batches > 1:
-                seconds *= 1.3
-            return len(of[case.id] & open_pairs) / seconds  # noqa: B023
-
-        best = max(cases, key=worth)
-        chosen.append(best)
-        references.add(_reference_of(best))
-        open_pairs -= of[best.id]
-    order = {c.id: place for place, c in enumerate(cases)}
-    return tuple(sorted(chosen, key=lambda c: order[c.id]))
-
-
-def _reference_of(case: Case) -> tuple[str, str, int]:
-    return case.model.name, case.dtype, case.num_micro_batches
+    """Few and cheap cases that make every pair of choices which any case makes."""
+    return cover(
+        full_matrix(),
+        pairs,
+        seconds=lambda case: case.seconds,
+        reference=lambda case: case.reference,
+    )

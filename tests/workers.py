@@ -24,12 +24,14 @@ from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tests.cases import Case, full_matrix
+from tests.cases import Case
+from tests.features import whole
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SECONDS_PER_CASE = 600.0
 LINES_OF_A_CRASH: Final = 20
+CASES_PER_PROCESS: Final = 200  # a process keeps what it has compiled
 
 Record = dict[str, Any]
 
@@ -86,14 +88,16 @@ class _Pool:
 
     def serve(self) -> None:
         """Take groups until there are none."""
+        server = _Server(self)
         try:
             while not self.is_over():
-                self._serve_group(self.waiting.get_nowait())
+                server.run(self.waiting.get_nowait())
         except queue.Empty:
             pass
         except BaseException as error:  # the thread's own end would go unseen
             self.found.put(error)
         finally:
+            server.close()
             self.found.put(None)
 
     def is_over(self) -> bool:
@@ -107,26 +111,43 @@ class _Pool:
         for worker in list(self.live):
             worker.process.kill()
 
-    def _serve_group(self, group: list[Case]) -> None:
-        worker: _Worker | None = None
-        try:
-            for case in group:
-                if self.is_over():
-                    return
-                if worker is None:
-                    worker = _Worker()
-                    self.live.add(worker)
-                record = worker.ask(case)
-                if record is None and not self.stopped.is_set():
-                    self.live.discard(worker)
-                    record = _record_of_a_crash(case, worker.close())
-                    worker = None
-                if record is not None:
-                    self.found.put(record)
-        finally:
-            if worker is not None:
-                self.live.discard(worker)
-                worker.close()
+
+class _Server:
+    """What one thread has: a process for its cases, and another one after that."""
+
+    def __init__(self, pool: _Pool) -> None:
+        self.pool = pool
+        self.worker: _Worker | None = None
+        self.asked = 0
+
+    def run(self, group: Iterable[Case]) -> None:
+        """Run cases one after the other, until the pool is over."""
+        for case in group:
+            if self.pool.is_over():
+                return
+            worker = self._ready()
+            record = worker.ask(case)
+            if record is None and not self.pool.stopped.is_set():
+                record = _record_of_a_crash(case, self.close())
+            if record is not None:
+                self.pool.found.put(record)
+
+    def _ready(self) -> _Worker:
+        if self.asked >= CASES_PER_PROCESS:
+            self.close()
+        if self.worker is None:
+            self.worker, self.asked = _Worker(), 0
+            self.pool.live.add(self.worker)
+        self.asked += 1
+        return self.worker
+
+    def close(self) -> str:
+        """End the process, if there is one; what it wrote to stderr."""
+        worker, self.worker, self.asked = self.worker, None, 0
+        if worker is None:
+            return ""
+        self.pool.live.discard(worker)
+        return worker.close()
 
 
 def _record_of_a_crash(case: Case, errors: str) -> Record:
@@ -191,7 +212,7 @@ def record_of(case: Case) -> Record:
 
     Returns:
         What there is to say about it, ready for JSON: ``id``, ``ok``, ``problems`` and,
-        where it ran, the errors, tolerance, noise, mesh, collectives and seconds.
+        where it ran, the errors, tolerance, noise, mesh and seconds.
     """
     from tests.equality import run_case
 
@@ -212,11 +233,11 @@ def record_of(case: Case) -> Record:
         "metric_error": outcome.metric_error,
         "rest_error": outcome.rest_error,
         "update_error": outcome.update_error,
-        "tolerance": verdict.tolerance,
-        "noise": verdict.noise,
+        "distance": outcome.distance,
+        "tolerance": verdict.limits.each,
+        "noise": verdict.limits.noise,
         "compilations": outcome.compilations,
         "mesh": {a: n for a, n in outcome.plan.axis_sizes.items() if n > 1},
-        "collectives": dict(outcome.collectives.counts),
         "seconds": round(time.perf_counter() - start, 2),
     }
 
@@ -226,7 +247,7 @@ def main() -> None:
     import tests.equality  # noqa: F401  # before warnings are errors: others' imports
 
     warnings.simplefilter("error")
-    by_id = {case.id: case for case in full_matrix()}
+    by_id = {case.id: case for case in whole()}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not stand between the records
     for line in sys.stdin:

@@ -53,6 +53,7 @@ def abstract(name: str, annotated: bool) -> Any:
     return build(model.job("float32", annotated=annotated))
 
 
+@functools.cache
 def collectives_of(step: TrainStep) -> hlo.Collectives:
     """What the step's program communicates."""
     return hlo.collectives(step.lower().compile().as_text())

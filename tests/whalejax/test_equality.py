@@ -1,13 +1,15 @@
 """Every lowering against one device: gradients, loss, statistics, updates, state.
 
 The cases are a subset of the matrix in ``tests/cases.py`` that makes every pair of
-choices; ``scripts/matrix.py`` runs all of it.
+choices, and one of the features in ``tests/features.py``; ``scripts/matrix.py`` runs
+all of both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from jax.sharding import NamedSharding
 
 import whalejax as wh
 import whalejax.models as models
-from tests import cases, workers
+from tests import cases, features, workers
 from tests.cases import Case
 from tests.equality import (
     OneDevice,
@@ -29,6 +31,7 @@ from tests.equality import (
     check,
     compiled,
     count_compilations,
+    distance,
     numbers,
     on_one_device,
     run_case,
@@ -71,7 +74,9 @@ def records(request: pytest.FixtureRequest) -> Iterator[Records]:
     found.coming.close()
 
 
-@pytest.mark.parametrize("case", cases.pairwise(), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", (*cases.pairwise(), *features.pairwise()), ids=lambda case: case.id
+)
 def test_equals_one_device(case: Case, records: Records) -> None:
     record = records.of(case)
     print(record)
@@ -90,7 +95,7 @@ def test_equals_one_device(case: Case, records: Records) -> None:
 def test_a_process_in_trouble_fails_its_case(
     flags: str, seconds: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = next(c for c in cases.full_matrix() if c.id == "mlp/dp/8/m1/float32")
+    case = next(c for c in cases.full_matrix() if c.id == "mlp/dp/8/m1/float64")
     changed = {**workers.environment(), "XLA_FLAGS": flags}
     monkeypatch.setattr(workers, "environment", lambda: changed)
     monkeypatch.setattr(workers, "SECONDS_PER_CASE", seconds)
@@ -106,6 +111,33 @@ def test_the_subset_makes_every_pair_that_the_matrix_makes() -> None:
     assert made == every
     assert len(every) > 300
     assert len(cases.pairwise()) < len(cases.full_matrix()) / 10
+
+
+def test_the_features_make_every_pair_on_every_number_of_devices() -> None:
+    found = {one for case in features.covering() for one in features.interactions(case)}
+    assert len({case.id for case in features.whole()}) == len(features.whole())
+    on = [
+        ("attention", "ring"),
+        ("chunks", "on"),
+        ("sequence", "on"),
+        ("context", "on"),
+    ]
+    on += [("remat", "full"), ("remat", "dots"), ("precision", "bf16")]
+    on += [("precision", "f16"), ("offload", "optimizer"), ("offload", "activations")]
+    for devices, (one, other) in itertools.product(
+        cases.DEVICES, itertools.combinations(on, 2)
+    ):
+        both = (devices, one, other) in found or (devices, other, one) in found
+        # On two devices there is no room for two axes.
+        apart = devices == 2 and {one, other} == {("sequence", "on"), ("context", "on")}
+        assert both != (one[0] == other[0] or apart), (devices, one, other)
+    alone = {one for one in found if one[1] == "alone"}
+    waiting = 1  # activations wait where something is computed again
+    assert len(alone) == len(cases.DEVICES) * (len(on) - waiting)
+    few = {
+        one[1:] for case in features.pairwise() for one in features.interactions(case)
+    }
+    assert few >= {one[1:] for one in found if one[1] != "alone"}
 
 
 def test_the_matrix_is_whole() -> None:
@@ -211,6 +243,7 @@ TRACED_BEFORE: Final = (
     "linen",
     "moe-top-2",
 )
+WRAPPED_BEFORE: Final = ("mlp", "gpt-scan-remat", "moe-top-2")  # one of each kind
 
 
 @functools.cache
@@ -223,8 +256,19 @@ def _annotated(name: str) -> tuple[wh.Job, Any, wh.Plan]:
 
 
 @pytest.mark.relaxed_promotion
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", TRACED_BEFORE)
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [
+        pytest.param(
+            name,
+            wrapper,
+            marks=()
+            if wrapper == "nnx.jit" or name in WRAPPED_BEFORE
+            else pytest.mark.full,
+        )
+        for name, wrapper in itertools.product(TRACED_BEFORE, WRAPPERS)
+    ],
+)
 def test_marks_are_found_after_a_run_on_one_device(name: str, wrapper: str) -> None:
     job, model, plain = _annotated(name)
     wrapped = WRAPPERS[wrapper](job.loss_fn)
@@ -379,15 +423,16 @@ def test_updates_equal_those_of_one_device(optimizer: str, layout: str) -> None:
 def test_bfloat16_computes_narrow_and_keeps_masters(
     name: str, options: dict[str, Any]
 ) -> None:
-    exact, narrow = _exact(name), _narrow(name)
+    exact = _exact(name)
+    narrow = on_one_device(exact.job, model=exact.model, precision="bf16")
     step = compiled(exact.job, exact.model, precision="bf16", **options)
     state, metrics = step(step.init_from(exact.model), exact.batch)
     gradients = jax.tree.leaves(state.opt_state["gradient"])
     assert {str(g.dtype) for g in gradients} == {"float32"}
     assert {str(p.dtype) for p in jax.tree.leaves(state.params)} == {"float32"}
     assert str(metrics["loss"].dtype) == "float32"
-    error = _distance(numbers(gradients), exact.gradients)
-    own = _distance(narrow, exact.gradients)
+    error = distance(numbers(gradients), exact.gradients)
+    own = distance(narrow.gradients, exact.gradients)
     assert 1e-4 < own < 0.1, "one device is either not narrow or broken"
     assert 1e-4 < error <= 1.5 * own
 
@@ -398,33 +443,6 @@ def _exact(name: str) -> OneDevice:
     layers = {"layers": 1} if name == "gpt" else {}
     job = models.job(f"{name}-test", annotated=False, batch_size=32, **layers)
     return on_one_device(job)
-
-
-@functools.cache
-def _narrow(name: str) -> list[np.ndarray]:
-    """Its gradients on one device, parameters and batch cast to bfloat16."""
-    one = _exact(name)
-    adapter = adapt(one.model, one.job.loss_fn)
-    params, rest = adapter.take_apart(one.model)
-
-    def cast(x: Any) -> Any:
-        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
-
-    def total(params: Any) -> Any:
-        result = adapter.loss(
-            jax.tree.map(cast, params), rest, jax.tree.map(cast, one.batch)
-        )
-        return result.total
-
-    return numbers(jax.jit(jax.grad(total))(params))
-
-
-def _distance(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """Of two gradients as vectors, relative."""
-    difference = sum(
-        float(np.sum((a - b) ** 2)) for a, b in zip(got, want, strict=True)
-    )
-    return float(np.sqrt(difference / sum(float(np.sum(b**2)) for b in want)))
 
 
 # The state: how it starts, where it lies, what is donated.
