@@ -55,6 +55,7 @@ class Model:
         experts: it has some.
         tied: its only split kernel is the embedding, which the replicated part reads
             first, so that it is stored whole.
+        repeats: it has layers that can be computed again and are not already.
         seconds: about what a case takes, to prefer cheap ones.
     """
 
@@ -67,6 +68,7 @@ class Model:
     attention: bool = False
     experts: bool = False
     tied: bool = False
+    repeats: bool = True
     seconds: float
 
     def job(self, dtype: Dtype, *, annotated: bool, **changes: Any) -> wh.Job:
@@ -104,6 +106,7 @@ MODELS: Final = (
         name="mlp",
         family="dense",
         make=_reference_model("mlp-test"),
+        repeats=False,
         seconds=1.0,
     ),
     Model(
@@ -128,6 +131,7 @@ MODELS: Final = (
         make=_GPT,
         options={"scan_layers": True, "remat": True},
         attention=True,
+        repeats=False,
         seconds=4.0,
     ),
     Model(
@@ -136,6 +140,7 @@ MODELS: Final = (
         make=_GPT,
         options={"fused_qkv": True, "scan_layers": True, "remat": True},
         attention=True,
+        repeats=False,
         seconds=4.0,
     ),
     Model(
@@ -518,6 +523,8 @@ def reason_to_skip(case: Case) -> str | None:
         return "its attention has dropout, which no ring serves"
     if "replicate-split" in strategy.name and model.marks == "part":
         return "its marks leave the rest to a default strategy: see default-replicate"
+    if case.remat != "none" and not model.repeats:
+        return "no layers of the model are left to be computed again"
     return None
 
 

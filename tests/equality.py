@@ -469,10 +469,9 @@ def _unlike(case: Case, step: TrainStep) -> list[str]:
     kinds = {s.memory_kind for s in jax.tree.leaves(step.shardings.opt_state)}
     ring = {name for _, name in plan.attention} == {"ring"}
     attention = options["attention"]
-    # Some models of the matrix have no layers that could be computed again.
-    remat = {case.remat} if case.strategy.layout else None
+    hosted = {s.memory_kind for s in jax.tree.leaves(step.shardings.params)}
     pairs = {
-        "remat": ({name for _, name in plan.remat} or {"none"}, remat),
+        "remat": ({name for _, name in plan.remat} or {"none"}, {case.remat}),
         "ring attention": (ring, None if attention is None else attention == "ring"),
         "sequence_parallel": (plan.sequence_parallel, options["sequence_parallel"]),
         "loss_chunks": (plan.loss_chunks, options["loss_chunks"]),
@@ -480,6 +479,7 @@ def _unlike(case: Case, step: TrainStep) -> list[str]:
         "precision": (plan.precision, case.precision),
         "something in host memory": (plan.memory.host_bytes > 0, bool(case.offload)),
         "state in host memory": ("pinned_host" in kinds, "optimizer" in case.offload),
+        "parameters there": ("pinned_host" in hosted, "params" in case.offload),
     }
     return [
         f"{what} is {found}, expected {wanted}"

@@ -39,6 +39,9 @@ OFFLOAD: Final[tuple[tuple[str, ...], ...]] = (
     ("optimizer",),
     ("activations",),
     ("optimizer", "activations"),
+    ("params",),
+    ("optimizer", "params"),
+    ("optimizer", "activations", "params"),
 )
 NUMBERS: Final[tuple[tuple[Dtype, Precision], ...]] = (
     ("float64", "f32"),
@@ -106,6 +109,10 @@ def reason_to_skip(case: Case) -> str | None:
         return "sequence parallelism is of the axis tensor"
     if "activations" in case.offload and case.remat == "none":
         return "only activations of what is computed again wait in host memory"
+    if "params" in case.offload and case.model.name != "gpt-scan":
+        return "only parameters that a scan slices lie in host memory"
+    if "params" in case.offload and case.strategy.zero:
+        return "parameters in host memory are updated as they are stored"
     return None
 
 

@@ -365,11 +365,9 @@ class Pipeline:
         away = self.choice.offload
         if not away or not link:
             return 0.0
-        params, gradients, _ = self.held(place)
+        params, _, _ = self.held(place)
         nbytes = self.saved(place) * ("activations" in away)
-        if "params" in away:
-            nbytes += params * self.oracle.search.request.cast_bytes
-            nbytes += gradients * (phase == "backward")
+        nbytes += params * ("params" in away)
         return max(0.0, nbytes / link - compute)
 
     def stage(self, index: int, layers: float) -> tuple[float, float]:
@@ -484,12 +482,11 @@ class Pipeline:
                 exposed = 1 - oracle.hidden.overlap_parameters
                 total += share * leaf.count * each * exposed
         for place in HOLDERS:
-            params, gradients, state = self.held(place)
+            params, _, state = self.held(place)
             transfers += (
                 shares[place] * 2 * state * ("optimizer" in self.choice.offload)
             )
-            if "params" in self.choice.offload:
-                transfers += shares[place] * (2 * params + gradients)
+            transfers += shares[place] * 2 * params * ("params" in self.choice.offload)
         kind = oracle.cluster.kinds[self.kinds[index]]
         if transfers:
             total += transfers / (kind.host_link_bytes_per_second or math.inf)
@@ -543,10 +540,11 @@ class Pipeline:
         ranks = self.mesh["data"] * self.mesh["fsdp"]
         total += request.state_bytes + sum(request.batch_bytes) / ranks
         total += self.oracle.links.facts.optimizer_other_bytes
+        total += gradients
         if "params" in away:
-            host += params + gradients
+            host += params
         else:
-            total += params + gradients
+            total += params
         if "optimizer" in away:
             host += state
         else:
@@ -586,8 +584,7 @@ class Pipeline:
                 gathered = max(gathered, one)
             fresh = max(fresh, leaf.group.nbytes / gradient)
         if "params" in away:
-            copies = (2 * layer[0] * cast + layer[1]) / self.oracle.layers
-            fresh = 0.0
+            copies = 2 * layer[0] / self.oracle.layers
         again = 0.0
         for home, policy in self.remat.items():
             for place in PLACES:

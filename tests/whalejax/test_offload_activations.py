@@ -245,10 +245,6 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     [
         ({"remat": "none"}, 'remat="none" has none computed again. Take remat= one of'),
         ({"offload": ["activations", "disk"]}, "'disk' is none of optimizer, activ"),
-        (
-            {"offload": ["activations", "params"]},
-            "params in host memory does not run in this version; optimizer and act",
-        ),
     ],
 )
 def test_what_cannot_be_moved_is_named(options: dict[str, Any], message: str) -> None:

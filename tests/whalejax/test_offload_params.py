@@ -1,0 +1,229 @@
+"""Parameters in host memory: exact, a layer at a time, and chosen where needed."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.equality import OneDevice, check, on_one_device
+from whalejax import _compat, models
+from whalejax.jobs import abstract_model
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax's own layers rely on it
+
+MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama": ("llama-test", {"layers": 3}),
+    "its own checkpoints": ("llama-test", {"layers": 3, "remat": "dots"}),
+    "fused": ("gpt-test", {"scan_layers": True, "fused_qkv": True}),
+}
+CASES: Final[dict[str, tuple[str, int, dict[str, Any]]]] = {
+    "tensor": ("llama", 1, {"mesh": {"fsdp": 4, "tensor": 2}}),
+    "all three": (
+        "llama",
+        1,
+        {
+            "mesh": {"fsdp": 8},
+            "remat": "full",
+            "offload": ["optimizer", "activations", "params"],
+        },
+    ),
+    "micro-batches": (
+        "its own checkpoints",
+        2,
+        {"mesh": {"fsdp": 2, "tensor": 2}, "offload": ["optimizer", "params"]},
+    ),
+    "ring": (
+        "llama",
+        1,
+        {"mesh": {"data": 2, "context": 4}, "zero": 0, "attention": "ring"},
+    ),
+    "chunks": (
+        "fused",
+        1,
+        {"mesh": {"fsdp": 2, "tensor": 2}, "remat": "dots", "loss_chunks": 2},
+    ),
+}
+
+
+@functools.cache
+def one_device(name: str, parts: int) -> OneDevice:
+    model, changes = MODELS[name]
+    kinds = {"dtype": "float64", "param_dtype": "float64"}
+    return on_one_device(models.job(model, **kinds, **changes), parts)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tensor",
+        "all three",
+        "micro-batches",
+        pytest.param("ring", marks=pytest.mark.full),
+        pytest.param("chunks", marks=pytest.mark.full),
+    ],
+)
+def test_it_computes_the_same(case: str) -> None:
+    name, parts, options = CASES[case]
+    with jax.enable_x64(True):
+        outcome = check(
+            one_device(name, parts), steps=3, **{"offload": "params", **options}
+        )
+        brought, kept = transfers(outcome.step)
+    plan = outcome.plan
+    assert outcome.error < 1e-10, outcome.worst_path
+    assert outcome.compilations == 1
+    hosted = [leaf for leaf in plan.leaves if leaf.hosted]
+    assert {leaf.path.split(".")[0] for leaf in hosted} == {"blocks"}
+    assert all(len(leaf.shape) > 2 for leaf in hosted)
+    # A slice of each comes in the forward pass and again in the backward pass, and
+    # comes and goes for the update; as a whole none does.
+    slices = [int(np.prod(leaf.shape[1:])) * 8 for leaf in hosted]
+    for nbytes in slices:
+        assert brought.count(nbytes) >= 2 * slices.count(nbytes)
+    if "activations" not in plan.offload:
+        assert max(brought) <= max(slices) * 3  # a shard's pieces, of all layers
+    assert len(kept) >= len(hosted)
+
+
+def transfers(step: wh.TrainStep) -> tuple[list[int], list[int]]:
+    """Bytes of each array that a step brings from host memory, and puts there."""
+    found: dict[str, list[int]] = {"Device": [], "Host": []}
+
+    def inside(jaxpr: Any) -> None:
+        for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+            if equation.primitive.name == "device_put":
+                where = str(equation.params["devices"])
+                aval = equation.outvars[0].aval
+                nbytes = int(np.prod(aval.shape)) * aval.dtype.itemsize
+                for name, sizes in found.items():
+                    if name in where:
+                        sizes.append(nbytes)
+            held = jax.tree.leaves(
+                [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")
+            )
+            for inner in held:
+                if hasattr(inner, "eqns"):
+                    inside(inner)
+
+    arguments = step.abstract_state(), step._layout.abstract()
+    inside(jax.make_jaxpr(step._advance)(*arguments))
+    return found["Device"], found["Host"]
+
+
+@pytest.mark.smoke
+def test_they_are_there_from_the_start_and_saved(tmp_path: Path) -> None:
+    job = models.job("llama-test", layers=2)
+    batch = job.batch_at(0, 16)
+    steps = []
+    for offload in ((), "params"):
+        plan = wh.plan(
+            job.loss_fn,
+            abstract_model(job),
+            batch,
+            optimizer=job.optimizer,
+            mesh={"fsdp": 8},
+            offload=offload,
+        )
+        steps.append(
+            wh.compile(plan, job.loss_fn, abstract_model(job), optimizer=job.optimizer)
+        )
+    plain, moved = steps
+    state = moved.init(job.make_model, rng=jax.random.key(0))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+    assert kinds == {"device", "pinned_host"}
+    before = moved.eval(state, batch)["loss"]
+    moved.save(tmp_path / "one", state)
+    state, metrics = moved(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(float(before), rel=1e-6)
+    # Another plan reads it, and its step is the same.
+    other, expected = plain(plain.restore(tmp_path / "one"), batch)
+    for a, b in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+    assert jax.tree.leaves(state.model)
+
+
+# Choosing.
+
+
+def asked(memory: float = 80e9, **options: Any) -> wh.Plan:
+    job = models.job("llama-test", embed=1024, heads=8, mlp=4096, layers=12)
+    return wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, 8)),
+        **{
+            "optimizer": optax.sgd(1e-3),
+            "mesh": {"data": 8},
+            "zero": 0,
+            "cluster": wh.cluster("h100:8").with_memory(int(memory)),
+            **options,
+        },
+    )
+
+
+def test_it_is_chosen_where_nothing_else_fits() -> None:
+    full = asked(remat="full")
+    assert full.offload == () and full.memory.host_bytes == 0
+    params = full.memory.params_bytes
+    tight = asked(full.memory.total_bytes - 0.5 * params)
+    assert tight.offload == ("params",) and tight.runnable
+    moved = [leaf for leaf in tight.leaves if leaf.hosted]
+    assert tight.memory.host_bytes == sum(
+        int(np.prod(leaf.shape)) * 4 for leaf in moved
+    )
+    assert tight.memory.host_bytes > 0.9 * params
+    assert tight.time.offload_seconds > 0
+    assert "params in host memory" in str(tight)
+    with pytest.raises(wh.WhaleError, match="no plan fits"):
+        asked(full.memory.total_bytes - 0.5 * params, offload=())
+
+
+def test_a_plan_remembers_them(tmp_path: Path) -> None:
+    plan = asked(offload="params")
+    plan.save(tmp_path / "plan.json")
+    assert wh.Plan.load(tmp_path / "plan.json") == plan
+    assert any(leaf.hosted for leaf in plan.leaves)
+    assert not any(leaf.hosted for leaf in plan.what_if(offload=()).leaves)
+
+
+def test_what_cannot_lie_there_is_named() -> None:
+    job = models.job("gpt-test", layers=2)
+    with pytest.raises(wh.WhaleError, match="Put its layers into a scan"):
+        wh.plan(
+            job.loss_fn,
+            abstract_model(job),
+            job.batch_at(0, 8),
+            optimizer=job.optimizer,
+            cluster="h100:8",
+            offload="params",
+        )
+    with pytest.raises(wh.WhaleError, match="needs parameters as a whole"):
+        asked(offload="params", optimizer=optax.lamb(1e-3))
+    with pytest.raises(wh.WhaleError, match="ZeRO 1 and 2 update others: take zero=0"):
+        asked(offload="params", zero=1)
+
+
+def test_another_optimizer_that_needs_the_whole_is_named() -> None:
+    job = models.job("llama-test", layers=2)
+    model = abstract_model(job)
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0, 8),
+        optimizer=optax.adam(1e-3),
+        mesh={"fsdp": 8},
+        offload="params",
+    )
+    with pytest.raises(wh.PlanError, match="of which this optimizer needs the whole"):
+        wh.compile(plan, job.loss_fn, model, optimizer=optax.lamb(1e-3))
