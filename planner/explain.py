@@ -203,6 +203,8 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         f"{spec_text(leaf.param_spec)}, optimizer state as "
         f"{spec_text(leaf.optimizer_spec)}"
     )
+    if leaf.hosted:
+        lines.append("  lies in host memory: layers come to the device to be read")
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
     lines.append("  plans that were weighed:")

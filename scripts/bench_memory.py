@@ -12,6 +12,7 @@ object; keys of the TPU are the worst of its topologies, those of the CPU end in
                          peak falls where chunks are halved: at most 1.1
     offload_freed        bytes of peak that optimizer state in host memory frees, over
                          the bytes that are moved: at least 0.95
+    params_offload_freed the same of parameters, whose casts go with them
     activations_offload_freed
                          the same of activations that wait in host memory: at least 0.95
     memory_error         the largest relative error of a predicted peak: at most 0.10
@@ -149,11 +150,12 @@ def _layers(topology: str) -> Found:
 
 
 def _host(topology: str) -> Found:
-    """Optimizer state and activations in host memory."""
+    """Optimizer state, parameters and activations in host memory."""
     # Replicated: the state is large beside what the step works with.
     state = {"mesh": {"data": 16}, "zero": 0, "remat": "full"}
-    lies, moved = (
-        _compiled(topology, **state, offload=offload) for offload in ((), "optimizer")
+    lies, moved, stored = (
+        _compiled(topology, **state, offload=offload)
+        for offload in ((), "optimizer", "params")
     )
     # Many samples: what is kept of each layer is large beside its parameters.
     deep = models.job("llama-test", **{**LLAMA, "layers": 48})
@@ -163,9 +165,10 @@ def _host(topology: str) -> Found:
     )
     found = {
         "offload_freed": _freed(lies, moved),
+        "params_offload_freed": _freed(lies, stored),
         "activations_offload_freed": _freed(kept, waiting),
     }
-    return found, [lies, moved, kept, waiting]
+    return found, [lies, moved, stored, kept, waiting]
 
 
 def _context(topology: str) -> Found:

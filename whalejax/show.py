@@ -196,7 +196,8 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     """A plan's parameters, repeated layers folded, in the model's order."""
     groups: dict[tuple[object, ...], list[LeafPlan]] = {}
     for leaf in plan.leaves:
-        alike = (leaf.shape, leaf.dtype, leaf.compute_spec, leaf.param_spec)
+        specs = (leaf.compute_spec, leaf.param_spec)
+        alike = (leaf.shape, leaf.dtype, *specs, leaf.hosted)
         groups.setdefault((starred(leaf.path), *alike), []).append(leaf)
     rows = []
     for leaves in groups.values():
@@ -243,7 +244,7 @@ def _parameters(plan: Plan, all_rows: bool) -> Table:
                 "×".join(map(str, leaf.shape)) or "scalar",
                 spec_text(leaf.param_spec),
                 *([spec_text(leaf.compute_spec)] if gathers else []),
-                gigabytes(row.device_bytes),
+                gigabytes(row.device_bytes) + " of host" * leaf.hosted,
             )
     rest = [row for row in rows if row not in shown]
     if rest:
