@@ -81,6 +81,8 @@ class CompilerProfile:
             gradient of its input, and keeps it.
         fuses_products: computes what a product reads inside it, so that the results of
             elementwise operations before it need not stand in memory.
+        repeats: computes what is elementwise and cheap again in every fusion that reads
+            it, rather than keep its result.
         narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
@@ -102,6 +104,7 @@ class CompilerProfile:
     reduces_in_parts: bool = True
     copies_kernels: bool = False
     fuses_products: bool = False
+    repeats: bool = True
     narrow_products: bool = False
     lanes: int = 1
     scatters_whole_torus: bool = True
@@ -165,6 +168,9 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
     ),
     "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
     "cpu": CompilerProfile(
-        merge_partials=False, reduce_scatter=False, copies_kernels=True
+        merge_partials=False,
+        reduce_scatter=False,
+        copies_kernels=True,
+        repeats=False,
     ),
 }

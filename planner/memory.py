@@ -21,12 +21,12 @@ from whalejax.planner.cost import Setting
 from whalejax.planner.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, shards, spec_of
-from whalejax.planner.leaves import LeafFacts, LeafLayout
-from whalejax.planner.plan import MemoryTerms
-from whalejax.planner.terms import FETCHED
 
 
-_REPEATED = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "copy"})
+SPREAD = frozenset({"broadcast_in_dim", "iota"})
+"""Operations that make much of little, which every compiler repeats."""
+
+_REPEATED = SPREAD | frozenset({"convert_element_type", "copy"})
 """Operations the compiler repeats rather than keep their result."""
 
 CHEAP = _REPEATED | frozenset(
@@ -87,13 +87,11 @@ class Residents:
         rebuilt: for each different checkpointed region, what it saves inside when it
             runs again; one at a time is alive.
         largest: the largest temporaries of single operations.
-        waiting: kept from forward to backward in host memory.
     """
 
     saved: tuple[Kept, ...]
     rebuilt: tuple[tuple[Kept, ...], ...]
     largest: tuple[Kept, ...]
-    waiting: tuple[Kept, ...] = ()
 
 
 def residents(
@@ -102,7 +100,6 @@ def residents(
     weight: Sequence[bool],
     *,
     copies_kernels: bool,
-    waiting: Mapping[int, int] | None = None,
 ) -> Residents:
     """Find what the backward pass needs.
 
@@ -111,9 +108,8 @@ def residents(
         dims: its logical dimensions.
         weight: for every tensor, whether it depends on parameters alone.
         copies_kernels: see ``meshes.CompilerProfile``.
-        waiting: copies of values that wait in host memory, by tensor.
     """
-    finder, away = _Kept(graph, weight), waiting or {}
+    finder = _Kept(graph, weight)
     saved: dict[int, tuple[int, int]] = {}
     inside: dict[int, dict[int, tuple[int, int]]] = {}
     turned: dict[int | None, list[Op]] = {}
@@ -138,16 +134,8 @@ def residents(
         for remat in dict.fromkeys((*inside, *turned))
         if remat is not None
     }
-    hosted = {
-        t: (op.trip * away[t], op.task_graph)
-        for op in graph.ops
-        for t in op.operands + op.results
-        if t in away and op.remat is not None
-    }
-    saved = {t: entry for t, entry in saved.items() if t not in hosted}
     kept = fold_kept(graph, dims, saved, _made(graph, weight))
     return Residents(
-        waiting=fold_kept(graph, dims, hosted),
         saved=kept + _kernels(graph, dims, turned.get(None, []), loops=True),
         rebuilt=tuple(rebuilt),
         largest=_largest(graph, dims, weight),
@@ -313,71 +301,3 @@ def _padding(entry: Kept, spec: Spec, s: Setting) -> Any:
         sizes = [*sizes[:1], *sizes[-1:]]
     wasted = [np.ceil(n / lanes) * lanes / np.maximum(n, 1.0) for n in sizes]
     return functools.reduce(np.minimum, wasted) if wasted else 1.0
-
-
-def memory_of(
-    facts: LeafFacts,
-    layouts: Sequence[LeafLayout],
-    found: Residents,
-    tables: Mapping[int, Table],
-    s: Setting,
-    *,
-    state_bytes: int,
-    cast_bytes: float,
-    accumulates: bool,
-    away: Sequence[int],
-) -> MemoryTerms:
-    """Memory on one device.
-
-    Args:
-        facts: the parameters.
-        layouts: of each of their groups.
-        found: what a pass holds.
-        tables: compute table of each TaskGraph.
-        s: mesh and micro-batches.
-        state_bytes: bytes of what is not trained.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
-        accumulates: gradients of several micro-batches are summed.
-        away: of each group, how many lie in host memory.
-    """
-    params = gradients = state = working = gathered = fresh = host = 0.0
-    pairs = zip(facts.groups, layouts, away, strict=True)
-    for (group, count), layout, there in pairs:
-        nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
-        gradient = nbytes / shards(layout.gradient, s.mesh)
-        stored = nbytes / shards(layout.param, s.mesh)
-        params += (count - there) * stored
-        host += there * stored
-        working += there * FETCHED * stored / group.shape[0] if there else 0.0
-        gradients += count * gradient
-        if not s.cluster.compiler.reduce_scatter:
-            # All of them are summed whole, at once, and only then cut.
-            working += count * (nbytes / whole - gradient)
-        owned = group.optimizer_bytes / shards(layout.optimizer, s.mesh)
-        state += count * owned
-        fresh = max(fresh, gradient)
-        cast = cast_bytes * group.narrowed
-        used = nbytes * cast / whole
-        if layout.compute != layout.param:
-            gathered = max(gathered, used)
-        elif cast != 1.0:
-            working += (count - there) * used
-        if layout.gradient != layout.compute:
-            gathered = max(gathered, nbytes / whole)
-    saved = math.fsum(kept_bytes(found.saved, tables, s))
-    rebuilt = max(
-        (math.fsum(kept_bytes(r, tables, s)) for r in found.rebuilt), default=0.0
-    )
-    largest = max(kept_bytes(found.largest, tables, s), default=0.0)
-    working += rebuilt + 2 * largest + 2 * gathered
-    if accumulates:
-        working += fresh
-    return MemoryTerms(
-        params_bytes=int(params),
-        gradients_bytes=int(gradients),
-        optimizer_bytes=int(state) + facts.optimizer_other_bytes,
-        state_bytes=state_bytes,
-        activations_bytes=int(saved),
-        working_bytes=int(working),
-        host_bytes=int(host + math.fsum(kept_bytes(found.waiting, tables, s))),
-    )

@@ -19,8 +19,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
@@ -56,7 +55,6 @@ from whalejax.planner.leaves import (
 )
 from whalejax.planner.memory import (
     Residents,
-    memory_of,
     residents,
 )
 from whalejax.planner.peaks import Moments, moments, peak_of
@@ -183,29 +181,23 @@ class Search:
 
     @functools.cached_property
     def residents(self) -> Residents:
-        """What a pass holds, for compilers that hold all of it at once."""
-        return self._residents()
-
-    @functools.cached_property
-    def moments(self) -> Moments:
-        """What memory holds when, for the others."""
-        return self._moments()
-
-    @functools.cached_property
-    def _apart(self) -> Residents | Moments:
-        """Either, as the platform asks, with activations in host memory."""
-        cpu = self.cluster.platform == "cpu"
-        found = self._residents if cpu else self._moments
-        return found(self.hosting.waiting)
-
-    def _residents(self, waiting: Mapping[int, int] | None = None) -> Residents:
+        """What a pass holds, all of it at once."""
         return residents(
             self.graph,
             self.dims,
             self.rows.weight,
             copies_kernels=self.cluster.compiler.copies_kernels,
-            waiting=waiting,
         )
+
+    @functools.cached_property
+    def moments(self) -> Moments:
+        """What memory holds when."""
+        return self._moments()
+
+    @functools.cached_property
+    def _apart(self) -> Moments:
+        """The same with activations in host memory."""
+        return self._moments(self.hosting.waiting)
 
     def _moments(self, waiting: Mapping[int, int] | None = None) -> Moments:
         return moments(
@@ -464,18 +456,17 @@ class Search:
         offload: tuple[str, ...],
     ) -> MemoryTerms:
         request = self.request
-        common: dict[str, Any] = {
-            "state_bytes": request.state_bytes,
-            "cast_bytes": request.cast_bytes,
-            "accumulates": s.num_micro_batches * self.graph.num_micro_batches > 1,
-            "away": self.hosting.away(layouts, offload),
-        }
-        found: MemoryTerms
-        cpu = self.cluster.platform == "cpu"
-        plain: Any = self.residents if cpu else self.moments
-        held = self._apart if "activations" in offload else plain
-        of: Callable[..., MemoryTerms] = memory_of if cpu else peak_of
-        found = of(self.facts, layouts, held, tables, s, **common)
+        found = peak_of(
+            self.facts,
+            layouts,
+            self._apart if "activations" in offload else self.moments,
+            tables,
+            s,
+            state_bytes=request.state_bytes,
+            cast_bytes=request.cast_bytes,
+            accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
+            away=self.hosting.away(layouts, offload),
+        )
         moved = self.hosting.state_bytes(layouts, s.mesh, offload)
         return dataclasses.replace(
             found,

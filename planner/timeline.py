@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.graph import LOOPS, Graph, Op, Stacked
+from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
 from whalejax.planner.leaves import LeafFacts
-from whalejax.planner.memory import CHEAP
+from whalejax.planner.memory import CHEAP, SPREAD
 from whalejax.planner.terms import FETCHED
 
 
@@ -75,6 +75,7 @@ class Timeline:
             if op.matmul is not None
             for t in op.operands
         }
+        self.compiler = compiler
         self.halves = compiler.narrow_products
         self.narrow = [self.halves and flag for flag in graph.only_multiplied()]
         self.maker = {t: i for i, op in enumerate(graph.ops) for t in op.results}
@@ -147,7 +148,11 @@ class Timeline:
         op = self.graph.ops[self.maker[tensor]] if tensor in self.maker else None
         if op is None or op.remat != region or tensor in self.multiplied:
             return ()
-        return op.operands if self._value(tensor) and _repeats(op) else ()
+        return op.operands if self._value(tensor) and self._repeats(op) else ()
+
+    def _repeats(self, op: Op) -> bool:
+        """Fusions compute it again rather than keep its result."""
+        return op.reshape or op.kind in (CHEAP if self.compiler.repeats else SPREAD)
 
     def _found(
         self, tensor: int, made_of: tuple[int, ...], region: int | None
@@ -181,8 +186,11 @@ class Timeline:
 
         def again(t: int) -> bool:
             op = ops[self.maker[t]] if t in self.maker else None
-            repeated = op is not None and op.elementwise and op.kind not in _LONG
-            return repeated and t not in self.multiplied
+            if op is None or t in self.multiplied:
+                return False
+            if not self.compiler.repeats:
+                return op.kind in SPREAD
+            return op.elementwise and op.kind not in _LONG
 
         firm = {t for t in kept if not again(t)} | self.hard
         found = {t: first for t, first in kept.items() if not again(t)}
@@ -230,6 +238,12 @@ class Timeline:
         for t, first in kept.items():
             times = ops[self.maker[t]].trip if t in self.maker else 1
             found[t, 0] = first, self._nbytes(t) * times, home.get(t, 0)
+        for i, op in enumerate(ops if self.compiler.copies_kernels else ()):
+            turned = op.kind == CONVOLUTION and op.remat is None
+            if turned and self.graph.tensors[op.operands[0]].differentiable:
+                kernel = op.operands[1]
+                nbytes = self._nbytes(kernel) * op.trip
+                found[kernel, -1 - i] = i, nbytes, home.get(kernel, 0)
         loop = next((s.first for s in self.spans if s.loop), 0)
         for copy, one in enumerate(self._stacked(), start=1):
             at = max(self.maker.get(one.tensor, loop), loop)
@@ -446,11 +460,6 @@ class Timeline:
                 for leaf in leaves:
                     users[leaf].append(i)
         return [max(places, default=-1) for places in users], users
-
-
-def _repeats(op: Op) -> bool:
-    """Fusions compute it again rather than keep its result."""
-    return op.reshape or op.kind in CHEAP
 
 
 def _hard(op: Op) -> bool:
