@@ -83,6 +83,7 @@ class CompilerProfile:
             elementwise operations before it need not stand in memory.
         repeats: computes what is elementwise and cheap again in every fusion that reads
             it, rather than keep its result.
+        widens: computes what is of 16 bits in float32, and keeps it so.
         narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
@@ -105,6 +106,7 @@ class CompilerProfile:
     copies_kernels: bool = False
     fuses_products: bool = False
     repeats: bool = True
+    widens: bool = False
     narrow_products: bool = False
     lanes: int = 1
     scatters_whole_torus: bool = True
@@ -172,5 +174,6 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         reduce_scatter=False,
         copies_kernels=True,
         repeats=False,
+        widens=True,
     ),
 }

@@ -228,7 +228,7 @@ def _leaves(
     ):
         nbytes, whole = group.nbytes, shards(layout.compute, s.mesh)
         stored = nbytes / shards(layout.param, s.mesh)
-        narrow = cast_bytes * group.narrowed
+        narrow = 1.0 if s.cluster.compiler.widens else cast_bytes * group.narrowed
         params += (count - away[place]) * stored
         host += away[place] * stored
         fetched[place] = FETCHED * away[place] * stored / turns[place]

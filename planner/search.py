@@ -345,7 +345,9 @@ class Search:
             if self.bound < math.inf and self._least_seconds(case) > self.bound:
                 continue
             for offloads in self.hosting.options():
-                if not self.hosting.serves(layouts, offloads[0]):
+                asked = offloads
+                offloads = [o for o in asked if self.hosting.serves(layouts, o)]
+                if len(offloads) < len(asked) == 1:
                     self._refuse(UPDATED_IN_OTHER_SHARDS)
                     break
                 found = [self._scored(case, offload) for offload in offloads]

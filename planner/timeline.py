@@ -250,7 +250,7 @@ class Timeline:
             first = next((s.first for s in self.spans if s.first <= at < s.end), loop)
             found[one.tensor, copy] = (
                 first,
-                one.nbytes // (1 + self._halved(one)) * one.trip,
+                self._kept_bytes(one) * one.trip,
                 self._kept_by(one),
             )
         return found
@@ -387,16 +387,23 @@ class Timeline:
     def _nbytes(self, tensor: int) -> int:
         made = self.maker.get(tensor)
         chunks = 1 if made is None else self._chunks(made, tensor)
-        return self.graph.tensors[tensor].nbytes // (1 + self.narrow[tensor]) // chunks
+        nbytes = self.graph.tensors[tensor].nbytes * self._widened(tensor)
+        return nbytes // (1 + self.narrow[tensor]) // chunks
+
+    def _widened(self, tensor: int) -> int:
+        """By how much the compiler makes a value larger."""
+        narrow = self.graph.tensors[tensor].dtype in ("bfloat16", "float16")
+        return 2 if narrow and self.compiler.widens else 1
 
     def _chunks(self, maker: int, tensor: int) -> int:
         """Into how many parts a value is cut that is in memory a part at a time."""
         op = self.graph.ops[maker]
         return 1 if tensor in self.leaving else op.chunks
 
-    def _halved(self, one: Stacked) -> bool:
-        """A loop keeps a value in the type in which products read it."""
-        return self.halves and one.multiplied
+    def _kept_bytes(self, one: Stacked) -> int:
+        """What one turn keeps, in the type in which products read it."""
+        nbytes = one.nbytes * self._widened(one.tensor)
+        return nbytes // (1 + (self.halves and one.multiplied))
 
     def _slice(self, span: Span) -> list[Entry]:
         """One turn of the largest value that a loop keeps, cut out of its stack."""
@@ -404,8 +411,7 @@ class Timeline:
             return []
         largest = max(self._stacked(), key=lambda s: s.nbytes)
         home = self.homes.get(largest.tensor, 0)
-        nbytes = largest.nbytes // (1 + self._halved(largest))
-        return [(largest.tensor, nbytes, home)]
+        return [(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
         """What a checkpointed region keeps when it runs again, by first reader."""

@@ -76,7 +76,9 @@ def sliced_leaves(graph: Graph) -> frozenset[int]:
     """Parameters that loops over layers read a slice at a time, and nothing else does.
 
     They may lie in host memory: each turn brings the slices that it reads. Slices that
-    are vectors would be transfers of their own, and are little.
+    are vectors would be transfers of their own, and are little. Slices that go into a
+    loop or a branch inside would be copied on their way, or sliced once more, which
+    compilers cannot do of host memory.
 
     Args:
         graph: the captured loss.
@@ -85,20 +87,27 @@ def sliced_leaves(graph: Graph) -> frozenset[int]:
         Ids of their tensors.
     """
     leaf_of = {t.id: t.id for t in graph.params}
+    slice_of: dict[int, int] = {}
     sliced: set[int] = set()
     whole: set[int] = set()
     for op in graph.ops:
         for t in op.operands:
-            leaf = leaf_of.get(t)
-            if leaf is None:
-                continue
             before = graph.tensors[t].shape
             after = [graph.tensors[r].shape for r in op.results]
             alone = len(op.operands) == len(after) == 1
+            inner = op.kind in LOOPS and (op.kind != "scan" or after == [before[1:]])
+            if t in slice_of and inner:
+                whole.add(slice_of[t])
+            elif t in slice_of and op.kind in FORMS:
+                slice_of[op.results[0]] = slice_of[t]
+            leaf = leaf_of.get(t)
+            if leaf is None:
+                continue
             if op.kind in LOOPS and not after:
                 continue
             if alone and op.kind in LOOPS and after[0] == before[1:]:
                 sliced.add(leaf)
+                slice_of[op.results[0]] = leaf
             elif alone and op.kind in FORMS and after[0][:1] == before[:1]:
                 leaf_of[op.results[0]] = leaf
             else:

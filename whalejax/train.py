@@ -24,6 +24,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
+from whalejax.lowering.away import out_of_host
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import HOST_MEMORY, named
 from whalejax.lowering.spmd import (
@@ -89,9 +90,10 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model in the user's own type and tree."""
+        """The model in the user's own type and tree, in the devices' memory."""
         _check_alive(self)
-        return self.origin.adapter.rebuild(self.params, self.rest)
+        params = jax.tree.map(out_of_host, self.params)
+        return self.origin.adapter.rebuild(params, self.rest)
 
 
 class TrainStep:

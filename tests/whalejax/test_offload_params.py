@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -150,7 +151,10 @@ def test_they_are_there_from_the_start_and_saved(tmp_path: Path) -> None:
     ):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
-    assert jax.tree.leaves(state.model)
+    # The model itself is on the devices, for functions of one's own.
+    own = job.loss_fn(state.model, batch)
+    again = moved.eval(state, batch)["loss"]
+    assert float(own) == pytest.approx(float(again), rel=1e-5)
 
 
 # Choosing.
@@ -214,6 +218,31 @@ def test_what_cannot_lie_there_is_named() -> None:
         asked(offload="params", zero=1)
 
 
+def test_what_loops_inside_of_layers_slice_again_stays() -> None:
+    """Compilers cannot slice host memory along two dimensions."""
+
+    def layer(x: Any, params: Any) -> Any:
+        x = jnp.tanh(x @ params["out"])
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params["in"])
+
+    def loss(net: Any, x: Any) -> Any:
+        return (jax.lax.scan(layer, x, net)[0] ** 2).mean()
+
+    net = {"in": np.ones((3, 2, 16, 16), "f"), "out": np.ones((3, 16, 16), "f")}
+    x = np.ones((8, 16), "f")
+    plan = wh.plan(loss, net, x, cluster="h100:8", offload="params", mesh={"data": 8})
+    assert {leaf.path for leaf in plan.leaves if leaf.hosted} == {"out"}
+
+
+def test_state_and_parameters_are_hosted_together() -> None:
+    """What can lie there alone and not beside its state stays, whatever is asked."""
+    optimizer = optax.chain(
+        optax.trace(0.9), optax.clip_by_global_norm(1.0), optax.scale(-0.01)
+    )
+    with pytest.raises(wh.WhaleError, match="offload: 2 problems"):
+        asked(offload=["optimizer", "params"], optimizer=optimizer)
+
+
 def test_another_optimizer_that_needs_the_whole_is_named() -> None:
     job = models.job("llama-test", layers=2)
     model = abstract_model(job)
@@ -227,3 +256,6 @@ def test_another_optimizer_that_needs_the_whole_is_named() -> None:
     )
     with pytest.raises(wh.PlanError, match="of which this optimizer needs the whole"):
         wh.compile(plan, job.loss_fn, model, optimizer=optax.lamb(1e-3))
+    state = plan.what_if(offload="optimizer")
+    with pytest.raises(wh.PlanError, match="does not update its state element by"):
+        wh.compile(state, job.loss_fn, model, optimizer=optax.lamb(1e-3))

@@ -10,6 +10,7 @@ the program is the model's own but for casts, and gradients come back through th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,6 +28,12 @@ DTYPES: Final[Mapping[str, Any]] = {
     "f16": np.dtype(jnp.float16),
 }
 """The type of each precision of 16 bits."""
+
+_LEAST: Final[Mapping[Any, float]] = {
+    DTYPES["bf16"]: 2.0**-126,
+    DTYPES["f16"]: 2.0**-14,
+}
+"""The smallest number that each holds in full."""
 
 _WIDE: Final = np.dtype(np.float32)
 
@@ -117,9 +124,11 @@ class _Scope:
         number = self.number(atom)
         if number is None:
             return False
-        with np.errstate(over="ignore"):
-            cast = np.asarray(number).astype(dtype).astype(np.float64)
-        return bool(np.isfinite(cast) == np.isfinite(float(number)))
+        with np.errstate(over="ignore", under="ignore"):
+            cast = float(np.asarray(number).astype(dtype).astype(np.float64))
+        if math.isfinite(cast) != math.isfinite(float(number)):
+            return False
+        return number == 0 or abs(cast) >= _LEAST[dtype]
 
     def number(self, atom: Any) -> Any:
         """The one number that all elements are, if it is known."""
@@ -265,8 +274,8 @@ def _primitive(scope: _Scope, equation: Any, dtype: Any) -> list[Any]:
     met = not changed and any(_is_wide(scope, a, dtype) for a in atoms)
     if not narrow or met:
         found = _compat.bind(equation, [scope.read(atom) for atom in atoms])
-        if not narrow:
-            return found
+        if not narrow or dtype == DTYPES["f16"]:
+            return found  # float16 might not hold it: masks are such weights
         # Gradients of parameters that meet many values are added up in float32.
         return [jax.lax.convert_element_type(x, dtype) for x in found]
     values = [

@@ -93,6 +93,12 @@ def settled(values: Sequence[Any]) -> list[Any]:
     return [v.fetched() if isinstance(v, Away) else v for v in values]
 
 
+def out_of_host(value: Any) -> Any:
+    """An array in the devices' memory, wherever it lies."""
+    space = getattr(jax.typeof(value), "memory_space", None)
+    return to_device(value) if space == jax.memory.Space.Host else value
+
+
 def viewed(equation: Any, value: Away) -> Away | None:
     """What an operation gives that puts a parameter into another form or type.
 

@@ -252,7 +252,11 @@ def _fetching(
     """One operation on parameters in host memory, brought as it needs them."""
 
     def run(*operands: Any) -> list[Any]:
-        pairs = zip(settled(operands), wanted, strict=True)
+        there = [
+            checkpoint_name(x, GATHERED) if isinstance(given, Away) else x
+            for x, given in zip(settled(operands), operands, strict=True)
+        ]
+        pairs = zip(there, wanted, strict=True)
         return _compat.bind(equation, [scope.passed(x, s, GATHERED) for x, s in pairs])
 
     if scope.recomputed:

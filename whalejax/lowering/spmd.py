@@ -127,6 +127,15 @@ class Program:
                 "once. Compile with the optimizer that the plan was made for, or plan "
                 "with this one"
             )
+        tree = jax.eval_shape(self.optimizer.init, self.adapter.params)
+        owners = owners_of(tree, [(leaf.path, leaf.shape) for leaf in leaves])
+        follows = any(i is not None and len(leaves[i].shape) > 1 for i in owners)
+        if state and follows and not any(f.hosted - {f.fresh} for f in found):
+            raise PlanError(
+                "the plan keeps the optimizer's state in host memory, and this one "
+                "does not update its state element by element. Compile with the "
+                "optimizer that the plan was made for, or plan with this one"
+            )
         return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in found]
 
 
@@ -471,8 +480,9 @@ def followers(
     owners = owners_of(states, [*zip(adapter.param_paths, shapes, strict=True)])
     held: dict[int, list[tuple[int, int]]] = {i: [] for i in params}
     for place, owner in enumerate(owners):
-        moves = owner in held or (state and moves_to_host(shapes[owner or 0]))
-        if owner is not None and moves:
+        if owner is None:
+            continue
+        if owner in held or (state and moves_to_host(shapes[owner])):
             held.setdefault(owner, []).append((2 * count + place, count + place))
     found = [
         Follower(
@@ -503,7 +513,11 @@ def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
     state = jax.tree.leaves(jax.eval_shape(extended.init, adapter.params))
     first = 2 * len(paths)
     of_state = followers(extended, adapter, state=True, params=())
-    of_params = followers(extended, adapter, state=False, params=range(len(paths)))
+    # Parameters may lie there with their state, or alone.
+    alone, beside = (
+        followers(extended, adapter, state=state, params=range(len(paths)))
+        for state in (False, True)
+    )
     return Hosted(
         state={
             paths[follower.fresh]: sum(
@@ -513,7 +527,9 @@ def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
             for follower in of_state
             if follower.state
         },
-        params=frozenset(paths[follower.fresh] for follower in of_params),
+        params=frozenset.intersection(
+            *(frozenset(paths[f.fresh] for f in found) for found in (alone, beside))
+        ),
     )
 
 
