@@ -135,9 +135,10 @@ class Hosting:
             layouts: of each group of parameters.
             offload: what is kept there.
         """
-        wanted = "params" in offload
+        if "params" not in offload:
+            return [False] * len(self.facts.tensors)
         return [
-            wanted and may and layouts[group].param == layouts[group].optimizer
+            may and layouts[group].param == layouts[group].optimizer
             for may, group in zip(self.leaves, self.facts.group_of, strict=True)
         ]
 

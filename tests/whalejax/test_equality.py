@@ -124,6 +124,7 @@ def test_the_features_make_every_pair_on_every_number_of_devices() -> None:
     ]
     on += [("remat", "full"), ("remat", "dots"), ("precision", "bf16")]
     on += [("precision", "f16"), ("offload", "optimizer"), ("offload", "activations")]
+    on += [("offload", "params"), ("offload", "optimizer-params")]
     for devices, (one, other) in itertools.product(
         cases.DEVICES, itertools.combinations(on, 2)
     ):

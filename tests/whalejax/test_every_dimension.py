@@ -66,9 +66,8 @@ class Known:
 @functools.cache
 def known(name: str) -> Known:
     """A model of the matrix, without what depends on a sample's place."""
-    job = next(m for m in MODELS if m.name == name).job(
-        "float32", annotated=False, quiet=True
-    )
+    model = next(m for m in MODELS if m.name == name)
+    job = model.job("float32", annotated=False, **model.quiet)
     one = on_one_device(job, model=build(job))
     adapter = adapt(one.model, job.loss_fn)
     graph = capture(adapter, one.batch, num_micro_batches=1, batch_axes=0).graph
