@@ -212,6 +212,66 @@ def test_a_collective_that_fusions_carry_on_counts_once() -> None:
     assert hlo.collectives(plain).counts == {"all-gather": 3}
 
 
+CARRIED: Final = """
+%start (p: f32[4]) -> (f32[4], f32[8]) {
+  %p0 = f32[4]{0} parameter(0)
+  %g0 = f32[8]{0} all-gather(%p0), channel_id=3, replica_groups={{0,1}}, \
+frontend_attributes={chain_id="7"}
+  ROOT %s0 = (f32[4]{0}, f32[8]{0}) custom-call(%g0), \
+custom_call_target="AsyncCollectiveStart"
+}
+%step (p: f32[4], q: f32[8]) -> (f32[4], f32[8]) {
+  %p1 = f32[4]{0} parameter(0)
+  %q1 = f32[8]{0} parameter(1)
+  %g1 = f32[8]{0} all-gather(%p1), channel_id=3, replica_groups={{0,1}}, \
+frontend_attributes={chain_id="7"}
+  ROOT %s1 = (f32[4]{0}, f32[8]{0}) tuple(%p1, %g1)
+}
+%cond (s: (s32[], f32[4], f32[8])) -> pred[] {
+  %s = (s32[], f32[4], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %ten = s32[] constant(10)
+  ROOT %c = pred[] compare(%i, %ten), direction=LT
+}
+%body (s: (s32[], f32[4], f32[8])) -> (s32[], f32[4], f32[8]) {
+  %s = (s32[], f32[4], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %n = s32[] add(%i, %one)
+  %b1 = f32[4]{0} get-tuple-element(%s), index=1
+  %b2 = f32[8]{0} get-tuple-element(%s), index=2
+  %f1 = (f32[4], f32[8]) fusion(%b1, %b2), kind=kOutput, calls=%step
+  %r1 = f32[4]{0} get-tuple-element(%f1), index=0
+  %r2 = f32[8]{0} get-tuple-element(%f1), index=1
+  ROOT %u = (s32[], f32[4], f32[8]) tuple(%n, %r1, %r2)
+}
+ENTRY %main (x: f32[4]) -> f32[8] {
+  %x = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %f0 = (f32[4], f32[8]) fusion(%x), kind=kCustom, calls=%start
+  %e1 = f32[4]{0} get-tuple-element(%f0), index=0
+  %e2 = f32[8]{0} get-tuple-element(%f0), index=1
+  %t = (s32[], f32[4], f32[8]) tuple(%zero, %e1, %e2)
+  %w = (s32[], f32[4], f32[8]) while(%t), condition=%cond, body=%body
+  %d1 = f32[4]{0} get-tuple-element(%w), index=1
+  %d2 = f32[8]{0} get-tuple-element(%w), index=2
+  ROOT %done = (f32[4], f32[8]) fusion(%d1, %d2), kind=kCustom, calls=%step
+}"""
+"""A gather that is carried on in each turn of a loop, and ends after it."""
+
+
+def test_a_collective_that_a_loop_carries_on_counts_once() -> None:
+    assert hlo.collectives(CARRIED).counts == {"all-gather": 1}
+    # One that each turn starts by itself is another, whatever chain it shares.
+    turn = "  %f1 = (f32[4], f32[8]) fusion(%b1, %b2), kind=kOutput, calls=%step"
+    began = turn.replace("f1", "f0").replace("%b1, %b2", "%b1").replace("step", "start")
+    both = CARRIED.replace(turn, f"{turn}\n{began}")
+    assert hlo.collectives(both).counts == {"all-gather": 11}
+    # So is one that no chain connects.
+    plain = CARRIED.replace("chain_id", "other_id")
+    assert hlo.collectives(plain).counts == {"all-gather": 12}
+
+
 def test_a_computation_that_is_called_twice_counts_twice() -> None:
     text = """
 %g (p: f32[4]) -> f32[8] {

@@ -120,6 +120,26 @@ def test_a_tpu_compiles_what_was_planned(
 
 @needs_tpu_compiler
 @pytest.mark.slow
+@pytest.mark.relaxed_promotion
+def test_what_is_gathered_while_blocks_of_attention_run_counts_once() -> None:
+    sizes = {**LARGER, "sequence": 1024, "vocab": 1024, "heads": 4, "layers": 2}
+    plan = planned(
+        "gpt-test",
+        "v5e:2x2",
+        batch=8,
+        model={**sizes, "scan_layers": True},
+        mesh={"fsdp": 4},
+        precision="bf16",
+        attention="ring",
+        remat="none",
+    )
+    found = plan.verify(timeout_seconds=300)
+    predicted, compiled = traffic(found)["all-gather over fsdp"]
+    assert compiled == pytest.approx(predicted, rel=0.02)
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_compilers_figure() -> None:
     plan = _too_large()
     found = plan.verify(timeout_seconds=300)

@@ -60,7 +60,8 @@ class Execution:
         count: executions in one run of the program; 0 where a loop around it has an
             unknown trip count.
         caller: the innermost computation around it that is no fusion.
-        visit: another number each time that computation is entered.
+        visits: a number for each computation entered around it, outermost first;
+            another number each time.
         loop: the loop whose trip count is not known, or empty.
     """
 
@@ -68,7 +69,7 @@ class Execution:
     computation: Computation
     count: int
     caller: str
-    visit: int
+    visits: tuple[int, ...]
     loop: str = ""
 
 
@@ -82,7 +83,11 @@ def executions(module: Module) -> Iterator[Execution]:
         module: from ``read``.
     """
     start = module.computation(module.entry)
-    yield from _Visits(module).of(start, 1, "", (start.name, 0))
+    yield from _Visits(module).of(start, 1, "", (start.name, (0,)))
+
+
+_Caller = tuple[str, tuple[int, ...]]
+"""The innermost computation that is no fusion, and the visits down to it."""
 
 
 class _Visits:
@@ -93,7 +98,7 @@ class _Visits:
         self.numbers = itertools.count(1)
 
     def of(
-        self, computation: Computation, count: int, loop: str, caller: tuple[str, int]
+        self, computation: Computation, count: int, loop: str, caller: _Caller
     ) -> Iterator[Execution]:
         """The instructions of one, and of those that it calls."""
         module = self.module
@@ -103,7 +108,7 @@ class _Visits:
                 computation=computation,
                 count=count,
                 caller=caller[0],
-                visit=caller[1],
+                visits=caller[1],
                 loop=loop,
             )
             if line.opcode == "while":
@@ -112,15 +117,17 @@ class _Visits:
                 inner = count * (times or 0)
                 for key, runs in (("body", inner), ("condition", inner + count)):
                     inside = module.computation(line.computation(key))
-                    yield from self.of(inside, runs, unknown, self._enter(inside))
+                    here = self._enter(inside, caller)
+                    yield from self.of(inside, runs, unknown, here)
                 continue
             for name in _called(line):
                 inside = module.computation(name)
-                here = caller if line.opcode == "fusion" else self._enter(inside)
+                fused = line.opcode == "fusion"
+                here = caller if fused else self._enter(inside, caller)
                 yield from self.of(inside, count, loop, here)
 
-    def _enter(self, computation: Computation) -> tuple[str, int]:
-        return computation.name, next(self.numbers)
+    def _enter(self, computation: Computation, caller: _Caller) -> _Caller:
+        return computation.name, (*caller[1], next(self.numbers))
 
 
 def _called(line: Line) -> list[str]:

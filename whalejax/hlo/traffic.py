@@ -30,6 +30,9 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 """Fusions that carry one asynchronous collective on, as TPU programs write it."""
 
+_START = 'custom_call_target="AsyncCollectiveStart"'
+"""What the first of them gives: all that the others need to carry it on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
@@ -104,7 +107,8 @@ def collectives(program: str | Module) -> Collectives:
     """The collectives of a compiled program.
 
     An asynchronous one counts once: where it starts, or, where a chain of fusions
-    carries it on, in the first of them. All branches of a conditional count,
+    carries it on, in the first of them. A loop may carry on one that began before it,
+    beside what it computes: that is still one. All branches of a conditional count,
     although one of them runs.
 
     Args:
@@ -127,21 +131,15 @@ def collectives(program: str | Module) -> Collectives:
     """
     module = read(program) if isinstance(program, str) else program
     found: list[Instruction] = []
-    carried: set[tuple[int, str, str, str]] = set()
+    chains = _Chains()
     uncounted: Counter[str] = Counter()
     for execution in executions(module):
         kind = execution.line.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             _refuse(execution.line)
             continue
-        chain = _CHAIN.search(execution.line.rest)
-        if chain is not None:
-            channel = _CHANNEL.search(execution.line.rest)
-            number = channel[1] if channel else ""
-            key = execution.visit, chain[1], number, kind
-            if key in carried:
-                continue
-            carried.add(key)
+        if not chains.begins(kind, execution):
+            continue
         if execution.loop:
             uncounted[execution.loop] += 1
         found.append(_instruction(module, kind, execution))
@@ -151,6 +149,37 @@ def collectives(program: str | Module) -> Collectives:
             "they cannot be counted"
         )
     return Collectives(instructions=tuple(found))
+
+
+class _Chains:
+    """Tells where asynchronous collectives begin from where fusions carry them on."""
+
+    def __init__(self) -> None:
+        self.begun: set[tuple[str, str, str, tuple[int, ...]]] = set()
+
+    def begins(self, kind: str, execution: Execution) -> bool:
+        """Whether a collective is sent, and no part of one that is counted already."""
+        chain = _CHAIN.search(execution.line.rest)
+        if chain is None:
+            return True
+        channel = _CHANNEL.search(execution.line.rest)
+        number = channel[1] if channel else ""
+        *around, here = (
+            (kind, chain[1], number, execution.visits[: n + 1])
+            for n in range(len(execution.visits))
+        )
+        if here in self.begun:
+            return False
+        # A loop carries on what began before it, unless it begins another by itself.
+        if not _starts(execution) and self.begun.intersection(around):
+            return False
+        self.begun.add(here)
+        return True
+
+
+def _starts(execution: Execution) -> bool:
+    """Whether a collective is the first of its chain."""
+    return _START in execution.computation.root().rest
 
 
 def _refuse(line: Line) -> None:
