@@ -119,7 +119,7 @@ def test_a_tpu_compiles_what_was_planned(
 
 
 @needs_tpu_compiler
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.relaxed_promotion
 def test_what_is_gathered_while_blocks_of_attention_run_counts_once() -> None:
     sizes = {**LARGER, "sequence": 1024, "vocab": 1024, "heads": 4, "layers": 2}
