@@ -492,6 +492,10 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     assert "f32 in default, f16 in all others" in str(other)
     whole = plan.what_if(precision="f16")
     assert whole.scales_loss and whole.asked_precision == "f16"
+    # The same mesh, and yet another plan.
+    first = str(whole).splitlines()[0]
+    assert first.endswith(" · f16") and " · f16: " in whole.explain().splitlines()[0]
+    assert "f32" not in str(plan.what_if(precision="f32")).splitlines()[0]
     assert asked(precision={}).hash == asked().hash
 
 
