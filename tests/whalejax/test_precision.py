@@ -519,7 +519,9 @@ def test_where_it_has_no_effect_is_said() -> None:
         ({"*": "fp8"}, "'fp8' is no precision; expected one of f32, bf16, f16"),
         ({"default": ["f16"]}, r"\['f16'\] is no precision"),
         ({"experts": "f16"}, "there is no TaskGraph 'experts'"),
-        (16, "16 is neither a precision nor one for each TaskGraph"),
+        (16, "precision is 16; expected one of f32, bf16, f16, or one for each"),
+        (jnp.bfloat16, r"precision is <class .*bfloat16.*>; expected one of f32, bf16"),
+        (np.dtype(np.float16), r"precision is dtype\(.*\); expected one of f32, bf16"),
     ],
 )
 def test_bad_precisions_are_named(precision: Any, message: str) -> None:
