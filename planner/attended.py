@@ -7,7 +7,7 @@ a block of scores exists at a time; the backward pass computes the scores again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.decide import analyse_graph
@@ -57,13 +57,19 @@ def checked_attention(
     return (*kept, *([(ALL, rest)] if rest != "gather" else []))
 
 
-def check_rings(graph: Graph, attention: Chosen, reasons: Sequence[str]) -> None:
+def check_rings(
+    graph: Graph,
+    attention: Chosen,
+    reasons: Sequence[str],
+    everywhere: Callable[[], Graph],
+) -> None:
     """Refuse what was asked for if no attention can run so.
 
     Args:
         graph: the loss with the attention that can.
         attention: what was asked for.
         reasons: why the others cannot.
+        everywhere: gives the loss with all attention that can, asked for or not.
 
     Raises:
         PlanError: there is none in blocks.
@@ -72,6 +78,15 @@ def check_rings(graph: Graph, attention: Chosen, reasons: Sequence[str]) -> None
         return
     if any(op.kind == ATTENTION for op in graph.ops):
         return
+    ops, regions = everywhere().ops, graph.task_graphs
+    where = {regions[op.task_graph].name for op in ops if op.kind == ATTENTION}
+    if where:
+        asked = ", ".join(name for name, kind in attention if kind == "ring")
+        raise PlanError(
+            f"attention: ring was asked for in {asked}, where no attention can run in "
+            f"blocks. Some that can stands in {', '.join(sorted(where))}: name that, "
+            "or '*' for all"
+        )
     why = "; ".join(reasons) or (
         "no softmax between two products was found, whose queries and keys are of one "
         "sequence. Call wh.attention, or jax.nn.dot_product_attention, where the model "

@@ -36,7 +36,7 @@ from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.search import Request, Scored, Search, ranked
-from whalejax.planner.terms import ALL
+from whalejax.planner.terms import ALL, UNCOUNTED_MOVES
 from whalejax.planner.virtual_devices import check_devices
 
 
@@ -506,10 +506,7 @@ def _notes(
         )
     notes += _torus_notes(search, best)
     if best.offload and not search.hosting.counted:
-        notes.append(
-            "moving to host memory and back is not counted: the cluster does not say "
-            "how fast that is (host_link_bytes_per_second) or how much there is"
-        )
+        notes.append(UNCOUNTED_MOVES)
     whole = [leaf for leaf in leaves if leaf.note]
     if whole:
         names = ", ".join(leaf.path for leaf in whole[:3])

@@ -51,7 +51,8 @@ def layout_text(plan: Plan) -> str:
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
     own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
-    own += chunk_words(plan.loss_chunks) + precision_words(plan.precisions)
+    own += chunk_words(plan.loss_chunks)
+    own += precision_words(plan.precisions, plan.precision)
     beyond = plan.beyond.words() if plan.beyond else ()
     return " · ".join([words, *own, *beyond])
 

@@ -45,10 +45,10 @@ from whalejax.planner.plan import (
 from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
-from whalejax.planner.terms import ALL, OFFLOADS, Remat, own_words
+from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.waiting import sliced_leaves
 from whalejax.planner.weigh import pace_of, stage_layers
-from whalejax.planner.wide import Case, NoMeshError, WideSearch
+from whalejax.planner.wide import Case, NoMeshError, WideSearch, hosts_known
 
 
 def foresee(
@@ -267,7 +267,7 @@ def _plan(
         time=weighed.time_terms(row),
         memory=weighed.memory_terms(row),
         candidates=_candidates(search, found),
-        notes=tuple(_notes(search)),
+        notes=tuple(_notes(search, best)),
         runnable=False,
         beyond=best.beyond,
     )
@@ -377,13 +377,15 @@ def _proof(search: WideSearch) -> str:
     )
 
 
-def _notes(search: WideSearch) -> Iterator[str]:
+def _notes(search: WideSearch, best: _Chosen) -> Iterator[str]:
     yield "an estimate: no executor of this version runs it; wh.compile refuses it"
     yield _proof(search)
     if search.model.layers == 1:
         yield "no repeated layers were found, so that no pipeline was weighed"
     for name in search.graph.unknown_primitives:
         yield f"no rule for the primitive {name!r}: everything around it stays whole"
+    if best.offload and not hosts_known(search.cluster):
+        yield UNCOUNTED_MOVES
     yield from search.limits
 
 

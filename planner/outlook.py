@@ -17,6 +17,7 @@ of the two is worked out once for all that agree.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -384,12 +385,12 @@ class Cases(_Rows):
                 found = np.where(moved, self.mesh[order[-1]], found)
         return found
 
-    def capacity(self, kind: int) -> tuple[int, int]:
+    def capacity(self, kind: int) -> tuple[int, float]:
         """Bytes of a device, and of its host; the least where shares are alike."""
         kinds = self.cluster.kinds if self.alike else (self.cluster.kinds[kind],)
         return (
             min(k.memory_bytes for k in kinds),
-            min(k.host_memory_bytes or 0 for k in kinds),
+            min(k.host_memory_bytes or math.inf for k in kinds),
         )
 
     def host_link(self, kind: int) -> float:

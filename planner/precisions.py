@@ -31,7 +31,7 @@ def precision_for(task_graph: str, precisions: Mapping[str, str]) -> str:
     return precisions.get(task_graph, precisions.get(ALL, "f32"))
 
 
-def checked_precisions(asked: object, graph: Graph) -> Chosen:
+def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
     """What the user asks for by TaskGraph, as (TaskGraph, precision) pairs.
 
     Args:
@@ -45,9 +45,6 @@ def checked_precisions(asked: object, graph: Graph) -> Chosen:
         PlanError: there is no such precision or TaskGraph; all of them.
     """
     problems = Problems("precision", PlanError)
-    if not isinstance(asked, Mapping):
-        problems.add(f"{asked!r:.60} is neither a precision nor one for each TaskGraph")
-        asked = {}
     given = dict(asked)
     known = [g.name for g in graph.task_graphs]
     if EXPERTS in given:

@@ -20,6 +20,12 @@ ALL = "*"
 OFFLOADS = ("optimizer", "activations", "params")
 """What may lie in host memory."""
 
+UNCOUNTED_MOVES = (
+    "moving to host memory and back is not counted: the cluster does not say how fast "
+    "that is (host_link_bytes_per_second) or how much there is"
+)
+"""Note of a plan that was asked for host memory of which nobody knows enough."""
+
 FETCHED = 2
 """Layers whose parameters or activations are on the device at a time where they lie in
 host memory: one that computes, and the next, on its way."""
@@ -161,9 +167,15 @@ def chunk_words(loss_chunks: int) -> list[str]:
     return [f"logits in {loss_chunks} chunks"] * (loss_chunks > 1)
 
 
-def precision_words(precisions: Chosen) -> list[str]:
-    """Which TaskGraphs compute in 16 bits, in few words; nothing where none does.
+def precision_words(precisions: Chosen, whole: str = "f32") -> list[str]:
+    """What computes in 16 bits, in few words; nothing where nothing does.
 
+    Args:
+        precisions: (TaskGraph, precision) pairs.
+        whole: the precision of the whole model, where TaskGraphs do not differ.
+
+    >>> precision_words((), "f16")
+    ['f16']
     >>> precision_words((("split", "bf16"),))
     ['bf16 in split']
     >>> precision_words((("split", "f32"), ("*", "bf16")))
@@ -171,7 +183,9 @@ def precision_words(precisions: Chosen) -> list[str]:
     """
     rest = "all others" if len(precisions) > 1 else "all"
     where = [f"{kind} in {rest if name == ALL else name}" for name, kind in precisions]
-    return [", ".join(where)] if where else []
+    if where:
+        return [", ".join(where)]
+    return [whole] if whole != "f32" else []
 
 
 def attention_words(attention: Chosen) -> str:

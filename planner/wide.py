@@ -350,14 +350,9 @@ class WideSearch:
         return self.tally.best * (1 + TIE)
 
     def _offloads(self) -> list[int]:
-        kinds = self.cluster.kinds
-        if any(
-            not k.host_memory_bytes or not k.host_link_bytes_per_second for k in kinds
-        ):
-            return [0]
         if self.request.offload is not None:
             return [sum(1 << OFFLOADS.index(name) for name in self.request.offload)]
-        return list(range(1 << len(OFFLOADS)))
+        return list(range(1 << len(OFFLOADS))) if hosts_known(self.cluster) else [0]
 
     def _zeros(self) -> list[int]:
         return [0, 1, 2] if self.request.zero is None else [self.request.zero]
@@ -550,7 +545,7 @@ class WideSearch:
             cases = some.with_options([0, full], self._zeros(), options)
             found = self._weigh(placement, cases)
             over = np.maximum(0.0, found.memory_bytes - self.cluster.memory_bytes)
-            room = min(k.host_memory_bytes or 0 for k in self.cluster.kinds)
+            room = min(k.host_memory_bytes or math.inf for k in self.cluster.kinds)
             host = np.maximum(0.0, found.host - room)
             index = int((over + host).argmin())
             if best is None or over[index] + host[index] < best[0] + best[1]:
@@ -574,6 +569,12 @@ def _ideal(cluster: Cluster) -> Cluster:
         latency_seconds=0.0,
     )
     return dataclasses.replace(cluster, levels=(level,))
+
+
+def hosts_known(cluster: Cluster) -> bool:
+    """The cluster says how much host memory there is and how fast it is reached."""
+    kinds = cluster.kinds
+    return all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
 
 
 def _offloaded(frames: Frames, bits: int) -> Frames:

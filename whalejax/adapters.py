@@ -26,6 +26,7 @@ from whalejax.adapters_leaves import (
     fold_key,
     is_key,
     paths_of,
+    same_model,
 )
 from whalejax.adapters_leaves import dotted as dotted
 from whalejax.adapters_metadata import fixed_axes, read_metadata
@@ -165,12 +166,12 @@ class Adapter:
             model: what ``rebuild`` gives, such as a freshly initialised module.
 
         Raises:
-            WhaleError: it is another model; the leaves that differ are listed.
+            WhaleError: it is another model; the first leaf that differs is named.
         """
         params, rest = self._form.take_apart(model)
         return (
-            conformed(self.param_paths, self.params, params, what="parameter"),
-            conformed(self.rest_paths, self.rest, rest),
+            same_model(self.param_paths, self.params, params),
+            same_model(self.rest_paths, self.rest, rest),
         )
 
     def fold_rest(self, rest: Any, number: Any) -> Any:

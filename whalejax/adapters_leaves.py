@@ -5,14 +5,14 @@ Everything here works on any pytree; the adapters of all kinds of model share it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.problems import Problems, WhaleError
 
 
 Path = tuple[Any, ...]
@@ -142,33 +142,64 @@ def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
                 )
 
 
-def conformed(
-    paths: Sequence[str], before: Any, after: Any, *, what: str = "state"
-) -> Any:
+def conformed(paths: Sequence[str], before: Any, after: Any) -> Any:
     """``after`` in the very structure of ``before``.
 
     Raises:
         WhaleError: a leaf is gone, new, or of another shape or dtype.
     """
     problems = Problems("model")
-    tree: Any
-    leaves, tree = jax.tree.flatten(before)
-    old = dict(zip(paths, leaves, strict=True))
+    for path, change in differences(paths, before, after):
+        problems.add(
+            f"state {path} {change}; a model keeps its leaves from step to step."
+        )
+    problems.raise_if_any()
+    return _ordered(paths, before, after)
+
+
+def same_model(paths: Sequence[str], before: Any, after: Any) -> Any:
+    """Leaves of a model that was built, in the structure of those that were planned.
+
+    Raises:
+        WhaleError: a leaf is gone, new, or of another shape or dtype.
+    """
+    refuse_other(" ".join(pair) for pair in differences(paths, before, after))
+    return _ordered(paths, before, after)
+
+
+def refuse_other(differing: Iterable[str]) -> None:
+    """Raise for a model that is not the one that was planned, if anything differs.
+
+    Args:
+        differing: leaves with what is the matter with each.
+    """
+    first, *others = (*differing, "")
+    if first:
+        more = f" ({len(others)} leaves differ)" if len(others) > 1 else ""
+        raise WhaleError(
+            f"the model that was built differs from the plan's: {first}{more}. Build "
+            "the model that the plan was made for, or plan again for this one."
+        )
+
+
+def differences(
+    paths: Sequence[str], before: Any, after: Any
+) -> Iterator[tuple[str, str]]:
+    """Paths of leaves that differ between two trees, and how."""
+    old = dict(zip(paths, jax.tree.leaves(before), strict=True))
     new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
     for path in [*old, *(p for p in new if p not in old)]:
         if path not in new or path not in old:
-            change = "is gone" if path not in new else "is new"
-            problems.add(
-                f"{what} {path} {change}; a model keeps its leaves from step to step."
-            )
+            yield path, "is gone" if path not in new else "is new"
             continue
         was, now = _form_text(old[path]), _form_text(new[path])
         if was != now:
-            problems.add(
-                f"{what} {path} changed from {was} to {now}; a model keeps its leaves' "
-                "shapes and dtypes from step to step."
-            )
-    problems.raise_if_any()
+            yield path, f"changed from {was} to {now}"
+
+
+def _ordered(paths: Sequence[str], before: Any, after: Any) -> Any:
+    tree: Any = jax.tree.structure(before)
+    new = dict(zip(paths_of(after), jax.tree.leaves(after), strict=True))
     return tree.unflatten([new[path] for path in paths])
 
 

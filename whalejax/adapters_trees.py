@@ -14,7 +14,13 @@ from typing import Any, Final, Protocol
 
 import jax
 
-from whalejax.adapters_leaves import abstract_tree, dotted, is_inexact, paths_of
+from whalejax.adapters_leaves import (
+    abstract_tree,
+    dotted,
+    is_inexact,
+    paths_of,
+    refuse_other,
+)
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -284,15 +290,8 @@ class LinenForm:
 
 
 def _refuse_other_tree(paths: Sequence[str], model: Any) -> None:
-    """Raise for a tree of another structure, naming the leaves that differ."""
+    """Raise for a tree of another structure, naming the first leaf that differs."""
     found = paths_of(model)
-    problems = Problems("model")
-    for path in paths:
-        if path not in found:
-            problems.add(f"{path} is gone; a model keeps its leaves.")
-    for path in found:
-        if path not in paths:
-            problems.add(f"{path} is new; a model keeps its leaves.")
-    if not problems:
-        problems.add("its leaves stand in containers of other types than before.")
-    problems.raise_if_any()
+    gone = [f"{path} is gone" for path in paths if path not in found]
+    fresh = [f"{path} is new" for path in found if path not in paths]
+    refuse_other([*gone, *fresh] or ["its leaves stand in containers of other types"])

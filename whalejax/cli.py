@@ -35,6 +35,7 @@ from whalejax.options import (
     TrainCommand,
     VerifyCommand,
     WhyCommand,
+    by_task_graph,
     compiler_options,
     named_values,
 )
@@ -131,21 +132,20 @@ def _plan(command: PlanCommand) -> None:
     ):
         if value is not None and value < 1:
             raise WhaleError(f"{name} is {value}; expected 1 or more")
+    xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     job = find_job(command.model, named_values(command.set))
     plan = jobs.make_plan(
         job,
         jobs.abstract_model(job),
         job.batch_at(0, command.batch),
         jobs.machine(command.cluster),
-        precision=command.precision,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
-        remat=command.remat,
         offload=command.offload,
-        attention=command.attention,
         loss_chunks=command.loss_chunks,
-        compiler_options=compiler_options(command.compiler_options),
+        compiler_options=xla,
         source=(_lasting(command.model), *command.set),
+        **asked,
     )
     if command.output is not None:
         plan.save(command.output)

@@ -1,7 +1,8 @@
 """The options of every command, as data; their docstrings are the help texts.
 
 They stand apart from ``cli`` so that what runs a command can name its options without
-importing the command line.
+importing the command line. Where a help text needs more than a line, it stands with the
+type of the option.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
@@ -22,13 +23,38 @@ OptionalText = Annotated[str | None, conf.arg(metavar="TEXT")]
 OptionalNumber = Annotated[int | None, conf.arg(metavar="N")]
 Settings = Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE")]
 Precision = Annotated[
-    Literal["f32", "bf16", "f16"] | None, conf.arg(metavar="f32|bf16|f16")
+    tuple[str, ...],
+    conf.arg(
+        metavar="[NAME=]f32|bf16|f16",
+        help="f32: the model's own types, as if left out; bf16 or f16, with float32 "
+        "masters; or one for each TaskGraph, * for all others: '*=bf16' split=f32",
+    ),
+]
+Remat = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="[NAME=]POLICY",
+        help="what layers compute again: none; all but dots; all but what is named; "
+        "full; or one of them for each TaskGraph, as in --precision",
+    ),
+]
+Attention = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="[NAME=]ring|gather",
+        help="ring: in blocks, keys going round; gather: as the model does; or one of "
+        "them for each TaskGraph, as in --precision",
+    ),
 ]
 Offload = Annotated[
-    tuple[Literal["optimizer", "activations", "none"], ...],
-    conf.arg(metavar="optimizer|activations|none"),
+    tuple[Literal["optimizer", "activations", "params", "none"], ...],
+    conf.arg(
+        metavar="optimizer|activations|params|none",
+        help="in host memory, one or several: state of the optimizer, activations of "
+        "layers that are computed again, params of scans over layers; or none; if "
+        "left out what must be",
+    ),
 ]
-Attention = Annotated[Literal["ring", "gather"] | None, conf.arg(metavar="ring|gather")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +82,12 @@ class TrainCommand:
     """steps between checkpoints; there is one after the last step too"""
     resume: bool = False
     """go on from the latest checkpoint in the directory of --save, if there is one"""
-    precision: Precision = None
-    """f32: the model's own types, as if left out; bf16 or f16, with float32 masters"""
+    precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
-    remat: OptionalText = None
-    """what layers compute again: none; all but dots; all but what is named; full"""
+    remat: Remat = ()
     offload: Offload = ()
-    """in host memory: one or both, or none; if left out what must be"""
-    attention: Attention = None
-    """ring: in blocks, keys going round; gather: as the model does"""
+    attention: Attention = ()
     loss_chunks: OptionalNumber = None
     """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
     compiler_options: Settings = ()
@@ -94,16 +116,12 @@ class PlanCommand:
     """samples in a global batch; the job's own number if left out"""
     output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
     """write the plan to this file"""
-    precision: Precision = None
-    """f32: the model's own types, as if left out; bf16 or f16, with float32 masters"""
+    precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
-    remat: OptionalText = None
-    """what layers compute again: none; all but dots; all but what is named; full"""
+    remat: Remat = ()
     offload: Offload = ()
-    """in host memory: one or both, or none; if left out what must be"""
-    attention: Attention = None
-    """ring: in blocks, keys going round; gather: as the model does"""
+    attention: Attention = ()
     loss_chunks: OptionalNumber = None
     """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
     compiler_options: Settings = ()
@@ -226,6 +244,57 @@ def named_values(
             problems.add(f"{name} is given twice")
         else:
             found[name] = _value(text)
+    problems.raise_if_any()
+    return found
+
+
+BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring"}
+"""Options that take one word, or one for each TaskGraph; a word of each."""
+
+
+def by_task_graph(command: TrainCommand | PlanCommand) -> dict[str, Any]:
+    """What ``--precision``, ``--remat`` and ``--attention`` say, as for ``wh.plan``.
+
+    Args:
+        command: whose options may be single words or ``NAME=WORD`` entries.
+
+    Returns:
+        For each option a word, a dictionary by TaskGraph, or None if it was left out.
+
+    Raises:
+        WhaleError: a word without ``NAME=`` beside others, or a name twice; all.
+
+    >>> command = PlanCommand(model="gpt", precision=("*=bf16", "split=f32"))
+    >>> by_task_graph(command)["precision"]
+    {'*': 'bf16', 'split': 'f32'}
+    """
+    return {
+        option: _word_or_words(getattr(command, option), f"--{option}", example)
+        for option, example in BY_TASK_GRAPH.items()
+    }
+
+
+def _word_or_words(
+    words: Sequence[str], option: str, example: str
+) -> str | dict[str, str] | None:
+    if not words:
+        return None
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0]
+    problems = Problems(option)
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        if not (name and text):
+            problems.add(
+                f"{word!r} names no TaskGraph; expected one word for the whole model, "
+                f"such as {example}, or NAME=WORD for each TaskGraph, '*' for all "
+                f"others, such as '*={example}'"
+            )
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = text
     problems.raise_if_any()
     return found
 

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of, resized
+from whalejax.capture.calls import most_tokens
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
 from whalejax.lowering.spmd import hosted
@@ -43,6 +44,10 @@ from whalejax.planner.terms import (
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
 from whalejax.xla_options import checked_options, option_note
+
+
+_NO_OPTIMIZER: Final = optax.identity()
+"""Stands for the optimizer where none was given."""
 
 
 def plan(
@@ -88,7 +93,8 @@ def plan(
             Float32 leaves of the batch are cast too: give masks and targets that must
             stay exact as integers or booleans. Or one for each TaskGraph by its name,
             ``"*"`` for all others: products there are of 16 bits, and so is what is
-            done to each element of their results; sums, exponentials and what other
+            done to each element of their results; sums, exponentials, branches, loops
+            that are no scan, functions with derivatives of their own and what other
             TaskGraphs read keep the model's own types, and no batch is cast.
         num_micro_batches: parts of the global batch, one after the other; None takes
             the fewest that fit.
@@ -191,7 +197,7 @@ def ask(
     return Asked(
         adapter=adapter.without_values(),
         batch=jax.tree.map(aval_of, batch),
-        optimizer=optimizer or optax.identity(),
+        optimizer=optimizer or _NO_OPTIMIZER,
         cluster=_cluster(cluster),
         **options,
     )
@@ -240,7 +246,7 @@ class Asked:
         reductions = batch_reductions(captured)
         count = self._count(reductions)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
-        offload = _checked_offload(self.offload, self.runnable, hosts)
+        offload = _checked_offload(self, hosts)
         blocks = functools.cache(captured.with_attention)
         cut = functools.cache(lambda kind, count: blocks(kind).with_chunks(count))
         request = Request(
@@ -305,7 +311,8 @@ class Asked:
         """How attention is to run, if the user says so and it can."""
         asked = checked_attention(self.attention, captured.graph, self.runnable)
         if asked:
-            check_rings(blocks(asked).graph, asked, blocks(asked).whole)
+            found, everywhere = blocks(asked), lambda: blocks(((ALL, "ring"),)).graph
+            check_rings(found.graph, asked, found.whole, everywhere)
         return asked
 
     def _chunks(self, captured: Captured) -> int | None:
@@ -320,11 +327,19 @@ class Asked:
             )
         if not self.runnable:
             raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
-        if captured.with_chunks(count) is captured:
+        cut = captured.with_chunks(count)
+        if cut is captured:
             raise PlanError(
                 f"loss_chunks is {count}, and the model makes no logits that can be "
                 "made in parts: a product after which each token is treated alone, "
                 "until no vocabulary is left. Reduce over tokens last, or drop it"
+            )
+        most = most_tokens(cut.jaxpr)
+        if count > most:
+            raise PlanError(
+                f"loss_chunks is {count}, and a micro-batch has {most} tokens of which "
+                f"logits are made (num_micro_batches is {self.num_micro_batches or 1})"
+                f"; expected at most {most}, divided by the devices that share them"
             )
         return count
 
@@ -341,7 +356,7 @@ class Asked:
                 num_micro_batches=count,
                 batch_axes=self.batch_axes,
             )
-            if self._whole != self.precision:
+            if not isinstance(self.precision, str):
                 chosen = checked_precisions(self.precision, captured.graph)
                 captured = captured.with_precisions(chosen)
             self.traced[key] = adapter, captured
@@ -397,9 +412,10 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def _checked_offload(
-    offload: Any, runnable: bool, hosts: Callable[[], Hosted]
+    asked: Asked, hosts: Callable[[], Hosted]
 ) -> tuple[str, ...] | None:
     """What is to lie in host memory, in the usual order."""
+    offload, runnable = asked.offload, asked.runnable
     if offload is None:
         return None
     problems = Problems("offload", PlanError)
@@ -414,11 +430,17 @@ def _checked_offload(
             problems.add(f"{name!r} is none of {', '.join(OFFLOADS)}; () is nothing")
     if runnable and "params" in given and not hosts().params:
         problems.add(
-            "this optimizer needs parameters as a whole (as one that measures their "
-            "norms does), so none of them can pass through the device in pieces. Take "
-            "another optimizer, or offload=()"
+            "this optimizer does not update parameters element by element (it takes "
+            "norms, noise, or is wrapped in something with branches), so none of them "
+            "can pass through the device in pieces. Take another optimizer, or "
+            "offload=()"
         )
-    if runnable and "optimizer" in given and not any(hosts().state.values()):
+    if "optimizer" in given and asked.optimizer is _NO_OPTIMIZER:
+        problems.add(
+            "no optimizer was given, so there is no state of one to keep in host "
+            "memory. Pass optimizer=, or leave 'optimizer' out"
+        )
+    elif runnable and "optimizer" in given and not any(hosts().state.values()):
         problems.add(
             "this optimizer has no state that is updated element by element, as Adam's "
             "and momentum's is, so none of it can pass through the device in pieces. "
@@ -467,10 +489,14 @@ def _check_options(asked: Asked) -> str | None:
     default, precision, zero = asked.default, asked.precision, asked.zero
     num_micro_batches = asked.num_micro_batches
     problems = Problems("wh.plan")
-    if isinstance(precision, str) and precision not in PRECISIONS:
+    known = ", ".join(PRECISIONS)
+    if not isinstance(precision, str | Mapping):
         problems.add(
-            f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}"
+            f"precision is {precision!r:.60}; expected one of {known}, or one for each "
+            "TaskGraph by its name, such as {'*': 'bf16', 'split': 'f32'}"
         )
+    elif isinstance(precision, str) and precision not in PRECISIONS:
+        problems.add(f"precision is {precision!r}; expected one of {known}")
     if num_micro_batches is not None and num_micro_batches < 1:
         problems.add(
             f"num_micro_batches is {num_micro_batches}; expected 1 or more, or None"

@@ -22,7 +22,7 @@ from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import mesh_of
 from whalejax.meshes.problems import Problems
-from whalejax.options import TrainCommand, compiler_options
+from whalejax.options import TrainCommand, by_task_graph, compiler_options
 from whalejax.planner.plan import Plan
 from whalejax.progress import Meter, make_console, progress_words
 from whalejax.report import Report, units_of, words_of
@@ -97,11 +97,11 @@ def check_options(options: TrainCommand) -> Path | None:
         for name, given in (
             ("--cluster", options.cluster),
             ("--batch", options.batch),
-            ("--precision", options.precision),
+            ("--precision", " ".join(options.precision) or None),
             ("--micro-batches", options.micro_batches),
-            ("--remat", options.remat),
+            ("--remat", " ".join(options.remat) or None),
             ("--offload", " ".join(options.offload) or None),
-            ("--attention", options.attention),
+            ("--attention", " ".join(options.attention) or None),
             ("--loss-chunks", options.loss_chunks),
             ("--compiler-options", " ".join(options.compiler_options) or None),
         ):
@@ -137,6 +137,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         plan = Plan.load(options.plan)
         mesh_of(plan, None)  # before the plan is shown as if it could run
         return plan
+    xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
     if options.cluster is None:
         console.print("planning; these devices are measured once, for at most 20 s")
     return jobs.make_plan(
@@ -144,13 +145,11 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         model,
         job.batch_at(0, options.batch),
         jobs.machine(options.cluster),
-        precision=options.precision,
         micro_batches=options.micro_batches,
-        remat=options.remat,
         offload=options.offload,
-        attention=options.attention,
         loss_chunks=options.loss_chunks,
-        compiler_options=compiler_options(options.compiler_options),
+        compiler_options=xla,
+        **asked,
     )
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import pytest
@@ -17,7 +17,13 @@ import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
 from whalejax import cli
 from whalejax.meshes.problems import WhaleError
-from whalejax.options import named_values
+from whalejax.options import (
+    PlanCommand,
+    TrainCommand,
+    by_task_graph,
+    named_values,
+)
+from whalejax.planner.plan import Plan
 
 
 # Adam promotes its count.
@@ -429,3 +435,66 @@ def test_options_are_arguments_of_the_users_function(tmp_path: Path) -> None:
     assert job.batch_size == 16
     with pytest.raises(WhaleError, match=r"--set depth: .*make takes width"):
         cli.find_job(f"{path}:make", {"depth": 2})
+
+
+# Options by TaskGraph.
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], None),
+        (["bf16"], "bf16"),
+        (["*=bf16", "split=f32"], {"*": "bf16", "split": "f32"}),
+        (["split=f32"], {"split": "f32"}),
+    ],
+)
+def test_precision_is_a_word_or_one_for_each_task_graph(
+    words: list[str], expected: object
+) -> None:
+    for command in (PlanCommand, TrainCommand):
+        given = command(model="mlp", precision=tuple(words))
+        assert by_task_graph(given)["precision"] == expected
+        given = command(model="mlp", remat=("*=named:a,b",), attention=tuple(words))
+        found = by_task_graph(given)
+        assert found["remat"] == {"*": "named:a,b"} and found["attention"] == expected
+
+
+PLAN_GPT: Final = "plan gpt-test --cluster h100:8 --batch 16".split()
+
+
+def test_plans_take_options_by_task_graph(here: Path, capsys: Captured) -> None:
+    words = [*PLAN_GPT, "--precision", "*=bf16", "split=f32", "-o", "plan.json"]
+    words += ["--remat", "replicate=full", "--attention", "*=gather", "replicate=ring"]
+    assert cli.main(words) == 0
+    assert "f32 in split, bf16 in all others" in capsys.readouterr().out
+    plan = Plan.load(here / "plan.json")
+    assert plan.asked_precision == {"*": "bf16", "split": "f32"}
+    assert plan.remat == (("replicate", "full"),)
+    assert plan.attention == (("replicate", "ring"),)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bf16", "f32"], "'bf16' names no TaskGraph; expected one word for the whole"),
+        (["*=bf16", "f32"], "'f32' names no TaskGraph"),
+        (["=bf16"], "'=bf16' names no TaskGraph"),
+        (["*=bf16", "*=f32"], "* is given twice"),
+        (["half"], "precision is 'half'; expected one of f32, bf16, f16"),
+        (["*=half"], "'half' is no precision; expected one of f32, bf16, f16"),
+        (["head=bf16"], "no TaskGraph 'head'; expected some of default, replicate"),
+    ],
+)
+def test_words_that_say_no_precision_are_named(
+    words: list[str], message: str, capsys: Captured
+) -> None:
+    assert message in refused([*PLAN_GPT, "--precision", *words], capsys)
+
+
+def test_offload_takes_parameters(here: Path, capsys: Captured) -> None:
+    words = "plan llama-test --set scan_layers=true --cluster h100:8 --batch 16".split()
+    offload = ["--offload", "params", "optimizer", "-o", "plan.json"]
+    assert cli.main([*words, *offload]) == 0
+    assert "optimizer and params in host memory" in capsys.readouterr().out
+    assert Plan.load(here / "plan.json").offload == ("optimizer", "params")

@@ -17,6 +17,10 @@ from whalejax.jobs import abstract_model
 from whalejax.planner.plan import PLAN_VERSION
 
 
+# Adam promotes its count.
+pytestmark = pytest.mark.relaxed_promotion
+
+
 def llama(**changes: Any) -> tuple[wh.Job, Any, Any]:
     """A Llama of a few layers, and a batch of 64, in shapes alone."""
     options = {"embed": 1024, "heads": 8, "mlp": 4096, "sequence": 256, "layers": 12}
@@ -235,3 +239,37 @@ def test_a_parameter_that_nothing_reads_is_planned_too() -> None:
     x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
     plan = wh.plan(loss, net, x, cluster="h100:8", remat="full", runnable=False)
     assert len(plan.leaves) == 7
+
+
+@pytest.mark.parametrize(
+    ("what", "mesh"),
+    [
+        ("optimizer", {"stage": 4}),
+        ("activations", {"data": 4, "stage": 2}),
+        ("params", {"data": 8}),
+    ],
+)
+def test_host_memory_of_which_nothing_is_known_is_taken_as_asked(
+    what: str, mesh: dict[str, int]
+) -> None:
+    machine = wh.cluster("cpu:8")
+    assert not any(k.host_link_bytes_per_second for k in machine.kinds)
+    job, model, batch = llama(layers=4)
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        batch,
+        optimizer=optax.adam(1e-3),
+        cluster=machine,
+        runnable=False,
+        mesh=mesh,
+        zero=0,
+        remat="full",
+        offload=what,
+    )
+    assert plan.offload == (what,)
+    assert f"{what} in host memory" in str(plan).splitlines()[0]
+    assert plan.memory.host_bytes > 0 or not plan.runnable
+    assert plan.time.offload_seconds == 0
+    assert sum("is not counted" in note for note in plan.notes) == 1
+    assert not plan.what_if(offload=None).offload

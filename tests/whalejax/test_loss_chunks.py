@@ -258,3 +258,16 @@ def test_the_planner_takes_it_where_memory_is_short(tmp_path: Path) -> None:
     assert wh.Plan.load(tmp_path / "plan.json") == tight
     with pytest.raises(wh.PlanError, match="no plan fits"):
         tight.what_if(loss_chunks=1)
+
+
+def test_more_chunks_than_tokens_are_refused() -> None:
+    with pytest.raises(wh.PlanError) as error:
+        asked(loss_chunks=10_000)
+    found = re.search(r"a micro-batch has (\d+) tokens", str(error.value))
+    assert found is not None and "expected at most " + found[1] in str(error.value)
+    most = int(found[1])
+    assert asked(loss_chunks=most).loss_chunks == most
+    with pytest.raises(
+        wh.PlanError, match=rf"has {most // 2} tokens .*\(num_mic.* is 2\)"
+    ):
+        asked(loss_chunks=most, num_micro_batches=2)

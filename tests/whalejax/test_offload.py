@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -109,6 +110,19 @@ def test_state_that_is_needed_whole_stays(name: str) -> None:
     with pytest.raises(wh.WhaleError, match="no state that is updated element by elem"):
         run(WHOLE[name], offload="optimizer", **LAYOUTS["zero-1"])
     assert run(WHOLE[name], 1, **LAYOUTS["zero-1"])[0].plan.offload == ()
+
+
+@pytest.mark.parametrize("runnable", [True, False])
+def test_without_an_optimizer_there_is_no_state(runnable: bool) -> None:
+    with pytest.raises(wh.PlanError, match="no optimizer was given, so there is no"):
+        wh.plan(
+            lambda net, x: (x @ net).mean(),
+            jax.ShapeDtypeStruct((64, 64), jnp.float32),
+            jax.ShapeDtypeStruct((64, 64), jnp.float32),
+            cluster="h100:8",
+            offload=["optimizer"],
+            runnable=runnable,
+        )
 
 
 def test_it_communicates_what_it_did() -> None:

@@ -212,8 +212,9 @@ def test_what_cannot_lie_there_is_named() -> None:
             cluster="h100:8",
             offload="params",
         )
-    with pytest.raises(wh.WhaleError, match="needs parameters as a whole"):
-        asked(offload="params", optimizer=optax.lamb(1e-3))
+    for whole in (optax.lamb(1e-3), optax.MultiSteps(optax.adam(1e-3), 2)):
+        with pytest.raises(wh.WhaleError, match=r"noise, or is wrapped in something"):
+            asked(offload="params", optimizer=whole)
     with pytest.raises(wh.WhaleError, match="ZeRO 1 and 2 update others: take zero=0"):
         asked(offload="params", zero=1)
 

@@ -213,6 +213,76 @@ def test_it_computes_what_one_would_write_by_hand() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@jax.custom_vjp
+def own_product(a: Any, b: Any) -> Any:
+    return a @ b
+
+
+own_product.defvjp(
+    lambda a, b: (a @ b, (a, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+)
+
+
+def in_a_branch(x: Any, w: Any) -> Any:
+    def deep(x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (x @ w, None), x @ w, None, length=3)[0]
+
+    return jax.lax.cond(x.sum() > 0, deep, lambda x: x, x)
+
+
+def in_a_loop(x: Any, w: Any) -> Any:
+    def turn(carry: Any) -> Any:
+        return carry[0] + 1, carry[1] @ w
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, x))[1]
+
+
+def with_an_algorithm(x: Any, w: Any) -> Any:
+    return jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+
+
+BRANCH = "2 products inside lax.cond stay"
+LOOP = "1 product inside lax.while_loop stays"
+OWN = "1 product inside functions with derivatives of their own stays"
+ALGORITHM = "1 product of a chosen algorithm stays"
+
+
+@pytest.mark.parametrize(
+    ("functions", "plain", "said"),
+    [
+        ([in_a_branch], False, [BRANCH]),
+        ([in_a_loop], False, [LOOP]),
+        ([own_product], True, [OWN]),
+        ([with_an_algorithm], False, [ALGORITHM]),
+        ([in_a_branch, in_a_loop, own_product], True, [BRANCH, LOOP, OWN]),
+        ([], True, []),
+    ],
+)
+def test_products_that_stay_in_float32_are_counted(
+    functions: list[Any], plain: bool, said: list[str]
+) -> None:
+    def loss(params: Any, x: Any) -> Any:
+        with wh.replicate():
+            for function in functions:
+                x = function(x, params["w"])
+        if plain:
+            x = x @ params["head"]
+        return x.sum() / x.size
+
+    model = {"w": jnp.ones((4, 4)), "head": jnp.ones((4, 6))}
+    found = captured(loss, model, jnp.ones((8, 4)))
+    after = found.with_precisions((("*", "bf16"),))
+    told = [note for note in after.notes if note not in found.notes]
+    assert told == [f"bf16 in all: {words} in float32" for words in said]
+    if plain:
+        assert (False, "bfloat16") in products(after)
+    # What is said is said of the TaskGraphs that are named.
+    after = found.with_precisions((("default", "bf16"),))
+    told = [note for note in after.notes if note not in found.notes]
+    no_effect = "bf16 in default has no effect: no product of float32 was found there"
+    assert told == ([] if plain else [no_effect])
+
+
 def test_numbers_that_do_not_fit_are_met_in_float32() -> None:
     def loss(params: Any, x: Any) -> Any:
         y = x @ params["w"]
@@ -492,6 +562,10 @@ def test_a_plan_remembers_it(tmp_path: Path) -> None:
     assert "f32 in default, f16 in all others" in str(other)
     whole = plan.what_if(precision="f16")
     assert whole.scales_loss and whole.asked_precision == "f16"
+    # The same mesh, and yet another plan.
+    first = str(whole).splitlines()[0]
+    assert first.endswith(" · f16") and " · f16: " in whole.explain().splitlines()[0]
+    assert "f32" not in str(plan.what_if(precision="f32")).splitlines()[0]
     assert asked(precision={}).hash == asked().hash
 
 
@@ -515,7 +589,9 @@ def test_where_it_has_no_effect_is_said() -> None:
         ({"*": "fp8"}, "'fp8' is no precision; expected one of f32, bf16, f16"),
         ({"default": ["f16"]}, r"\['f16'\] is no precision"),
         ({"experts": "f16"}, "there is no TaskGraph 'experts'"),
-        (16, "16 is neither a precision nor one for each TaskGraph"),
+        (16, "precision is 16; expected one of f32, bf16, f16, or one for each"),
+        (jnp.bfloat16, r"precision is <class .*bfloat16.*>; expected one of f32, bf16"),
+        (np.dtype(np.float16), r"precision is dtype\(.*\); expected one of f32, bf16"),
     ],
 )
 def test_bad_precisions_are_named(precision: Any, message: str) -> None:

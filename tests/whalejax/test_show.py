@@ -69,6 +69,12 @@ def test_the_table_says_what_was_decided() -> None:
         assert note.split()[0] in text
 
 
+def test_the_precision_of_the_whole_model_is_shown() -> None:
+    assert "f16" not in shown(layered_plan(), width=1000).splitlines()[0]
+    plan = dataclasses.replace(layered_plan(), precision="f16")
+    assert shown(plan, width=1000).splitlines()[0].rstrip().endswith(" · f16")
+
+
 def test_every_term_is_shown_with_its_size() -> None:
     plan = layered_plan()
     text = shown(plan, width=1000)

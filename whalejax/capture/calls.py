@@ -6,6 +6,7 @@ in blocks of scores, logits of some tokens at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -63,6 +64,24 @@ def with_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[Any, tuple[str, ...
 def with_logits(jaxpr: Any, trained: Sequence[bool]) -> Any:
     """The same of logits, and of what stands between them and a loss."""
     return _rebuilt(jaxpr, trained, _losses)[0]
+
+
+def most_tokens(jaxpr: Any) -> int:
+    """The most tokens that one call of a program makes logits of; 0 where none does.
+
+    Args:
+        jaxpr: what ``with_logits`` gave, or some of it.
+    """
+    found = 0
+    for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if makes_logits(equation):
+            one = called_logits(equation)
+            shape = one.hidden.aval.shape
+            found = max(found, math.prod(shape[place] for place in one.tokens))
+        else:
+            inner = _compat.inner_jaxprs(equation)
+            found = max([found, *map(most_tokens, inner)])
+    return found
 
 
 def _rebuilt(

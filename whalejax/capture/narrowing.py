@@ -11,6 +11,7 @@ the program is the model's own but for casts, and gradients come back through th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -52,6 +53,44 @@ _KEPT: Final = frozenset(
 
 _ASIDE: Final = frozenset("eq ne lt le gt ge and or not is_finite".split())
 """Primitives beside those, inside of a function with derivatives of its own."""
+
+
+_WHERE: Final[Mapping[str, str]] = {
+    "cond": "inside lax.cond",
+    "while": "inside lax.while_loop",
+    "opaque": "inside functions with derivatives of their own",
+}
+"""Calls that are run as they were traced, and what notes say of what is in them."""
+
+_ALGORITHM: Final = "of a chosen algorithm"
+
+
+def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
+    """Float32 products that stay as they are though 16 bits were asked for.
+
+    Args:
+        jaxpr: closed, as captured.
+        precisions: by position, of equations that are to compute in 16 bits.
+
+    Returns:
+        How many, by where they stand, in words.
+    """
+    found: Counter[str] = Counter()
+
+    def count(jaxpr: Any, position: Position, where: str) -> None:
+        for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+            here = (*position, index)
+            inside = where or _WHERE.get(_compat.recursion(equation) or "", "")
+            for number, inner in enumerate(_compat.inner_jaxprs(equation)):
+                count(inner, (*here, number), inside)
+            if equation.primitive.name in _PRODUCTS and here in precisions:
+                atoms = (*equation.invars[:2], *equation.outvars)
+                wide = all(a.aval.dtype == _WIDE for a in atoms)
+                why = where or ("" if _takes_any_type(equation) else _ALGORITHM)
+                found[why] += bool(why and wide)
+
+    count(jaxpr, (), "")
+    return +found
 
 
 def narrowed(

@@ -6,7 +6,7 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.calls import with_calls, with_logits
 from whalejax.capture.drafts import Position, Value
-from whalejax.capture.narrowing import narrowed
+from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
@@ -100,18 +100,34 @@ class Captured:
         first = weights.count(True)
         weights[first : first + len(self.adapter.frozen)] = self.adapter.frozen
         found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
-        return found._with_precisions(precisions, len(self.graph.ops))
+        casts = len(found.graph.ops) > len(self.graph.ops)
+        wide = left_wide(self.jaxpr, narrow)
+        return found._with_precisions(precisions, casts=casts, wide=wide)
 
     def _with_precisions(
-        self, precisions: Sequence[tuple[str, str]], before: int | None = None
+        self,
+        precisions: Sequence[tuple[str, str]],
+        *,
+        casts: bool = False,
+        wide: Mapping[str, int] | None = None,
     ) -> Captured:
-        """Remember what was asked for, and note where it casts nothing."""
-        found = replace(self, precisions=tuple(precisions))
-        if before is not None and len(self.graph.ops) > before:
-            return found
-        words = ", ".join(precision_words(tuple(precisions)))
-        note = f"{words} has no effect: no product of float32 was found there"
-        return replace(found, notes=(*self.notes, note))
+        """Remember what was asked for, and note what it does not change.
+
+        Args:
+            precisions: as asked for.
+            casts: something is cast.
+            wide: how many products stay in float32, by where they stand.
+        """
+        words, notes = ", ".join(precision_words(tuple(precisions))), [*self.notes]
+        for where, count in (wide or {}).items():
+            some = "1 product" if count == 1 else f"{count} products"
+            stay = "stays" if count == 1 else "stay"
+            notes.append(f"{words}: {some} {where} {stay} in float32")
+        if not (wide or casts):
+            notes.append(
+                f"{words} has no effect: no product of float32 was found there"
+            )
+        return replace(self, precisions=tuple(precisions), notes=tuple(notes))
 
     def with_attention(self, chosen: Sequence[tuple[str, str]]) -> Captured:
         """The same loss, in which some attention is run in blocks.
