@@ -201,3 +201,16 @@ def make():
     said = capsys.readouterr().out.replace("\n", " ")
     assert "1 step changed nothing, because gradients overflowed in float16" in said
     assert "the loss scale is 16384 now" in said
+
+
+def test_small_numbers_that_float16_does_not_hold_stay() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        h = jax.nn.relu(x @ w)
+        return ((h / (jnp.abs(h) + 1e-9)) * x).mean()
+
+    w, x = np.eye(16, dtype="f"), np.linspace(-1, 1, 8 * 16, dtype="f").reshape(8, 16)
+    plan = wh.plan(loss, w, x, cluster="cpu:8", precision={"*": "f16"}, optimizer=None)
+    step = wh.compile(plan, loss, w)
+    state = step.init_from(w)
+    expected = float(loss(w, x))
+    assert float(step.eval(state, x)["loss"]) == pytest.approx(expected, rel=1e-2)
