@@ -76,7 +76,11 @@ def test_compilers_by_platform() -> None:
     )
     assert cluster("h100:8").compiler == PROFILE
     assert cluster("cpu:8").compiler == CompilerProfile(
-        merge_partials=False, reduce_scatter=False, copies_kernels=True
+        merge_partials=False,
+        reduce_scatter=False,
+        copies_kernels=True,
+        repeats=False,
+        widens=True,
     )
 
 
