@@ -36,7 +36,7 @@ CASES: Final = [
     pytest.param("scanned", "full", "fsdp-tensor", marks=pytest.mark.full),
     ("scanned", "dots", "fsdp"),
     pytest.param("unrolled", "full", "fsdp", marks=pytest.mark.full),
-    ("unrolled", "dots", "fsdp-tensor"),
+    pytest.param("unrolled", "dots", "fsdp-tensor", marks=pytest.mark.full),
     ("its own checkpoints", "none", "fsdp"),
     pytest.param("experts", "dots", "fsdp-tensor", marks=pytest.mark.full),
 ]

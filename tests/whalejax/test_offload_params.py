@@ -119,42 +119,53 @@ def transfers(step: wh.TrainStep) -> tuple[list[int], list[int]]:
     return found["Device"], found["Host"]
 
 
+def layers_of(net: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, net["layers"])[0]
+
+
+def small_loss(net: Any, x: Any) -> Any:
+    return ((layers_of(net, x) @ net["head"]) ** 2).mean()
+
+
 @pytest.mark.smoke
 def test_they_are_there_from_the_start_and_saved(tmp_path: Path) -> None:
-    job = models.job("llama-test", layers=2)
-    batch = job.batch_at(0, 16)
-    steps = []
-    for offload in ((), "params"):
-        plan = wh.plan(
-            job.loss_fn,
-            abstract_model(job),
-            batch,
-            optimizer=job.optimizer,
-            mesh={"fsdp": 8},
-            offload=offload,
+    random = np.random.default_rng(0)
+    shapes = {"layers": (3, 32, 32), "head": (32, 8)}
+    net = {k: random.standard_normal(s).astype("f") / 6 for k, s in shapes.items()}
+    x, optimizer = random.standard_normal((16, 32)).astype("f"), optax.adam(1e-3)
+    plain, moved = (
+        wh.compile(
+            wh.plan(
+                small_loss,
+                net,
+                x,
+                optimizer=optimizer,
+                mesh={"fsdp": 8},
+                offload=offload,
+            ),
+            small_loss,
+            net,
+            optimizer=optimizer,
         )
-        steps.append(
-            wh.compile(plan, job.loss_fn, abstract_model(job), optimizer=job.optimizer)
-        )
-    plain, moved = steps
-    state = moved.init(job.make_model, rng=jax.random.key(0))
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
-    assert kinds == {"device", "pinned_host"}
-    before = moved.eval(state, batch)["loss"]
-    moved.save(tmp_path / "one", state)
-    state, metrics = moved(state, batch)
-    assert float(metrics["loss"]) == pytest.approx(float(before), rel=1e-6)
-    # Another plan reads it, and its step is the same.
-    other, expected = plain(plain.restore(tmp_path / "one"), batch)
-    for a, b in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True
-    ):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
-    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+        for offload in ((), "params")
+    )
+    state = moved.init_from(net)
+    kinds = {k: x.sharding.memory_kind for k, x in state.params.items()}
+    assert kinds == {"layers": "pinned_host", "head": "device"}
+    before = float(moved.eval(state, x)["loss"])
+    assert before == pytest.approx(float(small_loss(net, x)), rel=1e-5)
     # The model itself is on the devices, for functions of one's own.
-    own = job.loss_fn(state.model, batch)
-    again = moved.eval(state, batch)["loss"]
-    assert float(own) == pytest.approx(float(again), rel=1e-5)
+    own = jax.jit(small_loss)(state.model, x)
+    assert float(own) == pytest.approx(before, rel=1e-5)
+    moved.save(tmp_path / "one", state)
+    state, metrics = moved(state, x)
+    assert float(metrics["loss"]) == pytest.approx(before, rel=1e-6)
+    # Another plan reads it, and its step is the same.
+    other, expected = plain(plain.restore(tmp_path / "one"), x)
+    for name in shapes:
+        here, there = (np.asarray(s.params[name]) for s in (state, other))
+        np.testing.assert_allclose(here, there, atol=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
 
 
 # Choosing.
