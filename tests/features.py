@@ -183,12 +183,18 @@ def covering() -> tuple[Case, ...]:
     )
 
 
+def meetings(case: Case) -> frozenset[Any]:
+    """Every pair of features of a case, and each of them with its model."""
+    on = (*features(case).items(), ("model", case.model.name))
+    return frozenset(itertools.combinations(on, 2))
+
+
 @functools.cache
 def pairwise() -> tuple[Case, ...]:
-    """Fewer of them: every pair on some number of devices."""
+    """Fewer of them: every pair of features meets, and every feature every model."""
     return cover(
         covering(),
-        _pairs,
+        meetings,
         seconds=lambda case: case.seconds,
         reference=lambda case: case.reference,
     )

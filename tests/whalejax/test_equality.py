@@ -135,10 +135,11 @@ def test_the_features_make_every_pair_on_every_number_of_devices() -> None:
     alone = {one for one in found if one[1] == "alone"}
     waiting = 1  # activations wait where something is computed again
     assert len(alone) == len(cases.DEVICES) * (len(on) - waiting)
-    few = {
-        one[1:] for case in features.pairwise() for one in features.interactions(case)
-    }
-    assert few >= {one[1:] for one in found if one[1] != "alone"}
+    few, every = (
+        {one for case in some for one in features.meetings(case)}
+        for some in (features.pairwise(), features.covering())
+    )
+    assert few == every
 
 
 def test_the_matrix_is_whole() -> None:
