@@ -226,7 +226,10 @@ class _Searches:
         one = Search(analysed.graph, analysed.dims, self.cluster, asked, bound=bound)
         one.run()
         self.found.append((analysed, one))
-        for split in _splits(analysed, one):
+        splits = [*_splits(analysed, one)]
+        if self.request.sequence_parallel:
+            one.scored = []  # Nor do they bound those that are asked for.
+        for split in splits:
             apart = Search(
                 split.graph,
                 analysed.dims,
@@ -238,8 +241,6 @@ class _Searches:
             )
             apart.run()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
-        if self.request.sequence_parallel:
-            one.scored = []
         return True
 
 

@@ -134,3 +134,23 @@ def test_where_it_cannot_be(name: str, options: dict[str, Any], message: str) ->
 def test_it_is_a_switch() -> None:
     with pytest.raises(wh.WhaleError, match="sequence_parallel is .yes.; expected"):
         asked(sequence_parallel="yes")
+
+
+def test_it_is_taken_where_it_is_asked_for_though_slower() -> None:
+    job = models.job("moe-test", layers=1, annotated=False)
+    plan = wh.plan(
+        job.loss_fn,
+        abstract_model(job),
+        job.batch_at(0, 32),
+        optimizer=job.optimizer,
+        cluster="h100:2",
+        mesh={"tensor": 2},
+        default=wh.split(),
+        sequence_parallel=True,
+        num_micro_batches=1,
+        remat="none",
+        offload=(),
+    )
+    assert plan.sequence_parallel
+    other = plan.what_if(sequence_parallel=False)
+    assert plan.time.step_seconds > other.time.step_seconds
