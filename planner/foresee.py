@@ -46,9 +46,9 @@ from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
-from whalejax.planner.waiting import sliced_leaves
+from whalejax.planner.waiting import hosts_known, sliced_leaves
 from whalejax.planner.weigh import pace_of, stage_layers
-from whalejax.planner.wide import Case, NoMeshError, WideSearch, hosts_known
+from whalejax.planner.wide import Case, NoMeshError, WideSearch
 
 
 def foresee(

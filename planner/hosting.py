@@ -21,7 +21,12 @@ from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.rows import Row
 from whalejax.planner.scored import Hosted, Request
 from whalejax.planner.terms import OFFLOADS
-from whalejax.planner.waiting import exposed_seconds, sliced_leaves, waiting_values
+from whalejax.planner.waiting import (
+    exposed_seconds,
+    hosts_known,
+    sliced_leaves,
+    waiting_values,
+)
 
 
 Offload = tuple[str, ...]
@@ -73,8 +78,7 @@ class Hosting:
     @property
     def counted(self) -> bool:
         """The cluster says how much there is and how fast it is reached."""
-        kinds = self.cluster.kinds
-        return all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
+        return hosts_known(self.cluster)
 
     @property
     def nothing(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.meshes.cluster import Cluster
 from whalejax.planner.graph import LOOPS, Graph, Op
 
 
@@ -21,6 +22,12 @@ as decoders do of what their encoder gives."""
 FORMS = ("convert_element_type", "reshape")
 """What may be done to parameters in host memory before loops slice them, layer by
 layer once their slices are on the device."""
+
+
+def hosts_known(cluster: Cluster) -> bool:
+    """The cluster says how much host memory there is and how fast it is reached."""
+    kinds = cluster.kinds
+    return all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
 
 
 def exposed_seconds(nbytes: Any, bytes_per_second: float, compute_seconds: Any) -> Any:

@@ -47,6 +47,7 @@ from whalejax.planner.schedules import any_cut_share
 from whalejax.planner.search import Request
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array, Points, Variant, Variants
+from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
     least_step,
@@ -569,12 +570,6 @@ def _ideal(cluster: Cluster) -> Cluster:
         latency_seconds=0.0,
     )
     return dataclasses.replace(cluster, levels=(level,))
-
-
-def hosts_known(cluster: Cluster) -> bool:
-    """The cluster says how much host memory there is and how fast it is reached."""
-    kinds = cluster.kinds
-    return all(k.host_memory_bytes and k.host_link_bytes_per_second for k in kinds)
 
 
 def _offloaded(frames: Frames, bits: int) -> Frames:
