@@ -14,6 +14,7 @@ from whalejax.planner.decide import analyse_graph
 from whalejax.planner.dimensions import roles_of
 from whalejax.planner.graph import ATTENTION, Graph
 from whalejax.planner.plan import PlanError
+from whalejax.planner.regions import check_task_graphs
 from whalejax.planner.terms import ALL, Chosen
 
 
@@ -41,12 +42,8 @@ def checked_attention(
         problems.add(f"{asked!r:.60} is neither a kind nor one for each TaskGraph")
         asked = {}
     given = {ALL: asked} if isinstance(asked, str) else dict(asked)
-    known = [g.name for g in graph.task_graphs]
-    for name, kind in given.items():
-        if name not in (*known, ALL):
-            problems.add(
-                f"there is no TaskGraph {name!r}; expected some of {', '.join(known)}"
-            )
+    check_task_graphs(given, graph, problems)
+    for kind in given.values():
         if kind not in KINDS:
             problems.add(f"{kind!r:.60} is no kind; expected one of {', '.join(KINDS)}")
     if not runnable:

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.dimensions import analyse
 from whalejax.planner.graph import LOOPS, Graph, Tensor
 from whalejax.planner.plan import PlanError
-from whalejax.planner.regions import EXPERTS, with_expert_regions
+from whalejax.planner.regions import check_task_graphs
 from whalejax.planner.terms import ALL, Chosen
 
 
@@ -46,14 +45,7 @@ def checked_precisions(asked: Mapping[str, str], graph: Graph) -> Chosen:
     """
     problems = Problems("precision", PlanError)
     given = dict(asked)
-    known = [g.name for g in graph.task_graphs]
-    if EXPERTS in given:
-        known = [g.name for g in with_expert_regions(graph, analyse(graph)).task_graphs]
-    for name in given:
-        if name not in (*known, ALL):
-            problems.add(
-                f"there is no TaskGraph {name!r}; expected some of {', '.join(known)}"
-            )
+    check_task_graphs(given, graph, problems)
     for text in dict.fromkeys(repr(p) for p in given.values() if p not in PRECISIONS):
         problems.add(
             f"{text:.60} is no precision; expected one of {', '.join(PRECISIONS)}"

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.dimensions import analyse
 from whalejax.planner.graph import LOOPS, Graph, Op
 from whalejax.planner.layers import layer_starts, stacked_loop
 from whalejax.planner.plan import PlanError
-from whalejax.planner.regions import EXPERTS, with_expert_regions
+from whalejax.planner.regions import check_task_graphs
 from whalejax.planner.terms import ALL
 
 
@@ -73,19 +72,12 @@ def checked_policies(
     Raises:
         PlanError: there is no such policy, TaskGraph or checkpoint name; all of them.
     """
-    known = [g.name for g in graph.task_graphs]
     problems = Problems("remat", PlanError)
     if remat is not None and not isinstance(remat, str | Mapping):
         problems.add(f"{remat!r:.60} is neither a policy nor one for each TaskGraph")
         remat = None
     given = {ALL: remat} if isinstance(remat, str) else dict(remat or {})
-    if EXPERTS in given:
-        known = [g.name for g in with_expert_regions(graph, analyse(graph)).task_graphs]
-    for name in given:
-        if name not in (*known, ALL):
-            problems.add(
-                f"there is no TaskGraph {name!r}; expected some of {', '.join(known)}"
-            )
+    check_task_graphs(given, graph, problems)
     for text in dict.fromkeys(map(repr, given.values())):
         _check(next(p for p in given.values() if repr(p) == text), names, problems)
     problems.raise_if_any()

@@ -9,10 +9,12 @@ the two become a TaskGraph of their own, with an all-to-all on either side.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from whalejax.planner.dimensions import Dimensions, roles_of
+from whalejax.meshes.problems import Problems
+from whalejax.planner.dimensions import Dimensions, analyse, roles_of
 from whalejax.planner.graph import Graph, Op, TaskGraph
+from whalejax.planner.terms import ALL
 
 
 EXPERTS = "experts"
@@ -68,6 +70,25 @@ def with_expert_regions(graph: Graph, dims: Dimensions) -> Graph:
     return dataclasses.replace(
         graph, ops=tuple(ops), task_graphs=(*graph.task_graphs, region)
     )
+
+
+def check_task_graphs(given: Iterable[str], graph: Graph, problems: Problems) -> None:
+    """Note every name that is none of a TaskGraph.
+
+    Args:
+        given: names, ``"*"`` for all others among them.
+        graph: the captured loss.
+        problems: where to note it.
+    """
+    names = [*given]
+    if EXPERTS in names:
+        graph = with_expert_regions(graph, analyse(graph))
+    known = [g.name for g in graph.task_graphs]
+    for name in names:
+        if name not in (*known, ALL):
+            problems.add(
+                f"there is no TaskGraph {name!r}; expected some of {', '.join(known)}"
+            )
 
 
 def _inside(

@@ -80,11 +80,18 @@ class Program:
     optimizer: optax.GradientTransformationExtraArgs
     batch_axes: tuple[int | None, ...]
 
-    def constrain(self, leaves: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
-        """Fix the layout of flat leaves."""
+    def constrain(
+        self,
+        leaves: Sequence[Any],
+        specs: Sequence[Spec],
+        away: Collection[int] = (),
+    ) -> list[Any]:
+        """Fix the layout of flat leaves, but of those in host memory by number."""
         return [
-            jax.lax.with_sharding_constraint(x, named(spec, self.mesh))
-            for x, spec in zip(leaves, specs, strict=True)
+            x
+            if i in away
+            else jax.lax.with_sharding_constraint(x, named(spec, self.mesh))
+            for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))
         ]
 
     def loss(
@@ -376,7 +383,7 @@ def update(
     step = stepping(program.optimizer, structure, state_tree, skips=applies is not None)
     away = [i for i, leaf in enumerate(program.plan.leaves) if leaf.hosted]
     values = [
-        *_unless(away, params, program.constrain, owned),
+        *program.constrain(params, owned, away),
         *program.constrain(gradients, owned),
         *leaves,
         loss,
@@ -388,25 +395,7 @@ def update(
     else:
         results = step(values)
     fresh, new = results[:count], state_tree.unflatten(results[count:])
-    return _unless(away, fresh, program.constrain, stored), new
-
-
-def _unless(
-    away: Collection[int],
-    leaves: Sequence[Any],
-    constrain: Callable[[Sequence[Any], Sequence[Spec]], list[Any]],
-    specs: Sequence[Spec],
-) -> list[Any]:
-    """Leaves in layouts, but for those in host memory, which are in theirs."""
-    here = [i for i in range(len(leaves)) if i not in away]
-    found = list(leaves)
-    for i, x in zip(
-        here,
-        constrain([leaves[i] for i in here], [specs[i] for i in here]),
-        strict=True,
-    ):
-        found[i] = x
-    return found
+    return program.constrain(fresh, stored, away), new
 
 
 def stepping(
