@@ -1,9 +1,5 @@
 """What every test stands on: eight virtual CPU devices and strict promotion.
 
-Programs are compiled with the optimisations of machine code off, on which nothing that
-is tested depends: layouts, collectives and memory are settled before. Tests that
-compile take a third less time.
-
 The environment is set while pytest starts, before any test module imports JAX, and the
 subprocesses that tests start inherit it. Whatever the caller has set already is kept.
 """
@@ -19,15 +15,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import flags
+
 
 ROOT = Path(__file__).resolve().parents[1]
-EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
-QUICK = "--xla_backend_optimization_level=0"
-
-for flag in (EIGHT_DEVICES, QUICK):
-    if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+os.environ["XLA_FLAGS"] = flags.added(os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiled programs are kept between runs; JAX's key holds its version and all options.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))

@@ -26,6 +26,7 @@ from typing import IO, Any, Final
 
 from tests.cases import Case
 from tests.features import whole
+from tests.flags import FLAGS
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -196,15 +197,8 @@ class _Worker:
 
 def environment() -> dict[str, str]:
     """The environment of a worker: eight CPU devices, and quick compilation."""
-    from importlib.metadata import version
-
-    flags = ["--xla_force_host_platform_device_count=8"]
-    flags.append("--xla_backend_optimization_level=0")
-    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
-        # Later versions do not know it, and stop at a flag that they do not know.
-        flags.append("--xla_cpu_use_fusion_emitters=false")
     taken = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    return {**taken, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+    return {**taken, "XLA_FLAGS": " ".join(FLAGS), "JAX_PLATFORMS": "cpu"}
 
 
 def record_of(case: Case) -> Record:
