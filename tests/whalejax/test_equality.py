@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -48,7 +49,10 @@ class Records:
     """What the cases that are to be tested give; they run while tests wait."""
 
     def __init__(self, chosen: list[Case]) -> None:
-        self.coming = workers.run_all(chosen)
+        # The other cores run other files.
+        files = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        jobs = max(1, (os.cpu_count() or 1) // files)
+        self.coming = workers.run_all(chosen, jobs=jobs)
         self.known: dict[str, workers.Record] = {}
 
     def of(self, case: Case) -> workers.Record:
@@ -61,7 +65,7 @@ class Records:
 
 @pytest.fixture(scope="module")
 def records(request: pytest.FixtureRequest) -> Iterator[Records]:
-    """Starts the cases that are to be tested, all cores at once."""
+    """Starts the cases that are to be tested, on all cores that are free."""
     chosen: list[Case] = []
     for item in request.session.items:
         assert isinstance(item, pytest.Function)
