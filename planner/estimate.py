@@ -20,7 +20,8 @@ from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted import Achieved, Constants, shape_share
 from whalejax.planner.balance import even_shares
 from whalejax.planner.runs import Run
-from whalejax.planner.schedules import schedule, simulate
+from whalejax.planner.schedules import schedule
+from whalejax.planner.simulate import simulate
 from whalejax.planner.work import (
     EMBED,
     HEAD,

@@ -1,16 +1,19 @@
-"""Pipeline schedules as data: who does what at which tick, and how long it takes.
+"""Pipeline schedules as data: who does what at which tick.
 
-A schedule is rows of (tick, stage, chunk, micro-batch, action) and nothing else; cost
+A schedule is rows of (tick, stage, chunk, micro-batch, action) and little else; cost
 and memory, executors and pictures read the same rows. Whale's PreferForward is GPipe
 (Huang et al., 2019), its PreferBackward is 1F1B (PipeDream, Narayanan et al., 2019,
 made synchronous by DAPPLE, Fan et al., 2021), its PreferBackwardOptimizer holds one
-micro-batch more; interleaving is Megatron-LM's (Narayanan et al., 2021).
+micro-batch more; interleaving is Megatron-LM's (Narayanan et al., 2021); ZB-H1 splits
+the backward (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The lockstep tables
+are those of one program that runs on all stages. What they take in time is
+``simulate``'s work.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,10 +23,24 @@ from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import PlanError
 
 
-Action = Literal["forward", "backward"]
+Action = Literal["forward", "backward", "weight"]
 
-NAMES = ("gpipe", "1f1b", "1f1b-ahead", "interleaved")
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "1f1b-ahead",
+    "interleaved",
+    "zb-h1",
+    "gpipe-lockstep",
+    "1f1b-lockstep",
+)
 """Schedules that ``schedule`` builds."""
+
+SPLIT = frozenset(("zb-h1",))
+"""Schedules whose backward is in two parts."""
+
+TURN_TICKS = {"gpipe-lockstep": 1, "1f1b-lockstep": 2}
+"""Schedules whose stages wait for each other after so many ticks."""
 
 Key = tuple[int, int, Action]
 """Place along the whole pipeline, micro-batch and action: what identifies a row."""
@@ -38,7 +55,9 @@ class Row:
         stage: which stage acts; stages hold devices of their own.
         chunk: which of the stage's parts of the model, 0 where it has one.
         micro_batch: on which micro-batch.
-        action: forward or backward.
+        action: forward, backward, or weight. Where a schedule splits the backward,
+            ``backward`` is the gradient of the input alone and ``weight`` that of the
+            parameters; elsewhere ``backward`` is both.
     """
 
     tick: int
@@ -56,6 +75,9 @@ class Schedule:
         name: one of ``NAMES``.
         num_stages, num_micro_batches: its size.
         num_chunks: parts of the model on each stage.
+        splits_backward: the gradient of the parameters is an action of its own.
+        turn_ticks: ticks of a turn, at whose end all stages wait for each other; what
+            one makes another takes in a later turn. 0 where each goes on by itself.
         rows: by tick, then stage.
     """
 
@@ -63,12 +85,20 @@ class Schedule:
     num_stages: int
     num_micro_batches: int
     num_chunks: int = 1
+    splits_backward: bool = False
+    turn_ticks: int = 0
     rows: tuple[Row, ...] = ()
 
     @property
     def num_places(self) -> int:
         """Parts of the model along the whole pipeline."""
         return self.num_stages * self.num_chunks
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What every place does with every micro-batch, in this order."""
+        plain: tuple[Action, ...] = ("forward", "backward")
+        return (*plain, "weight") if self.splits_backward else plain
 
     def key(self, row: Row) -> Key:
         """What identifies a row: its place along the pipeline comes first."""
@@ -77,14 +107,21 @@ class Schedule:
     def needs(self, row: Row) -> Key | None:
         """The row whose result a row takes in, or None for the first forward.
 
-        The backward of the last place follows its own forward.
+        The backward of the last place follows its own forward, and the gradient of the
+        parameters its own backward.
         """
         place, micro_batch, action = self.key(row)
+        if action == "weight":
+            return place, micro_batch, "backward"
         if action == "forward":
             return None if place == 0 else (place - 1, micro_batch, "forward")
         if place == self.num_places - 1:
             return place, micro_batch, "forward"
         return place + 1, micro_batch, "backward"
+
+    def turn(self, row: Row) -> int:
+        """In which turn a row stands; always 0 where there are none."""
+        return row.tick // self.turn_ticks if self.turn_ticks else 0
 
     def of_stage(self, stage: int) -> tuple[Row, ...]:
         """A stage's rows in order."""
@@ -92,11 +129,16 @@ class Schedule:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, how many activations of a chunk it holds at most."""
+        """For each stage, how many activations of a chunk it holds at most.
+
+        It holds them until the last action that reads them is done: the gradient of
+        the parameters, where that is one of its own.
+        """
+        last = self.actions[-1]
         held = [0] * self.num_stages
         most = [0] * self.num_stages
         for row in self.rows:
-            held[row.stage] += 1 if row.action == "forward" else -1
+            held[row.stage] += (row.action == "forward") - (row.action == last)
             most[row.stage] = max(most[row.stage], held[row.stage])
         return tuple(most)
 
@@ -124,14 +166,15 @@ def schedule(
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         num_chunks=num_chunks,
+        splits_backward=name in SPLIT,
+        turn_ticks=TURN_TICKS.get(name, 0),
     )
-    rows = [row for stage in range(num_stages) for row in _order(empty, stage)]
-    ends = _ends(empty, rows, lambda row: 1.0, lambda row: 0.0)
-    timed = (
-        dataclasses.replace(row, tick=round(ends[empty.key(row)]) - 1) for row in rows
-    )
-    ordered = sorted(timed, key=lambda row: (row.tick, row.stage))
-    return dataclasses.replace(empty, rows=tuple(ordered))
+    if empty.turn_ticks:
+        rows = list(_in_turns(empty))
+    else:
+        rows = _earliest(empty, [_order(empty, s) for s in range(num_stages)])
+    rows.sort(key=lambda row: (row.tick, row.stage))
+    return dataclasses.replace(empty, rows=tuple(rows))
 
 
 def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
@@ -176,36 +219,43 @@ def most_in_flight(
     """
     count = num_micro_batches * num_chunks
     ahead = num_stages - stage
-    if name == "gpipe":
+    if name in ("gpipe", "gpipe-lockstep"):
         return count
     if name == "interleaved":
         return np.minimum(count, 2 * (ahead - 1) + (num_chunks - 1) * num_stages + 1)
+    if name == "zb-h1":
+        return np.minimum(count, num_stages)
+    if name == "1f1b-lockstep":
+        return np.minimum(count, 2 * ahead - 1)
     return np.minimum(count, ahead + (name == "1f1b-ahead"))
 
 
 def _order(empty: Schedule, stage: int) -> list[Row]:
-    """A stage's actions: some forwards first, then in turn, then what is left."""
+    """A stage's actions: some forwards first, then in turn, then what is left.
+
+    A split schedule begins as 1F1B does. A stage then lags behind with as many
+    gradients of parameters as there are stages before it: all hold the same number of
+    activations, and the gradients that the stages before wait for come sooner. The
+    order is fixed beforehand and suits stages that take about as long as each other:
+    a stage that waits for a forward does not fill the time with what it put off.
+    """
     count = empty.num_micro_batches * empty.num_chunks
-    first = int(
-        most_in_flight(
-            empty.name,
-            empty.num_stages,
-            stage,
-            empty.num_micro_batches,
-            empty.num_chunks,
-        )
-    )
-    forwards = [_row(empty, stage, index, "forward") for index in range(count)]
-    backwards = [_row(empty, stage, index, "backward") for index in range(count)]
-    rows = forwards[:first]
-    for index, backward in enumerate(backwards):
-        rows.append(backward)
-        rows += forwards[first + index : first + index + 1]
-    return rows
+    name = "1f1b" if empty.splits_backward else empty.name
+    sizes = empty.num_micro_batches, empty.num_chunks
+    first = int(most_in_flight(name, empty.num_stages, stage, *sizes))
+    rows = {a: [_row(empty, stage, i, a) for i in range(count)] for a in empty.actions}
+    weights = rows.get("weight", [])
+    found = rows["forward"][:first]
+    for index, backward in enumerate(rows["backward"]):
+        found.append(backward)
+        if index >= stage:
+            found += weights[index - stage : index - stage + 1]
+        found += rows["forward"][first + index : first + index + 1]
+    return found + weights[max(0, count - stage) :]
 
 
 def _row(empty: Schedule, stage: int, index: int, action: Action) -> Row:
-    """The stage's forward or backward number ``index``.
+    """The stage's forward, backward or weight gradient number ``index``.
 
     Chunks take turns, each with as many micro-batches as there are stages; backward
     they come in reverse.
@@ -217,175 +267,68 @@ def _row(empty: Schedule, stage: int, index: int, action: Action) -> Row:
         turn, within = divmod(index, stages)
         lap, chunk = divmod(turn, chunks)
         micro_batch = lap * stages + within
-    if action == "backward":
+    if action != "forward":
         chunk = chunks - 1 - chunk
     return Row(tick=0, stage=stage, chunk=chunk, micro_batch=micro_batch, action=action)
 
 
-def _ends(
-    table: Schedule,
-    rows: Sequence[Row],
-    duration: Callable[[Row], float],
-    transfer: Callable[[Row], float],
-) -> dict[Key, float]:
-    """When each row ends if every stage acts in its own order, as early as it can.
+def _earliest(empty: Schedule, orders: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows at the earliest tick, if every stage acts in its own order.
 
     Args:
-        table: whose keys and dependencies to use.
-        rows: each stage's in its order; stages in any.
-        duration: of a row.
-        transfer: from the row that it needs, before a row can begin.
+        empty: whose keys and dependencies to use.
+        orders: each stage's rows.
 
     Raises:
         ValueError: the orders wait for each other in a circle.
     """
-    queues: list[list[Row]] = [[] for _ in range(table.num_stages)]
-    for row in rows:
-        queues[row.stage].append(row)
-    at = [0] * table.num_stages
-    free = [0.0] * table.num_stages
-    ends: dict[Key, float] = {}
+    at = [0] * empty.num_stages
+    free = [0] * empty.num_stages
+    ticks: dict[Key, int] = {}
     waiting: dict[Key, int] = {}
-    ready = list(range(table.num_stages))
+    found: list[Row] = []
+    ready = list(range(empty.num_stages))
     while ready:
         stage = ready.pop()
-        while at[stage] < len(queues[stage]):
-            row = queues[stage][at[stage]]
-            needed = table.needs(row)
-            if needed is not None and needed not in ends:
+        while at[stage] < len(orders[stage]):
+            row = orders[stage][at[stage]]
+            needed = empty.needs(row)
+            if needed is not None and needed not in ticks:
                 waiting[needed] = stage
                 break
-            arrival = 0.0 if needed is None else ends[needed] + transfer(row)
-            free[stage] = max(free[stage], arrival) + duration(row)
-            key = table.key(row)
-            ends[key] = free[stage]
+            arrival = 0 if needed is None else ticks[needed] + 1
+            tick = max(free[stage], arrival)
+            key = empty.key(row)
+            ticks[key], free[stage] = tick, tick + 1
+            found.append(dataclasses.replace(row, tick=tick))
             at[stage] += 1
             if key in waiting:
                 ready.append(waiting.pop(key))
-    if len(ends) != len(rows):
+    if len(found) != sum(map(len, orders)):
         raise ValueError("the stages wait for each other in a circle")
-    return ends
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """A schedule in seconds.
-
-    Attributes:
-        step_seconds: until the last action ends.
-        ends_seconds: when each row ends, in the schedule's order.
-        busy_seconds: work of each stage.
-    """
-
-    step_seconds: float
-    ends_seconds: tuple[float, ...]
-    busy_seconds: tuple[float, ...]
-
-    @property
-    def bubble(self) -> float:
-        """Part of all stages' time in which they wait."""
-        whole = self.step_seconds * len(self.busy_seconds)
-        return 1.0 - sum(self.busy_seconds) / whole if whole else 0.0
-
-
-def simulate(
-    table: Schedule,
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    transfer_seconds: float = 0.0,
-) -> Timeline:
-    """Run a schedule in time.
-
-    Args:
-        table: the schedule.
-        forward_seconds, backward_seconds: of one micro-batch at each place along the
-            pipeline (stages × chunks, in the model's order).
-        transfer_seconds: from one place to the next, where that is another stage;
-            sending does not keep a stage from its next action.
-
-    >>> from whalejax.planner.schedules import schedule
-    >>> simulate(schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0]).step_seconds
-    12.0
-    """
-    places = table.num_places
-    for name, values in (("forward", forward_seconds), ("backward", backward_seconds)):
-        if len(values) != places:
-            raise PlanError(
-                f"{name}_seconds has {len(values)} entries; expected {places}: "
-                f"{table.num_chunks} chunks on each of {table.num_stages} stages"
-            )
-
-    def duration(row: Row) -> float:
-        place, _, action = table.key(row)
-        return (forward_seconds if action == "forward" else backward_seconds)[place]
-
-    def transfer(row: Row) -> float:
-        needed = table.needs(row)
-        other = needed is not None and needed[0] != table.key(row)[0]
-        return transfer_seconds if other and table.num_stages > 1 else 0.0
-
-    ends = _ends(table, table.rows, duration, transfer)
-    busy = [0.0] * table.num_stages
-    for row in table.rows:
-        busy[row.stage] += duration(row)
-    return Timeline(
-        step_seconds=max(ends.values()),
-        ends_seconds=tuple(ends[table.key(row)] for row in table.rows),
-        busy_seconds=tuple(busy),
-    )
-
-
-def simulate_many(
-    table: Schedule, forward: np.ndarray, backward: np.ndarray, transfer: np.ndarray
-) -> np.ndarray:
-    """``simulate`` for many times at once, the step time alone.
-
-    Args:
-        table: the schedule.
-        forward, backward: seconds at each place along the pipeline, (place, case).
-        transfer: seconds from one place to the next, (case,).
-
-    Returns:
-        Step time of every case.
-    """
-    cases = forward.shape[1]
-    free = np.zeros((table.num_stages, cases))
-    ends: dict[Key, np.ndarray] = {}
-    # By tick, every stage's rows are in its order and behind what they need.
-    for row in table.rows:
-        place, micro_batch, action = table.key(row)
-        needed = table.needs(row)
-        start = free[row.stage]
-        if needed is not None:
-            # What one reads alone is forgotten once it is read.
-            arrival = ends.pop(needed)
-            if needed[0] != place and table.num_stages > 1:
-                arrival = arrival + transfer
-            start = np.maximum(start, arrival)
-        seconds = (forward if action == "forward" else backward)[place]
-        free[row.stage] = ends[place, micro_batch, action] = start + seconds
-    found: np.ndarray = free.max(axis=0)
     return found
 
 
-def any_cut_share(
-    num_micro_batches: np.ndarray, num_stages: np.ndarray, num_chunks: np.ndarray
-) -> np.ndarray:
-    """The least time of a pipeline however its work is cut into stages.
+def _in_turns(empty: Schedule) -> Iterator[Row]:
+    """The rows of a program whose stages all run one loop.
 
-    A stage begins after those before it have done a part: with ``B`` their time for a
-    micro-batch, ``B / chunks + micro_batches * own <= step``. All of them equal gives
-    the least step.
-
-    Args:
-        num_micro_batches, num_stages, num_chunks: arrays that are alike.
-
-    Returns:
-        Shares of the time that one micro-batch takes on all stages together.
+    Of GPipe the backward mirrors the forward, as a differentiated loop does. In a turn
+    of 1F1B a stage does a forward and then a backward, each where there is one: forward
+    ``m`` in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
     """
-    laps = num_micro_batches * num_chunks
-    found: np.ndarray = 1.0 / (num_chunks * (1.0 - (1.0 - 1.0 / laps) ** num_stages))
-    return found
+    stages, count = empty.num_stages, empty.num_micro_batches
+    for stage in range(stages):
+        for index in range(count):
+            if empty.name == "gpipe-lockstep":
+                forward = index + stage
+                backward = 2 * (count + stages - 1) - 1 - forward
+            else:
+                forward = 2 * (index + stage)
+                backward = 2 * (index + 2 * (stages - 1) - stage) + 1
+            ticks = forward, backward
+            for action, tick in zip(empty.actions, ticks, strict=True):
+                row = _row(empty, stage, index, action)
+                yield dataclasses.replace(row, tick=tick)
 
 
 def problems_of(
@@ -393,37 +336,67 @@ def problems_of(
 ) -> list[str]:
     """What makes a table illegal; empty where nothing does.
 
-    Every place does every micro-batch forward and backward once, after what it needs,
-    one action a tick, holding no more activations than allowed.
+    Every place does every action with every micro-batch once, after what it needs, one
+    action a tick, holding no more activations than allowed. Where stages act in turns,
+    what comes from another stage was made in a turn before.
 
     Args:
         table: the schedule.
         most_in_flight: bound for each stage, or None for no bound.
     """
-    found = []
-    ticks: dict[Key, int] = {}
+    expected: dict[Key, None] = {
+        (place, micro_batch, action): None
+        for place in range(table.num_places)
+        for micro_batch in range(table.num_micro_batches)
+        for action in table.actions
+    }
+    found = [
+        f"{row} is none of {table.num_stages} stages × {table.num_chunks} chunks × "
+        f"{table.num_micro_batches} micro-batches × {', '.join(table.actions)}"
+        for row in table.rows
+        if table.key(row) not in expected or not 0 <= row.stage < table.num_stages
+    ]
+    if found:
+        return found
+    ticks: dict[Key, Row] = {}
     taken: set[tuple[int, int]] = set()
     for row in table.rows:
         key = table.key(row)
         if key in ticks:
-            found.append(f"{key} stands twice, at ticks {ticks[key]} and {row.tick}")
+            found.append(
+                f"{key} stands twice, at ticks {ticks[key].tick} and {row.tick}"
+            )
         if (row.stage, row.tick) in taken:
             found.append(f"stage {row.stage} acts twice at tick {row.tick}")
         taken.add((row.stage, row.tick))
-        ticks[key] = row.tick
-    for place in range(table.num_places):
-        for micro_batch in range(table.num_micro_batches):
-            keys: tuple[Key, ...] = (
-                (place, micro_batch, "forward"),
-                (place, micro_batch, "backward"),
-            )
-            found += [f"{key} is missing" for key in keys if key not in ticks]
+        ticks[key] = row
+    found += [f"{key} is missing" for key in expected if key not in ticks]
+    return [*found, *_out_of_order(table, ticks), *_too_many(table, most_in_flight)]
+
+
+def _out_of_order(table: Schedule, rows: dict[Key, Row]) -> Iterator[str]:
+    """Rows before what they need, or behind a later tick."""
+    before = 0
     for row in table.rows:
-        needed = table.needs(row)
-        if needed is not None and ticks.get(needed, row.tick) >= row.tick:
-            found.append(f"{table.key(row)} at tick {row.tick} comes before {needed}")
+        key, needed = table.key(row), table.needs(row)
+        if row.tick < before:
+            yield f"{key} at tick {row.tick} stands behind tick {before}"
+        before = max(before, row.tick)
+        source = None if needed is None else rows.get(needed)
+        if source is None:
+            continue
+        if source.tick >= row.tick:
+            yield f"{key} at tick {row.tick} comes before {needed}"
+        elif (
+            table.turn_ticks
+            and source.stage != row.stage
+            and table.turn(source) == table.turn(row)
+        ):
+            yield f"{key} stands in the same turn as {needed}, on another stage"
+
+
+def _too_many(table: Schedule, allowed: Sequence[int] | None) -> Iterator[str]:
+    """Stages that hold more activations than allowed."""
     for stage, held in enumerate(table.in_flight):
-        allowed = held if most_in_flight is None else most_in_flight[stage]
-        if held > allowed:
-            found.append(f"stage {stage} holds {held} activations, {allowed} allowed")
-    return found
+        if allowed is not None and held > allowed[stage]:
+            yield f"stage {stage} holds {held} activations, {allowed[stage]} allowed"

@@ -19,17 +19,11 @@ from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.frames import CHUNKS, SCHEDULES
-from whalejax.planner.outlook import (
-    HOLDERS,
-    PHASES,
-    PLACES,
-    TERMS,
-    Cases,
-    Group,
-)
+from whalejax.planner.outlook import HOLDERS, PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
-from whalejax.planner.schedules import any_cut_share, schedule, simulate_many
+from whalejax.planner.schedules import schedule
+from whalejax.planner.simulate import any_cut_share, simulate_many
 from whalejax.planner.terms import FETCHED, OFFLOADS
 from whalejax.planner.variants import Array
 

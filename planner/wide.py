@@ -43,8 +43,8 @@ from whalejax.planner.recompute import policy_for
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.rows import build_rows
-from whalejax.planner.schedules import any_cut_share
 from whalejax.planner.search import Request
+from whalejax.planner.simulate import any_cut_share
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array, Points, Variant, Variants
 from whalejax.planner.waiting import hosts_known

@@ -23,7 +23,8 @@ from whalejax.planner.frames import CHUNKS, ORDERS
 from whalejax.planner.layout import spec_of
 from whalejax.planner.outlook import HOLDERS, PLACES, Placement
 from whalejax.planner.priced import Links
-from whalejax.planner.schedules import schedule, simulate
+from whalejax.planner.schedules import schedule
+from whalejax.planner.simulate import simulate
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.wide import WideSearch
 

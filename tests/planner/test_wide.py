@@ -30,14 +30,9 @@ from whalejax.planner.graph import Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import (
-    any_cut_share,
-    most_in_flight,
-    schedule,
-    simulate,
-    simulate_many,
-)
+from whalejax.planner.schedules import most_in_flight, schedule
 from whalejax.planner.search import Request, Search
+from whalejax.planner.simulate import any_cut_share, simulate, simulate_many
 from whalejax.planner.wide import WideSearch
 
 
