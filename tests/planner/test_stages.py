@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whalejax.planner.plan import PlanError
-from whalejax.planner.stages import Layer, Stage, cut
+from whalejax.planner.schedules import NAMES, schedule
+from whalejax.planner.stages import Layer, Stage, cut, stages_under
 
 
 NUMBERS = st.integers(0, 9).map(float)
@@ -23,7 +24,7 @@ LAYERS = st.lists(
         transfer_seconds=NUMBERS,
     ),
     min_size=1,
-    max_size=9,
+    max_size=12,
 )
 STAGES = st.lists(
     st.builds(
@@ -68,6 +69,75 @@ def test_the_cut_equals_brute_force(layers: list[Layer], stages: list[Stage]) ->
     assert sum(found.counts) == len(layers)
     assert min(found.counts) >= 1
     assert found.slowest_seconds == pytest.approx(best)
+
+
+@given(
+    LAYERS,
+    st.sampled_from([name for name in NAMES if name != "interleaved"]),
+    st.lists(st.sampled_from([20.0, 40.0, 80.0]), min_size=1, max_size=4),
+    st.integers(1, 6),
+)
+def test_a_schedule_fills_the_stages_that_are_cut(
+    layers: list[Layer], name: str, memories: list[float], micro_batches: int
+) -> None:
+    roomy = [Stage(memory_bytes=nbytes) for nbytes in memories]
+    stages = list(stages_under(schedule(name, len(roomy), micro_batches), roomy))
+    assert [s.memory_bytes for s in stages] == memories
+    best = brute_force(layers, stages)
+    if math.isinf(best):
+        with pytest.raises(PlanError):
+            cut(layers, stages)
+        return
+    found = cut(layers, stages)
+    assert found.slowest_seconds == pytest.approx(best)
+    at = 0
+    for stage, count in zip(stages, found.counts, strict=True):
+        part = layers[at : at + count]
+        held = sum(layer.static_bytes for layer in part)
+        held += stage.in_flight * sum(layer.activation_bytes for layer in part)
+        assert held <= stage.memory_bytes
+        at += count
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("gpipe", [9, 9, 9]),
+        ("1f1b", [3, 2, 1]),
+        ("1f1b-ahead", [4, 3, 2]),
+        ("zb-h1", [3, 3, 3]),
+        ("1f1b-lockstep", [5, 3, 1]),
+    ],
+)
+def test_stages_hold_what_the_schedule_says(name: str, held: list[int]) -> None:
+    stages = [Stage(speed=2.0)] * 3
+    found = stages_under(schedule(name, 3, 9), stages)
+    assert [s.in_flight for s in found] == held
+    assert all(s.speed == 2.0 for s in found)
+
+
+def test_a_schedule_of_other_stages() -> None:
+    with pytest.raises(PlanError) as caught:
+        stages_under(schedule("interleaved", 2, 4, 2), [Stage()] * 3)
+    assert str(caught.value) == (
+        "stages under interleaved: 2 problems\n"
+        "  1. stages has 3 entries; expected 2, one for each stage of the table. Build "
+        "the table for as many\n"
+        "  2. the table has 2 parts of the model on each stage; a cut gives each stage "
+        "one. Take a schedule that does not interleave"
+    )
+
+
+def test_a_transfer_moves_the_cut_and_is_paid_behind_it() -> None:
+    seconds, transfers = (1.0, 1.0, 1.0, 1.0), (0.0, 5.0, 0.25, 0.0)
+    layers = [
+        Layer(seconds=s, transfer_seconds=t)
+        for s, t in zip(seconds, transfers, strict=True)
+    ]
+    assert cut(layers, [Stage()] * 2).counts in ((1, 3), (3, 1))
+    found = cut(layers, [Stage(), Stage(), Stage()])
+    assert found.counts == (1, 2, 1)
+    assert found.seconds == (1.0, 2.0, 1.25)
 
 
 def test_a_slow_device_gets_fewer_layers() -> None:
