@@ -34,7 +34,8 @@ class Asked:
         """Join arguments and marks.
 
         Raises:
-            PlanError: two of them contradict each other; every pair is listed.
+            PlanError: two of them contradict each other, every pair is listed; or a
+                pipeline asks for a schedule that the search cannot weigh.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}
@@ -61,6 +62,7 @@ class Asked:
                         f"{mark} asks for {name} {text}, and {where} for {other}"
                     )
         problems.raise_if_any()
+        _check_schedule(*fixed.get("schedule", ("auto", "")))
         given = {k: v for k, (v, _) in fixed.items() if v != "auto"}
         schedule, parts = (
             given.pop("schedule", None),
@@ -79,3 +81,12 @@ class Asked:
         wanted = frames.schedule == SCHEDULES.index(self.schedule)
         found: Array = wanted | (frames.stage == 1)
         return found
+
+
+def _check_schedule(name: str, where: str) -> None:
+    if name not in ("auto", *SCHEDULES):
+        raise PlanError(
+            f"{where} asks for the schedule {name}, which plans do not weigh; expected "
+            f"one of {', '.join(SCHEDULES)}. Take one of these, or leave schedule= to "
+            "the planner"
+        )

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALLOWED_NESTING: Final = "replicate > pipeline > stage > split"
-SCHEDULES: Final = ("auto", "gpipe", "1f1b")
+SCHEDULES: Final = ("auto", "gpipe", "1f1b", "1f1b-ahead", "interleaved", "zb-h1")
 
 _SCOPE: Final = re.compile(r"wh\.(replicate|split|stage|pipeline)\[([^\]/]*)\]")
 _AXIS_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -206,7 +206,11 @@ def pipeline(
     Args:
         num_stages: how many stages to find where none is marked inside.
         num_micro_batches: into how many parts the batch is cut.
-        schedule: ``"auto"``, ``"gpipe"`` or ``"1f1b"``.
+        schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` does all forwards
+            first, ``"1f1b"`` alternates and holds fewer activations, ``"1f1b-ahead"``
+            holds one more and hides transfers, ``"interleaved"`` puts several parts of
+            the model on each stage, ``"zb-h1"`` splits the backward. The planner does
+            not weigh the last and refuses it.
 
     Returns:
         A context manager that is also a decorator.

@@ -224,7 +224,7 @@ BAD_ARGUMENTS: list[tuple[Callable[[], Annotation], str]] = [
     (
         lambda: wh.pipeline(schedule="fast"),
         "pipeline(schedule='fast'): no such schedule; expected one of 'auto', "
-        "'gpipe', '1f1b'.",
+        "'gpipe', '1f1b', '1f1b-ahead', 'interleaved', 'zb-h1'.",
     ),
     (
         lambda: wh.split()(int),  # type: ignore[return-value]

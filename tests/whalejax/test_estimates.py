@@ -13,8 +13,11 @@ import pytest
 
 import whalejax as wh
 from whalejax import cli, models
+from whalejax.annotations import SCHEDULES
 from whalejax.jobs import abstract_model
+from whalejax.planner import frames
 from whalejax.planner.plan import PLAN_VERSION
+from whalejax.planner.schedules import NAMES
 
 
 # Adam promotes its count.
@@ -143,24 +146,45 @@ def test_the_command_line_estimates(
     assert document["whalejax_plan"] == PLAN_VERSION
 
 
-def test_a_pipeline_mark_is_obeyed() -> None:
-    def build(stages: int) -> wh.Plan:
-        def loss(net: Any, x: jax.Array) -> jax.Array:
-            with wh.pipeline(num_stages=stages, num_micro_batches=4, schedule="gpipe"):
-                for layer in net["layers"]:
-                    x = jnp.tanh(x @ layer["w"])
-            return jnp.mean(x)
+def pipelined(schedule: str) -> wh.Plan:
+    """The plan of eight layers on two stages under a schedule."""
 
-        w = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-        x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
-        return wh.plan(loss, {"layers": [w] * 8}, x, cluster="h100:8", runnable=False)
+    def loss(net: Any, x: jax.Array) -> jax.Array:
+        with wh.pipeline(num_stages=2, num_micro_batches=4, schedule=schedule):
+            for layer in net["layers"]:
+                x = jnp.tanh(x @ layer["w"])
+        return jnp.mean(x)
 
-    plan = build(2)
+    w = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    return wh.plan(loss, {"layers": [w] * 8}, x, cluster="h100:8", runnable=False)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-ahead", "interleaved"])
+def test_a_pipeline_mark_is_obeyed(schedule: str) -> None:
+    plan = pipelined(schedule)
     assert plan.axis_sizes["stage"] == 2
     assert plan.num_micro_batches == 4
     assert plan.beyond is not None and plan.beyond.stages is not None
-    assert plan.beyond.stages.schedule == "gpipe"
-    assert plan.beyond.stages.layers == (4, 4)
+    stages = plan.beyond.stages
+    assert stages.schedule == schedule
+    assert (stages.chunks > 1) == (schedule == "interleaved")
+    assert stages.layers == (8 // (2 * stages.chunks),) * 2 * stages.chunks
+
+
+def test_a_schedule_that_plans_do_not_weigh_is_refused() -> None:
+    with pytest.raises(wh.WhaleError) as caught:
+        pipelined("zb-h1")
+    assert str(caught.value) == (
+        "pipeline(num_micro_batches=4, num_stages=2, schedule=zb-h1) asks for the "
+        "schedule zb-h1, which plans do not weigh; expected one of 1f1b, 1f1b-ahead, "
+        "gpipe, interleaved. Take one of these, or leave schedule= to the planner"
+    )
+
+
+def test_what_may_be_asked_is_weighed_or_refused() -> None:
+    assert set(SCHEDULES) == {"auto", "zb-h1", *frames.SCHEDULES}
+    assert set(SCHEDULES) < {"auto", *NAMES}
 
 
 def test_hints_that_contradict_are_both_named() -> None:
