@@ -126,6 +126,33 @@ class Cluster:
         compiler = self.compiler.under(options)
         return dataclasses.replace(self, compiler=compiler)
 
+    def part(self, num_devices: int) -> Cluster:
+        """The first devices of it, as one of the equal parts that it is cut into.
+
+        Args:
+            num_devices: of a part; divides the devices.
+
+        Raises:
+            WhaleError: the links join no such number.
+
+        Example:
+            >>> from whalejax.meshes import cluster
+            >>> print(cluster("h100:4x8").part(16))
+            16×H100 (2 nodes of 8, nvlink + infiniband)
+        """
+        left, levels = num_devices, []
+        for level in self.levels:
+            size = math.gcd(level.size, left)
+            levels.append(dataclasses.replace(level, size=size))
+            left //= size
+        nodes, left = [], num_devices
+        for node in self.nodes:
+            if left:
+                count = min(node.count, left)
+                nodes.append(dataclasses.replace(node, count=count))
+                left -= count
+        return dataclasses.replace(self, nodes=tuple(nodes), levels=tuple(levels))
+
     def describe(self) -> str:
         """One line: the devices, the nodes or torus, and the links."""
         groups = groupby(self.nodes, key=lambda node: node.kind)

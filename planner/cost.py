@@ -44,7 +44,7 @@ class Collective:
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
         axes: mesh axes it runs over.
-        phase: forward, backward or update.
+        phase: forward, backward or update; turn for what is handed from stage to stage.
         what: gradient, activation, parameter, border, or ring for what goes round
             while something is computed.
         payload_bytes: bytes on one device, each time.
@@ -261,6 +261,20 @@ def row_flops(row: Row, hits: Mapping[str, int], s: Setting) -> Any:
     if row.kind == ATTENTION:
         times = (AHEAD * (1 + row.remat) + BEHIND) * row.product.share
     return 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+
+
+def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, Any]:
+    """A row's forward pass alone, on one device in one micro-batch.
+
+    Returns:
+        Seconds, kernels and FLOPs of products.
+    """
+    seconds, _, launches = row_seconds(row, hits, s, s.cluster.slowest)
+    if row.product is None:
+        return seconds * row.count, (launches > 0) * row.count, 0
+    times = AHEAD * row.product.share if row.kind == ATTENTION else 1.0
+    flops = 2 * math.prod(local_product(row.product, hits, s)) * times * row.count
+    return seconds * row.count, row.count, flops
 
 
 def _product_seconds(

@@ -8,43 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.planner.between import SUFFIX, Split, shared_roles, split_between
-from whalejax.planner.choices import idle_marks
-from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions, analyse
-from whalejax.planner.explain import gigabytes, leaf_note
-from whalejax.planner.graph import ATTENTION, BatchReduction, Graph
-from whalejax.planner.layout import Table
-from whalejax.planner.leaves import batch_homes, batch_specs
-from whalejax.planner.pins import unplanned_pins
+from whalejax.planner.graph import ATTENTION, Graph
 from whalejax.planner.plan import (
     BatchLeaf,
-    Candidate,
     Chosen,
-    LeafPlan,
     Plan,
     PlanError,
-    RegionTable,
     Remat,
-    RoleInfo,
 )
 from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.search import Request, Scored, Search, ranked
-from whalejax.planner.terms import ALL, UNCOUNTED_MOVES
+from whalejax.planner.terms import ALL
 from whalejax.planner.virtual_devices import check_devices
-
-
-FROZEN_SHARE = 0.01
-"""Part of a device's memory from which untrained leaves are worth a note."""
-
-KEPT_CANDIDATES = 12
-"""Weighed plans that a plan remembers."""
+from whalejax.planner.written import written
 
 
 def analysed_for(plan: Plan, graph: Graph) -> Analysed:
@@ -123,6 +107,44 @@ def decide(
             found is listed.
     """
     check_marks(graph, request.num_devices)
+    decided = decided_on(graph, cluster, request, again)
+    return written(
+        decided.analysed,
+        decided.search,
+        decided.weighed,
+        cluster,
+        request,
+        precision,
+        batch,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a search came to.
+
+    Attributes:
+        analysed: the graph that was searched.
+        search: the search.
+        weighed: its plans, of which the first is taken.
+    """
+
+    analysed: Analysed
+    search: Search
+    weighed: list[Scored]
+
+
+def decided_on(
+    graph: Graph, cluster: Cluster, request: Request, again: Again | None = None
+) -> Decided:
+    """Search; ``decide`` without the checks before and the writing after it.
+
+    Args:
+        graph, cluster, request, again: as there.
+
+    Raises:
+        PlanError: no plan fits.
+    """
     searched = _searched(graph, cluster, request, again)
     fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
     if request.sequence_parallel and not any(one.scored for _, one in searched):
@@ -133,8 +155,7 @@ def decide(
         pair for pair in searched if any(s is fitting[0] for s in pair[1].scored)
     )
     refused = ranked([s for _, one in searched for s in one.scored if not s.fits])
-    weighed = [*fitting, *refused]
-    return written(analysed, search, weighed, cluster, request, precision, batch)
+    return Decided(analysed=analysed, search=search, weighed=[*fitting, *refused])
 
 
 def _searched(
@@ -306,13 +327,12 @@ def _no_sequence(search: Search) -> str:
     return f"sequence_parallel=True: {why}. Leave it to the planner, or drop it"
 
 
-def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> None:
+def check_marks(graph: Graph, num_devices: int) -> None:
     """Refuse marks that nothing can obey.
 
     Args:
         graph: the captured loss.
         num_devices: to use.
-        pipelines: ``pipeline`` marks are taken; ``stage`` marks are not.
 
     Raises:
         PlanError: every problem is listed.
@@ -326,251 +346,10 @@ def check_marks(graph: Graph, num_devices: int, *, pipelines: bool = False) -> N
     marked = [g for g in graph.task_graphs if g.marks]
     if marked:
         check_devices(marked, num_devices, problems)
-    kinds = ("stage",) if pipelines else ("stage", "pipeline")
-    staged = [g.name for g in marked if any(m.kind in kinds for m in g.marks)]
-    if staged and pipelines:
+    staged = [g.name for g in marked if any(m.kind == "stage" for m in g.marks)]
+    if staged:
         problems.add(
-            f"{', '.join(staged)}: stage marks say where to cut, and estimates find "
-            "the cut themselves. Remove them; pipeline(num_stages=…) is obeyed"
-        )
-    elif staged:
-        problems.add(
-            f"{', '.join(staged)}: stage and pipeline were read and are well formed, "
-            "but this version of WhaleJAX cannot run pipelines. Remove these marks; "
-            "replicate and split run"
+            f"{', '.join(staged)}: stage marks say where to cut, and plans still cut "
+            "where they find it best. Remove them; pipeline(num_stages=…) is obeyed"
         )
     problems.raise_if_any()
-
-
-def written(
-    analysed: Analysed,
-    search: Search,
-    weighed: list[Scored],
-    cluster: Cluster,
-    request: Request,
-    precision: str,
-    batch: Sequence[BatchLeaf],
-) -> Plan:
-    """The plan of the first of some scored ones; the others are its candidates."""
-    best = weighed[0]
-    graph, dims = analysed.graph, analysed.dims
-    there = search.hosting.there(best.layouts, best.offload)
-    leaves = tuple(
-        dataclasses.replace(
-            leaf, hosted=hosted, note=leaf_note(leaf, tensor, best.mesh, dims)
-        )
-        for leaf, tensor, hosted in zip(best.leaves, graph.params, there, strict=True)
-    )
-    storage_axes = [a for a in ("data", "fsdp") if best.mesh[a] > 1]
-    names = tuple(dims.roles[r].name for r in search.facts.storage)
-    return Plan(
-        model_hash=graph.model_hash,
-        cluster=cluster,
-        axes=tuple((a, n) for a, n in best.mesh.items() if n > 1),
-        num_micro_batches=best.num_micro_batches,
-        zero=best.zero,
-        remat=best.remat,
-        offload=best.offload,
-        sequence_parallel=best.sequence_parallel,
-        attention=best.attention,
-        loss_chunks=best.loss_chunks,
-        precision=precision,
-        default=request.default or "",
-        roles=role_infos(dims),
-        compute=region_tables(analysed, best.tables, best.mesh),
-        storage=tuple((axis, names) for axis in storage_axes),
-        leaves=leaves,
-        batch=batch_layouts(analysed, best.tables, best.mesh, batch),
-        collectives=tuple(c for c in best.collectives if c.count),
-        time=best.time,
-        memory=best.memory,
-        candidates=_candidates(search, weighed),
-        notes=_notes(analysed, search, best, leaves),
-        product_flops=search.product_flops(best),
-    )
-
-
-def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
-    """The logical dimensions, for a plan."""
-    return tuple(
-        RoleInfo(name=r.name, size=r.size, aliases=r.aliases, unshardable=r.unshardable)
-        for r in dims.roles
-    )
-
-
-def region_tables(
-    analysed: Analysed, tables: Mapping[int, Table], mesh: Mapping[str, int]
-) -> tuple[RegionTable, ...]:
-    """Compute tables in names, for a plan."""
-    dims = analysed.dims
-    return tuple(
-        RegionTable(
-            task_graph=analysed.graph.task_graphs[index].name,
-            marks=tuple(str(m) for m in analysed.graph.task_graphs[index].marks),
-            axes=tuple(
-                (axis, tuple(dims.roles[r].name for r in table.get(axis, ())))
-                for axis, size in mesh.items()
-                if size > 1
-            ),
-        )
-        for index, table in tables.items()
-    )
-
-
-def batch_layouts(
-    analysed: Analysed,
-    tables: Mapping[int, Table],
-    mesh: Mapping[str, int],
-    batch: Sequence[BatchLeaf],
-) -> tuple[BatchLeaf, ...]:
-    """Leaves of the batch with their layouts."""
-    homes = batch_homes(analysed.graph)
-    specs = batch_specs(homes, analysed.dims, tables, mesh)
-    return tuple(
-        dataclasses.replace(leaf, spec=spec)
-        for leaf, spec in zip(batch, specs, strict=True)
-    )
-
-
-def _candidates(search: Search, weighed: list[Scored]) -> tuple[Candidate, ...]:
-    best = weighed[0]
-    found: dict[str, Candidate] = {}
-    for s in (s for s in weighed if s.fits):
-        slower = s.time.step_seconds - best.time.step_seconds
-        if s is best:
-            verdict = "chosen"
-        elif slower > 0:
-            verdict = f"{slower * 1e3:.2f} ms slower ({_deciding_term(best, s)})"
-        else:
-            verdict = "equally fast, more memory or communication"
-        found.setdefault(s.layout, _candidate(s, verdict))
-    limit = search.cluster.memory_bytes
-    for s in (s for s in weighed if not s.fits):
-        over = s.memory.total_bytes - limit
-        text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
-        found.setdefault(s.layout, _candidate(s, text))
-    kept = list(found.values())
-    refused = [c for c in kept if c.verdict.startswith("lacks")][:4]
-    return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
-
-
-def _candidate(s: Scored, verdict: str) -> Candidate:
-    return Candidate(
-        layout=s.layout,
-        time=s.time,
-        memory=s.memory,
-        fits=s.fits,
-        verdict=verdict,
-    )
-
-
-def _deciding_term(best: Scored, other: Scored) -> str:
-    """The term of time by which the other loses most."""
-    names = [f.name for f in dataclasses.fields(best.time)]
-    worst = max(names, key=lambda n: getattr(other.time, n) - getattr(best.time, n))
-    return worst.removesuffix("_seconds")
-
-
-def _notes(
-    analysed: Analysed, search: Search, best: Scored, leaves: Sequence[LeafPlan]
-) -> tuple[str, ...]:
-    graph, dims = analysed.graph, analysed.dims
-    notes = [
-        f"no rule for the primitive {name!r}: everything around it stays whole"
-        for name in graph.unknown_primitives
-    ]
-    marked = [g for g in graph.task_graphs if g.marks]
-    idle = idle_marks(graph, search.options)
-    if len(marked) > len(idle):
-        notes.append(f"{len(marked) - len(idle)} marked TaskGraphs obeyed")
-    notes += [*idle, *unplanned_pins(graph, best.mesh)]
-    named = dict.fromkeys(name for t in graph.params for name in t.names if name)
-    if named:
-        notes.append(
-            f"the metadata names the dimensions {', '.join(named)}; a name that means "
-            "a mesh axis belongs into axis_names="
-        )
-    frozen = search.request.state_bytes
-    if frozen > FROZEN_SHARE * search.cluster.memory_bytes:
-        notes.append(
-            f"what is not trained stays whole on every device: {gigabytes(frozen)}"
-        )
-    minor = sorted(dims.roles[r].name for r in _unsaid(analysed, search, best))
-    if minor and best.mesh["tensor"] > 1:
-        notes.append(
-            f"not expressible as a PartitionSpec (minor part of a fused dimension): "
-            f"{', '.join(minor)}"
-        )
-    if best.num_micro_batches > 1:
-        notes.extend(
-            _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
-        )
-    notes += _torus_notes(search, best)
-    if best.offload and not search.hosting.counted:
-        notes.append(UNCOUNTED_MOVES)
-    whole = [leaf for leaf in leaves if leaf.note]
-    if whole:
-        names = ", ".join(leaf.path for leaf in whole[:3])
-        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-        notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
-    return tuple(notes)
-
-
-def _torus_notes(search: Search, best: Scored) -> list[str]:
-    """Storage axes over whose piece of the torus the compiler reduces whole.
-
-    Args:
-        search: with the cluster.
-        best: the plan.
-    """
-    axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
-    found = []
-    for axis in axes:
-        parts = axis_parts((axis,), best.mesh, search.cluster)
-        if runs_as("reduce-scatter", parts, search.cluster) != "all-reduce":
-            continue
-        gathers = runs_as("all-gather", parts, search.cluster) == "all-reduce"
-        also = " and gathers parameters by all-reduces too" if gathers else ""
-        found.append(
-            f"{axis} {best.mesh[axis]} spans all chips of a torus, over which this "
-            f"compiler reduces gradients whole{also}, with twice the traffic: a tensor "
-            "or expert axis beside it avoids that"
-        )
-    return found
-
-
-def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:
-    """Roles that no PartitionSpec names, and nothing else of their dimension is cut."""
-    axes = ("expert", "tensor")
-    cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
-    return {
-        role
-        for t in analysed.graph.params
-        for atoms in analysed.dims.layouts[t.id]
-        for role in search.options.minor & set(atoms[1:])
-        if cut.isdisjoint(atoms)
-    }
-
-
-_PER_PART = {
-    "statistic": "its statistics over the batch are",
-    "auxiliary": "this term of the loss is not linear in the samples and is",
-    "weight": "this division by a sum over the batch is",
-}
-
-
-def _micro_batch_notes(
-    graph: Graph, reductions: Sequence[BatchReduction], count: int
-) -> list[str]:
-    """What accumulation computes per micro-batch and not over the global batch."""
-    size = graph.batch_size * graph.num_micro_batches // count
-    found: dict[str, None] = {}
-    for r in reductions:
-        remedy = "num_micro_batches=1 takes the global batch"
-        if r.what == "weight":
-            remedy = "return wh.WeightedLoss(total, weight) for the global mean"
-        found[
-            f"{r.scope or 'the loss'}: {_PER_PART[r.what]} per micro-batch of {size} "
-            f"({count} per step), as on one device with as much accumulation; {remedy}"
-        ] = None
-    return list(found)

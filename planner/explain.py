@@ -53,6 +53,7 @@ def layout_text(plan: Plan) -> str:
     own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
     own += chunk_words(plan.loss_chunks)
     own += precision_words(plan.precisions, plan.precision)
+    own += [plan.stages.words()] if plan.stages else []
     beyond = plan.beyond.words() if plan.beyond else ()
     return " · ".join([words, *own, *beyond])
 
@@ -160,7 +161,7 @@ def _collective_rows(plan: Plan) -> list[str]:
     total: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for c in plan.collectives:
-        times = c.times(plan.num_micro_batches)
+        times = plan.times(c)
         key = (c.kind, "+".join(c.axes), c.what)
         total[key] += c.payload_bytes * times
         count[key] += times

@@ -14,17 +14,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import Collective
-from whalejax.planner.decide import (
-    KEPT_CANDIDATES,
-    Again,
-    Analysed,
-    analyse_graph,
-    batch_layouts,
-    check_marks,
-    decide,
-    region_tables,
-    role_infos,
-)
+from whalejax.planner.decide import Again, Analysed, analyse_graph, check_marks, decide
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.fused import reading
@@ -49,6 +39,12 @@ from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_wo
 from whalejax.planner.waiting import hosts_known, sliced_leaves
 from whalejax.planner.weigh import pace_of, stage_layers
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
+from whalejax.planner.written import (
+    KEPT_CANDIDATES,
+    batch_layouts,
+    region_tables,
+    role_infos,
+)
 
 
 def foresee(
@@ -74,7 +70,7 @@ def foresee(
         PlanError: the marks cannot be obeyed, or nothing fits; the smallest missing
             resource is named in bytes.
     """
-    check_marks(graph, request.num_devices, pipelines=True)
+    check_marks(graph, request.num_devices)
     try:
         search = WideSearch(graph, cluster, request)
     except NoMeshError:
@@ -145,6 +141,7 @@ class _Chosen:
         self.axes = tuple((a, self.mesh[a]) for a in self.order if self.mesh[a] > 1)
         self.zero = int(f.zero[0]) if self.mesh["data"] > 1 else 0
         self.micro_batches = max(case.micro_batches)
+        self.stages = self._stages() if self.mesh["stage"] > 1 else None
         self.beyond = self._beyond()
 
     @property
@@ -158,7 +155,8 @@ class _Chosen:
             not self.zero and bool(sliced_leaves(self.search.graph))
         )
         straight = tuple(a for a, _ in self.axes) == usual
-        return plain == Beyond() and straight and waits and slices
+        whole = self.stages is None
+        return plain == Beyond() and whole and straight and waits and slices
 
     def _beyond(self) -> Beyond:
         search, case = self.search, self.case
@@ -167,7 +165,6 @@ class _Chosen:
         names = [kinds[k].name for k in case.placement.kinds]
         attention = ("all-gather", "ring")[int(f.ring[0])]
         return Beyond(
-            stages=self._stages() if self.mesh["stage"] > 1 else None,
             attention=attention if self.mesh["context"] > 1 else "",
             shares=tuple(zip(names, case.micro_batches, strict=True))
             if several
@@ -220,6 +217,7 @@ class _Chosen:
         if self.micro_batches > 1:
             words += f", {self.micro_batches} micro-batches"
         own = own_words(self.remat, self.offload, self.case.variant.sequence_parallel)
+        own += [self.stages.words()] if self.stages else []
         return ", ".join([words, *own, *self.beyond.words()])
 
     @property
@@ -269,6 +267,7 @@ def _plan(
         candidates=_candidates(search, found),
         notes=tuple(_notes(search, best)),
         runnable=False,
+        stages=best.stages,
         beyond=best.beyond,
     )
 

@@ -29,7 +29,7 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 """Version of the file format."""
 
 
@@ -149,12 +149,25 @@ class Stages:
         chunks: parts of the model on each stage.
         layers: of each part, along the model.
         kinds: device kind of each stage, where they differ.
+        turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
+            many of them some stage computes forward and backward; else 0.
     """
 
     schedule: str
-    chunks: int
+    chunks: int = 1
     layers: tuple[int, ...]
     kinds: tuple[str, ...] = ()
+    turns: int = 0
+    ahead: int = 0
+    back: int = 0
+
+    def words(self) -> str:
+        """The pipeline in a few words."""
+        layers = self.layers
+        each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
+        parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
+        on = f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
+        return f"{self.schedule}{parts}, {each} layers each{on}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +175,6 @@ class Beyond:
     """What a plan does beyond what this version runs.
 
     Attributes:
-        stages: the pipeline, if there is one.
         attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
         shares: (device kind, micro-batches) that a replica takes at most, where
             replicas differ.
@@ -170,7 +182,6 @@ class Beyond:
         gap: by which part of its time a plan among these could at most be better.
     """
 
-    stages: Stages | None = None
     attention: str = ""
     shares: tuple[tuple[str, int], ...] = ()
     covered: int = 0
@@ -179,14 +190,6 @@ class Beyond:
     def words(self) -> list[str]:
         """Each of them in a few words."""
         found = []
-        if self.stages is not None:
-            layers = self.stages.layers
-            each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
-            name = self.stages.schedule
-            if self.stages.chunks > 1:
-                name += f" of {self.stages.chunks} parts a stage"
-            on = f" on {' → '.join(dict.fromkeys(self.stages.kinds))}"
-            found.append(f"{name}, {each} layers each{on if self.stages.kinds else ''}")
         if self.attention:
             found.append(f"{self.attention} attention")
         if self.shares:
@@ -246,6 +249,7 @@ class Plan:
         candidates: what else was weighed, best first.
         notes: what a user should know.
         product_flops: of matrix products, on one device in one step; 0 in estimates.
+        stages: the pipeline, if there is one.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: options of the compiler that the step is compiled with, as
@@ -281,6 +285,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     batch_tree: str = ""
     product_flops: int = 0
+    stages: Stages | None = None
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
@@ -311,6 +316,17 @@ class Plan:
         for _, size in self.axes:
             count *= size
         return count
+
+    def times(self, collective: Collective) -> int:
+        """How often a collective of the plan runs in one step.
+
+        Stages in lockstep compute forward again before they compute backward.
+        """
+        stages, phase = self.stages, collective.phase
+        if stages is None or not stages.turns or phase == "update":
+            return collective.times(self.num_micro_batches)
+        passes = {"forward": stages.ahead + stages.back, "backward": stages.back}
+        return collective.count * passes.get(phase, stages.turns)
 
     @property
     def asked_precision(self) -> str | dict[str, str]:

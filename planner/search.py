@@ -362,7 +362,7 @@ class Search:
     def _case_time(
         self, case: _Case, count: int
     ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        s = self._setting(case.mesh, count)
+        s = self.setting(case.mesh, count)
         if count not in case.costs:
             case.costs[count] = tuple(self._costs(case.tables, s))
         return self._time(case.layouts, case.zero, count, case.costs[count], s)
@@ -436,7 +436,7 @@ class Search:
         def memory(place: int) -> MemoryTerms:
             key = counts[place], offload
             if key not in case.memories:
-                s = self._setting(case.mesh, counts[place])
+                s = self.setting(case.mesh, counts[place])
                 case.memories[key] = self._memory(case.layouts, case.tables, s, offload)
             return case.memories[key]
 
@@ -484,7 +484,8 @@ class Search:
         pairs = zip(self.request.batch_bytes, specs, strict=True)
         return sum(nbytes // shards(spec, mesh) for nbytes, spec in pairs)
 
-    def _setting(self, mesh: Mapping[str, int], count: int) -> Setting:
+    def setting(self, mesh: Mapping[str, int], count: int) -> Setting:
+        """What rows are priced under, on a mesh with so many micro-batches."""
         # The graph was traced at one part of its batch; what is searched is how many
         # parts there are in all.
         return Setting(
@@ -557,7 +558,7 @@ class Search:
 
     def product_flops(self, scored: Scored) -> int:
         """FLOPs of matrix products on one device in one step."""
-        s = self._setting(scored.mesh, scored.num_micro_batches)
+        s = self.setting(scored.mesh, scored.num_micro_batches)
         total = sum(
             row_flops(row, row_hits(row, scored.tables[row.task_graph], s), s)
             for row in self.rows.ops

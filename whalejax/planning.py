@@ -20,21 +20,25 @@ from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
+from whalejax.capture.stack import stack_of
+from whalejax.fixed import check_mesh
 from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.attended import check_rings, checked_attention
-from whalejax.planner.decide import decide
+from whalejax.planner.decide import check_marks, decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.pipelines import Piped, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.shared import STAGE
 from whalejax.planner.terms import (
     ALL,
     OFFLOADS,
@@ -235,11 +239,10 @@ class Asked:
     def plan(self) -> Plan:
         """The plan."""
         kind = _check_options(self)
-        _check_switch("sequence_parallel", self.sequence_parallel)
         options = checked_options(self.compiler_options)
-        axes = PLANNED_AXES if self.runnable else MESH_AXES
         devices, idle = self.cluster.num_devices, self.allow_idle
-        _check_mesh(self.mesh or {}, devices, idle, axes)
+        axes = PLANNED_AXES if self.runnable else MESH_AXES
+        check_mesh(self.mesh or {}, devices, idle, axes)
         adapter, captured = self._captured()
         graph, names = captured.graph, checkpoint_names(captured.jaxpr)
         remat = checked_policies(self.remat, graph, names)
@@ -269,8 +272,9 @@ class Asked:
             attention=self._attention(captured, blocks),
             loss_chunks=self._chunks(captured),
         )
+        decider, request = self._decider(captured, request)
         decided = functools.partial(
-            decide if self.runnable else foresee,
+            decider,
             graph,
             self.cluster.under(options),
             precision=self._whole,
@@ -293,6 +297,24 @@ class Asked:
             ),
             question=self,
         )
+
+    def _decider(
+        self, captured: Captured, request: Request
+    ) -> tuple[Callable[..., Plan], Request]:
+        """Who decides: the usual search, that of stages, or that of estimates."""
+        if not self.runnable:
+            return foresee, request
+        mesh = dict(self.mesh or {})
+        check_marks(captured.graph, request.num_devices)
+        piped = Piped.of(
+            captured.graph, mesh.pop(STAGE, None), request.num_micro_batches
+        )
+        count = piped.num_micro_batches
+        request = dataclasses.replace(request, mesh=mesh, num_micro_batches=count)
+        if piped.stages == 1:
+            return decide, request
+        stack_of(captured)  # refuses what cannot be shared out
+        return functools.partial(decide_stages, piped=piped), request
 
     @property
     def _whole(self) -> str:
@@ -486,6 +508,7 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
 
 
 def _check_options(asked: Asked) -> str | None:
+    _check_switch("sequence_parallel", asked.sequence_parallel)
     default, precision, zero = asked.default, asked.precision, asked.zero
     num_micro_batches = asked.num_micro_batches
     problems = Problems("wh.plan")
@@ -529,46 +552,6 @@ def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction])
         f"num_micro_batches={num_micro_batches} computes them in parts ({places}). "
         "Drop one of the two"
     )
-
-
-def _check_mesh(
-    mesh: Mapping[str, int],
-    num_devices: int,
-    allow_idle: bool,
-    axes: Sequence[str] = PLANNED_AXES,
-) -> None:
-    problems = Problems("wh.plan(mesh=…)")
-    for axis, size in mesh.items():
-        if axis not in axes:
-            problems.add(
-                f"there is no mesh axis {axis!r} to fix; expected one of "
-                f"{', '.join(axes)}"
-            )
-        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            problems.add(f"{axis} is {size!r}; expected a whole number, 1 or more")
-    problems.raise_if_any(PlanError)
-    used = math.prod(mesh.values())
-    shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-    ways = f"{num_devices} = {_products(num_devices, len(mesh))}"
-    if used > num_devices:
-        raise PlanError(
-            f"{shape} needs {used} devices; there are {num_devices}. {ways}"
-        )
-    all_fixed = all(axis in mesh for axis in axes)
-    idle = num_devices % used or (all_fixed and used != num_devices)
-    if idle and not allow_idle:
-        raise PlanError(
-            f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
-            "on purpose: allow_idle=True"
-        )
-
-
-def _products(number: int, parts: int) -> str:
-    """The first ways to write a number as a product, for a message."""
-    from whalejax.meshes.build import factorizations
-
-    ways = factorizations(number, max(2, parts))[:4]
-    return ", ".join("×".join(map(str, way)) for way in ways)
 
 
 def _cluster(cluster: Cluster | str | None) -> Cluster:

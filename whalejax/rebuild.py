@@ -154,13 +154,16 @@ def remat(equation: Any, values: Sequence[Any], body: Body, policy: Any) -> list
     return list(rebuilt(*values))
 
 
-def scan(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
+def scan(
+    equation: Any, values: Sequence[Any], body: Body, length: int | None = None
+) -> list[Any]:
     """A scan.
 
     Args:
         equation: the loop as traced.
         values: its operands: constants, carries, stacks.
         body: one turn, from constants, carries and slices to carries and slices.
+        length: how many turns, where the stacks are shorter than as traced.
     """
     parts = _compat.scan_parts(equation)
     first, second = parts.num_consts, parts.num_consts + parts.num_carries
@@ -174,7 +177,7 @@ def scan(equation: Any, values: Sequence[Any], body: Body) -> list[Any]:
         turn,
         tuple(values[first:second]),
         tuple(values[second:]),
-        length=parts.length,
+        length=parts.length if length is None else length,
         reverse=equation.params["reverse"],
         unroll=equation.params["unroll"],
     )

@@ -272,7 +272,7 @@ def _traffic(plan: Plan) -> RenderableType:
     nbytes: Counter[tuple[str, ...]] = Counter()
     times: Counter[tuple[str, ...]] = Counter()
     for c in plan.collectives:
-        count = c.times(plan.num_micro_batches)
+        count = plan.times(c)
         key = (c.kind, "+".join(c.axes), c.what)
         nbytes[key] += c.payload_bytes * count
         times[key] += count

@@ -27,14 +27,8 @@ from whalejax.losses import Job as Job
 from whalejax.lowering.away import out_of_host
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import HOST_MEMORY, named
-from whalejax.lowering.spmd import (
-    Program,
-    gradients_of,
-    losses_of,
-    owners_of,
-    update,
-    wide,
-)
+from whalejax.lowering.executor import gradients_of, losses_of
+from whalejax.lowering.spmd import Program, owners_of, update, wide
 from whalejax.matching import BatchLayout, check_same_model, mesh_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analysed_for

@@ -151,8 +151,8 @@ def test_a_mesh_of_more_devices_than_there_are(allow_idle: bool) -> None:
 def test_a_mesh_of_unknown_axes_and_sizes() -> None:
     assert refused(mesh={"model": 8, "data": 0}) == (
         "wh.plan(mesh=…): 2 problems\n"
-        "  1. there is no mesh axis 'model' to fix; expected one of data, fsdp, "
-        "expert, context, tensor\n"
+        "  1. there is no mesh axis 'model' to fix; expected one of stage, data, "
+        "fsdp, expert, context, tensor\n"
         "  2. data is 0; expected a whole number, 1 or more"
     )
 
@@ -252,8 +252,8 @@ def test_stages_are_read_and_refused() -> None:
     text = refused(loss)
     assert text.startswith("the marks cannot be obeyed: 1 problem\n  1. ")
     assert (
-        "stage and pipeline were read and are well formed, but this version of "
-        "WhaleJAX cannot run pipelines. Remove these marks; replicate and split run"
+        "stage marks say where to cut, and plans still cut where they find it best. "
+        "Remove them; pipeline(num_stages=…) is obeyed"
     ) in text
 
 
@@ -269,7 +269,7 @@ def test_stages_of_counts_that_do_not_divide() -> None:
     assert text.startswith("the marks cannot be obeyed: 2 problems\n")
     assert "one model replica takes 3 devices (" in text
     assert "which does not divide 8. Counts that do: 1, 2, 4, 8" in text
-    assert "this version of WhaleJAX cannot run pipelines" in text
+    assert "stage marks say where to cut" in text
 
 
 def test_splits_of_different_widths() -> None:
@@ -561,6 +561,6 @@ def test_a_newer_plan_file(tmp_path: Path) -> None:
     planned().save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "whalejax_plan": 99}))
     with pytest.raises(
-        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 7"
+        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 8"
     ):
         wh.Plan.load(path)

@@ -54,7 +54,7 @@ def estimate() -> wh.Plan:
 def test_a_pipeline_is_said_in_full(estimate: wh.Plan) -> None:
     assert not estimate.runnable
     assert estimate.beyond is not None
-    stages = estimate.beyond.stages
+    stages = estimate.stages
     assert stages is not None
     assert sum(stages.layers) == 12
     assert len(stages.layers) == 4 * stages.chunks
@@ -165,8 +165,8 @@ def test_a_pipeline_mark_is_obeyed(schedule: str) -> None:
     plan = pipelined(schedule)
     assert plan.axis_sizes["stage"] == 2
     assert plan.num_micro_batches == 4
-    assert plan.beyond is not None and plan.beyond.stages is not None
-    stages = plan.beyond.stages
+    assert plan.beyond is not None and plan.stages is not None
+    stages = plan.stages
     assert stages.schedule == schedule
     assert (stages.chunks > 1) == (schedule == "interleaved")
     assert stages.layers == (8 // (2 * stages.chunks),) * 2 * stages.chunks

@@ -24,9 +24,10 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import capture
 from whalejax.optimizers import optimizer_bytes
-from whalejax.planner.decide import Analysed, analyse_graph, written
+from whalejax.planner.decide import Analysed, analyse_graph
 from whalejax.planner.plan import Plan
 from whalejax.planner.search import Request, Search
+from whalejax.planner.written import written
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from whalejax.planner.decide import Analysed
 from whalejax.planner.graph import ATTENTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
+from whalejax.planner.shared import Shared, of_stage
 from whalejax.planner.waiting import waiting_values
 
 
@@ -44,6 +45,7 @@ class Constraints:
         waiting: what waits in host memory for the backward pass: position of a
             checkpointed region to numbers of its inputs, and of an equation inside one
             to numbers of its results.
+        carried: layouts of what layers hand to the next stage; empty without stages.
     """
 
     results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
@@ -59,6 +61,7 @@ class Constraints:
     rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
     chunks: int = 1
     waiting: Waiting = field(default_factory=dict)
+    carried: tuple[Spec, ...] = ()
 
 
 def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
@@ -103,7 +106,7 @@ class _Collector:
         found: dict[int, dict[int, tuple[str, ...]]] = {}
         leaves = {leaf.path: leaf for leaf in plan.leaves}
         for t in self.graph.params:
-            spec = leaves[t.path].param_spec
+            spec = of_stage(leaves[t.path].param_spec)
             layout = self.dims.layouts[t.id]
             found[t.id] = {
                 atoms[0]: axes
@@ -150,6 +153,13 @@ class _Collector:
             regathers=frozenset(self.regathers),
             rings=self.rings,
             chunks=self.chunks,
+        )
+
+    def carried(self) -> tuple[Spec, ...]:
+        """Layouts of what layers hand on."""
+        return tuple(
+            self._spec(t, self.tables[self.home.get(t, 0)])
+            for t in Shared.of(self.graph).carried
         )
 
     def _pass_homes(
@@ -259,7 +269,10 @@ def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constr
         analysed: a trace of the same model, analysed.
         captured: that trace.
     """
-    found = _Collector(plan, analysed, captured.outputs).collect()
+    collector = _Collector(plan, analysed, captured.outputs)
+    found = collector.collect()
+    if plan.stages is not None:
+        found = replace(found, carried=collector.carried())
     if "activations" not in plan.offload:
         return found
     waiting = _waiting(analysed.graph, captured.outputs, captured.given)

@@ -7,9 +7,9 @@ and what has a derivative rule of its own is bound as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -21,6 +21,7 @@ from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
 from whalejax.lowering.ring import attend
+from whalejax.lowering.staged import in_stages
 from whalejax.meshes.build import partition_spec
 from whalejax.planner.layout import Spec
 
@@ -91,6 +92,32 @@ def with_waiting(policy: Any) -> Any:
     return kept
 
 
+class Part(Protocol):
+    """What runs in place of a scan over layers, on some of them."""
+
+    @property
+    def position(self) -> Position:
+        """Where the scan stands."""
+        ...
+
+    def through(
+        self, equation: Any, values: Sequence[Any], scan: Callable[..., list[Any]]
+    ) -> list[Any]:
+        """What the scan gives.
+
+        Args:
+            equation: the scan as traced.
+            values: its operands.
+            scan: runs it, from operands, of which stacks may be shorter, and the number
+                of turns.
+        """
+        ...
+
+    def beyond(self, value: Any) -> Any:
+        """A value, as what stands behind the scan reads it."""
+        ...
+
+
 @dataclass(slots=True)
 class _Scope:
     """One jaxpr being run: its position, its values, and layouts already made."""
@@ -98,6 +125,7 @@ class _Scope:
     constraints: Constraints
     mesh: Mesh
     position: Position
+    part: Part | None = None
     looped: bool = False
     recomputed: bool = False
     values: dict[Any, Any] = field(default_factory=dict)
@@ -147,6 +175,7 @@ def evaluate(
     *,
     looped: bool = False,
     recomputed: bool = False,
+    part: Part | None = None,
 ) -> list[Any]:
     """Run a jaxpr with constraints.
 
@@ -158,12 +187,13 @@ def evaluate(
         position: where the jaxpr stands in the outermost one.
         looped: it is the body of a loop, or in one.
         recomputed: it is a checkpointed region of the user's, or in one.
+        part: of the layers, where not all are run.
 
     Returns:
         Its outputs.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
-    scope = _Scope(constraints, mesh, position, looped, recomputed)
+    scope = _Scope(constraints, mesh, position, part, looped, recomputed)
     scope.values.update(zip(body.constvars, constants, strict=True))
     scope.values.update(zip(body.invars, arguments, strict=True))
     for index, equation in enumerate(body.eqns):
@@ -193,6 +223,8 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = _scan(scope, equation, values, (*position, 0))
         elif kind == "cond":
             results = _cond(scope, equation, values, position)
+        elif scope.constraints.carried and (found := in_stages(equation, values)):
+            results = found
         else:
             results = _bound(scope, equation, values, slots, position)
     waits = scope.constraints.waiting.get(position, ()) if kind is None else ()
@@ -367,7 +399,16 @@ def _scan(
     def body(arguments: Sequence[Any]) -> list[Any]:
         return _inner(scope, inner, arguments, position, looped=True)
 
-    return rebuild.scan(equation, values, body)
+    def scan(values: Sequence[Any], length: int | None = None) -> list[Any]:
+        return rebuild.scan(equation, values, body, length)
+
+    part = scope.part
+    if part is None or part.position != position[:-1]:
+        return scan(values)
+    results = part.through(equation, values, scan)
+    scope.values = {atom: part.beyond(value) for atom, value in scope.values.items()}
+    scope.moved.clear()
+    return results
 
 
 def _cond(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from whalejax import _compat
 from whalejax.lowering.away import Away
 from whalejax.lowering.constraints import Constraints
-from whalejax.lowering.evaluate import evaluate, named
+from whalejax.lowering.evaluate import Part, evaluate, named
 from whalejax.lowering.streamed import Follower, streamable, streamed
 from whalejax.optimizers import followed
 from whalejax.planner.layout import Spec
@@ -95,9 +95,20 @@ class Program:
         ]
 
     def loss(
-        self, params: Sequence[Any], rest: Any, batch: Sequence[Any], rng: Any
+        self,
+        params: Sequence[Any],
+        rest: Any,
+        batch: Sequence[Any],
+        rng: Any,
+        part: Part | None = None,
     ) -> tuple[Any, tuple[Any, Any, Any]]:
         """The traced loss of one micro-batch under the plan's constraints.
+
+        Args:
+            params, batch: flat leaves.
+            rest: what is not trained.
+            rng: a key, or None where the loss takes none.
+            part: of the layers, where not all are run.
 
         Returns:
             Total, and (weight, metrics, new rest).
@@ -110,7 +121,7 @@ class Program:
         arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
         jaxpr, constraints = self.captured.jaxpr, self.constraints
 
-        outputs = evaluate(jaxpr, arguments, constraints, self.mesh)
+        outputs = evaluate(jaxpr, arguments, constraints, self.mesh, part=part)
         total, *others = self.captured.out_tree.unflatten(outputs)
         return total, tuple(others)
 
@@ -146,9 +157,9 @@ class Program:
         return [replace(f, spec=leaves[f.fresh].optimizer_spec) for f in found]
 
 
-def _micro_batches(
+def micro_batches(
     program: Program, batch: Sequence[Any]
-) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+) -> tuple[list[Any], Callable[..., list[Any]]]:
     """Cut a global batch into micro-batches along a new leading dimension.
 
     Micro-batch ``m`` takes samples ``m, m + count, m + 2·count …``: which samples meet
@@ -160,8 +171,9 @@ def _micro_batches(
         batch: flat leaves of the global batch.
 
     Returns:
-        The leaves that are cut, and a function that takes one part of each and gives
-        the flat micro-batch; a leaf without a batch dimension is the same in all.
+        The leaves that are cut, and a function that takes one part of each (and the
+        flat batch, if another) and gives the flat micro-batch; a leaf without a batch
+        dimension is the same in all.
     """
     count = program.plan.num_micro_batches
     places = [i for i, axis in enumerate(program.batch_axes) if axis is not None]
@@ -174,8 +186,8 @@ def _micro_batches(
         found.append(jnp.moveaxis(leaf.reshape(cut), axis + 1, 0))
     specs = [((), *program.plan.batch[place].spec) for place in places]
 
-    def whole(parts: Sequence[Any]) -> list[Any]:
-        leaves = list(batch)
+    def whole(parts: Sequence[Any], others: Sequence[Any] = batch) -> list[Any]:
+        leaves = list(others)
         for place, part in zip(places, parts, strict=True):
             leaves[place] = part
         return leaves
@@ -235,7 +247,7 @@ def gradients_of(
             gradients = [wide(g) / scale for g in gradients]
         fresh = adapter.restore_keys(fresh, rest)
         gradients = program.constrain(program.constrain(gradients, stored), specs)
-        sums = _sums(program, total, weight, metrics, tuple(gradients))
+        sums = sums_of(program, total, weight, metrics, tuple(gradients))
         return sums, fresh
 
     count = program.plan.num_micro_batches
@@ -251,7 +263,7 @@ def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
     return jax.lax.with_sharding_constraint(nothing, named(spec, mesh))
 
 
-def _sums(
+def sums_of(
     program: Program, total: Any, weight: Any, metrics: Any, gradients: tuple[Any, ...]
 ) -> Sums:
     """One micro-batch's part of the sums, at float32 or more.
@@ -311,12 +323,12 @@ def losses_of(
         key = None if rng is None else jax.random.fold_in(rng, index)
         folded = adapter.fold_rest(at_step, index)
         total, (weight, metrics, _) = program.loss(params, folded, batch, key)
-        return _sums(program, total, weight, metrics, ())
+        return sums_of(program, total, weight, metrics, ())
 
     count = program.plan.num_micro_batches
     if count == 1:
         return one(0, batch)
-    parts, whole = _micro_batches(program, batch)
+    parts, whole = micro_batches(program, batch)
     all_sums = jax.lax.map(
         lambda pair: one(pair[0], whole(pair[1])), (jnp.arange(count), parts)
     )
@@ -331,7 +343,7 @@ def _accumulate(
     batch: Sequence[Any],
     count: int,
 ) -> tuple[Sums, Any]:
-    parts, whole = _micro_batches(program, batch)
+    parts, whole = micro_batches(program, batch)
     shapes, _ = jax.eval_shape(one, rest, whole([p[0] for p in parts]), 0)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     specs = [leaf.gradient_spec for leaf in program.plan.leaves]

@@ -195,7 +195,7 @@ def planned_bytes(plan: Plan) -> Counter[str]:
     found: Counter[str] = Counter()
     for c in plan.collectives:
         name = _name(c.kind, _ordered(c.axes, plan))
-        found[name] += c.payload_bytes * c.times(plan.num_micro_batches)
+        found[name] += c.payload_bytes * plan.times(c)
     return found
 
 
@@ -206,7 +206,7 @@ def _collectives(
     predicted_count: Counter[str] = Counter()
     for c in plan.collectives:
         name = _name(c.kind, _ordered(c.axes, plan))
-        predicted_count[name] += c.times(plan.num_micro_batches)
+        predicted_count[name] += plan.times(c)
     compiled: Counter[str] = Counter()
     compiled_count: Counter[str] = Counter()
     for entry in traffic:
@@ -256,7 +256,7 @@ def _unplanned(
     planned: Counter[tuple[str, int]] = Counter()
     for c in plan.collectives:
         name = _name(c.kind, _ordered(c.axes, plan))
-        planned[name, c.payload_bytes] += c.times(plan.num_micro_batches)
+        planned[name, c.payload_bytes] += plan.times(c)
     findings = []
     for found in sorted(traffic, key=lambda f: -f["payload_bytes"] * f["count"]):
         name = _name(found["kind"], _axes(found))

@@ -1,0 +1,492 @@
+"""Plans with pipeline stages alike, which one program runs in lockstep.
+
+Each stage holds an equal part of a scan over layers, on devices of its own. What one
+stage computes is the model with fewer layers, so that is what is searched, on the
+devices of one stage; the schedule's table then says how often it is done. All stages
+compute what stands before and behind the layers, as the first and the last must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import Problems
+from whalejax.planner.cost import Collective, Setting, as_run, row_ahead, row_hits
+from whalejax.planner.decide import (
+    Again,
+    Decided,
+    decided_on,
+)
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.graph import Graph
+from whalejax.planner.layout import Spec, divisors, shards, spec_of
+from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.plan import (
+    BatchLeaf,
+    Candidate,
+    LeafPlan,
+    Plan,
+    PlanError,
+    Stages,
+)
+from whalejax.planner.schedules import Schedule, schedule
+from whalejax.planner.scored import Request, Scored
+from whalejax.planner.search import Search
+from whalejax.planner.shared import STAGE, Shared
+from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.written import written
+
+
+LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
+"""Tables of stages that run one loop, by the schedule that a user names."""
+
+MOST_ROUNDS = 16
+"""Micro-batches that are weighed, for each stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piped:
+    """The pipeline that is asked for.
+
+    Attributes:
+        stages: how many; 1 for no pipeline.
+        num_micro_batches: how many, or None.
+        schedule: a key of ``LOCKSTEP``.
+    """
+
+    stages: int = 1
+    num_micro_batches: int | None = None
+    schedule: str = "1f1b"
+
+    @classmethod
+    def of(
+        cls, graph: Graph, stages: int | None, num_micro_batches: int | None
+    ) -> Piped:
+        """Join what arguments and marks ask for.
+
+        Args:
+            graph: the captured loss, with its marks.
+            stages: the size of the axis that the user fixes, or None.
+            num_micro_batches: that the user fixes, or None.
+
+        Raises:
+            PlanError: two of them contradict each other, or one cannot be run; all are
+                listed.
+        """
+        problems = Problems("the pipeline cannot be run", PlanError)
+        asked: dict[str, tuple[str, str]] = {}
+        for name, value in (
+            ("num_stages", stages),
+            ("num_micro_batches", num_micro_batches),
+        ):
+            if value is not None:
+                argument = 'mesh={"stage": …}' if name == "num_stages" else name
+                asked[name] = str(value), argument
+        marks = {m: None for g in graph.task_graphs for m in g.marks}
+        for mark in (m for m in marks if m.kind == "pipeline"):
+            for name, text in mark.attributes:
+                other, where = asked.setdefault(name, (text, str(mark)))
+                if other != text:
+                    problems.add(
+                        f"{mark} asks for {name} {text}, and {where} for {other}"
+                    )
+            if "num_stages" not in asked:
+                problems.add(
+                    f"{mark} does not say into how many stages, and plans that run do "
+                    "not find that yet. Give num_stages, or mesh={'stage': …}"
+                )
+        schedule = asked.get("schedule", ("1f1b", ""))[0]
+        if schedule not in LOCKSTEP:
+            problems.add(
+                f"the schedule {schedule} does not run yet; expected one of "
+                f"{', '.join(LOCKSTEP)}"
+            )
+        problems.raise_if_any()
+        given = {name: int(asked[name][0]) for name in asked if name != "schedule"}
+        return cls(
+            stages=given.get("num_stages", 1),
+            num_micro_batches=given.get("num_micro_batches"),
+            schedule=schedule,
+        )
+
+
+def decide_stages(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    piped: Piped,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+    again: Again | None = None,
+) -> Plan:
+    """Choose how to run a model in so many stages.
+
+    Args:
+        graph, cluster, request, precision, batch, again: as for ``decide``; the mesh
+            that the request fixes is that of one stage.
+        piped: the pipeline that is asked for.
+
+    Raises:
+        PlanError: it cannot be, or nothing fits.
+    """
+    shared, stages = Shared.of(graph), piped.stages
+    _check(shared, stages, request)
+    optimizer = request.optimizer
+    asked = replace(
+        request,
+        num_devices=request.num_devices // stages,
+        offload=(),
+        attention=(),
+        loss_chunks=1,
+        optimizer=OptimizerBytes(
+            by_path={
+                path: n // (stages if path in shared.paths else 1)
+                for path, n in optimizer.by_path.items()
+            },
+            other_bytes=optimizer.other_bytes,
+        ),
+    )
+    part = cluster.part(asked.num_devices)
+    own = shared.of_stage(graph, stages)
+
+    def of_one(remat: Remat, *kinds: Any) -> Graph:
+        assert again is not None
+        found = again(remat, *kinds)
+        return Shared.of(found).of_stage(found, stages)
+
+    found = []
+    problem: PlanError | None = None
+    for count in _counts(graph, request, stages):
+        one = replace(asked, num_micro_batches=count)
+        try:
+            decided = decided_on(own, part, one, None if again is None else of_one)
+        except PlanError as error:
+            problem = problem or error
+            continue
+        found.append(_Weighed(decided, cluster, piped))
+    if not found:
+        assert problem is not None
+        raise problem
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
+    best = min(fitting, key=lambda one: one.time.step_seconds)
+    return best.plan(request, precision, batch, graph, found)
+
+
+def _check(shared: Shared, stages: int, request: Request) -> None:
+    layers, devices = shared.length, request.num_devices
+    if stages > layers or layers % stages:
+        near = ", ".join(str(n) for n in divisors(layers) if n > 1)
+        raise PlanError(
+            f"stage is {stages}, and the model has {layers} layers, of which every "
+            f"stage holds as many; expected one of {near}"
+        )
+    if devices % stages:
+        near = ", ".join(str(n) for n in divisors(devices) if n > 1)
+        raise PlanError(
+            f"stage is {stages}, and there are {devices} devices, of which every stage "
+            f"has as many; expected one of {near}"
+        )
+    if request.offload:
+        raise PlanError(
+            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
+            "memory yet. Leave offload out, or the axis stage"
+        )
+    if (request.loss_chunks or 1) > 1:
+        raise PlanError(
+            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
+            "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
+            "micro-batches make fewer logits at once"
+        )
+    if any(kind == "ring" for _, kind in request.attention or ()):
+        raise PlanError(
+            'attention is "ring": stages do not run attention in blocks yet. Leave '
+            "attention out, or the axis stage"
+        )
+
+
+def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
+    """Numbers of micro-batches to weigh."""
+    if request.num_micro_batches is not None:
+        yield request.num_micro_batches
+        return
+    size = graph.batch_size * graph.num_micro_batches
+    yield from (n for n in divisors(size) if 1 < n <= MOST_ROUNDS * stages)
+
+
+class _Weighed:
+    """One number of micro-batches: the plan of a stage, and what all stages make of it.
+
+    Attributes:
+        decided: the search of one stage's model.
+        table: who does what when.
+        time, memory: predictions of a step.
+        collectives: those of a stage, with what goes between stages.
+    """
+
+    def __init__(self, decided: Decided, cluster: Cluster, piped: Piped) -> None:
+        self.decided = decided
+        self.cluster = cluster
+        self.shared = shared = Shared.of(decided.analysed.graph)
+        self.best: Scored = decided.weighed[0]
+        self.table: Schedule = schedule(
+            LOCKSTEP[piped.schedule], piped.stages, self.best.num_micro_batches
+        )
+        turns = {self.table.turn(row) for row in self.table.rows}
+        self.stages = Stages(
+            schedule=self.table.name,
+            layers=(shared.length,) * piped.stages,
+            turns=len(turns),
+            ahead=self._turns("forward"),
+            back=self._turns("backward"),
+        )
+        self.handed_bytes = self._handed_bytes()
+        self.collectives = (*self.best.collectives, *self._between())
+        self.time = self._time()
+        held = max(self.table.in_flight) + 4  # two on their way, two that arrived
+        memory = self.best.memory
+        self.memory: MemoryTerms = replace(
+            memory,
+            activations_bytes=memory.activations_bytes + held * self.handed_bytes,
+        )
+        self.fits = self.memory.total_bytes <= cluster.memory_bytes
+
+    def _turns(self, action: str) -> int:
+        rows = (row for row in self.table.rows if row.action == action)
+        return len({self.table.turn(row) for row in rows})
+
+    @property
+    def search(self) -> Search:
+        """The search of one stage's model."""
+        return self.decided.search
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis sizes with that of the stages, outermost first."""
+        return {STAGE: self.table.num_stages, **self.best.mesh}
+
+    def _setting(self) -> Setting:
+        """That of one stage's model."""
+        return self.search.setting(self.best.mesh, self.best.num_micro_batches)
+
+    def _handed_bytes(self) -> int:
+        """What a stage hands on of a micro-batch, on one device."""
+        s, found = self._setting(), 0
+        graph, dims = self.decided.analysed.graph, self.decided.analysed.dims
+        home = {t: op.task_graph for op in graph.ops for t in op.results}
+        for t in self.shared.carried:
+            table = self.best.tables[home.get(t, 0)]
+            spec = spec_of(dims.layouts[t], dims.sizes[t], table, self.best.mesh)
+            nbytes = graph.tensors[t].nbytes // shards(spec, self.best.mesh)
+            found += nbytes // int(s.num_micro_batches)
+        return int(found)
+
+    def _between(self) -> list[Collective]:
+        """What goes between stages: activations, and gradients of what all hold."""
+        count = len(self.shared.carried)
+        handed = Collective(
+            kind="collective-permute",
+            axes=(STAGE,),
+            phase="turn",
+            what="border",
+            payload_bytes=self.handed_bytes // max(1, count),
+            count=2 * count,
+            scope="what stages hand on",
+        )
+        found = [handed]
+        for leaf in self.best.leaves:
+            if leaf.path not in self.shared.paths:
+                nbytes = self._gradient_bytes(leaf)
+                found.append(
+                    Collective(
+                        kind="all-reduce",
+                        axes=(STAGE,),
+                        phase="update",
+                        what="gradient",
+                        payload_bytes=nbytes,
+                        count=1,
+                        scope=leaf.path,
+                    )
+                )
+        return found
+
+    def _gradient_bytes(self, leaf: LeafPlan) -> int:
+        itemsize = 8 if leaf.dtype == "float64" else 4  # summed in 32 bits or more
+        parts = int(shards(leaf.gradient_spec, self.best.mesh))
+        return math.prod(leaf.shape) * itemsize // parts
+
+    def _time(self) -> TimeTerms:
+        """All turns of a step; those beyond the micro-batches' own are the bubble."""
+        stages, count = self.stages, self.best.num_micro_batches
+        time, s = self.best.time, self._setting()
+        rows = self.search.rows.ops
+        costs = [
+            row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)
+            for row in rows
+        ]
+        ahead = TimeTerms(
+            compute_seconds=float(sum(cost[0] for cost in costs)),
+            launch_seconds=float(sum(cost[1] for cost in costs))
+            * self.cluster.slowest.launch_seconds,
+        )
+        for c in self.best.collectives:
+            if c.phase == "forward":
+                term = "border_seconds" if c.what == "border" else "activation_seconds"
+                _, seconds = as_run(c, s)
+                ahead = replace(ahead, **{term: getattr(ahead, term) + seconds})
+        once = TimeTerms(
+            update_seconds=time.update_seconds,
+            allocation_seconds=time.allocation_seconds,
+            offload_seconds=time.offload_seconds,
+        )
+        whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
+        between = [c for c in self.collectives if STAGE in c.axes]
+        handing, reducing = (
+            sum(as_run(c, whole)[1] for c in between if (c.phase == "turn") == turn)
+            for turn in (True, False)
+        )
+        both = _times(_less(time, once), 1 / count)
+        passed = _times(ahead, stages.ahead + stages.back)
+        passed += _times(both, stages.back)
+        passed += TimeTerms(border_seconds=handing * stages.turns)
+        useful = _times(ahead, 2 * count) + _times(both, count)
+        useful += TimeTerms(border_seconds=handing * count)
+        waited = passed.step_seconds - useful.step_seconds
+        return (
+            useful + once + TimeTerms(bubble_seconds=waited, gradient_seconds=reducing)
+        )
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        return f"stage {self.table.num_stages} × {self.best.layout}"
+
+    def plan(
+        self,
+        request: Request,
+        precision: str,
+        batch: Sequence[BatchLeaf],
+        graph: Graph,
+        weighed: Sequence[_Weighed],
+    ) -> Plan:
+        """Written down.
+
+        Args:
+            request: what was asked for.
+            precision: noted in the plan.
+            batch: leaves of the global batch.
+            graph: of the whole model.
+            weighed: all numbers of micro-batches, for the plan to remember.
+        """
+        decided = self.decided
+        plan = written(
+            decided.analysed,
+            decided.search,
+            decided.weighed,
+            self.cluster,
+            request,
+            precision,
+            batch,
+        )
+        shapes = {t.path: t.shape for t in graph.params}
+        roles = tuple(
+            replace(role, size=self.shared.length * self.table.num_stages)
+            if role.name in self._layer_roles()
+            else role
+            for role in plan.roles
+        )
+        return replace(
+            plan,
+            model_hash=graph.model_hash,
+            axes=((STAGE, self.table.num_stages), *plan.axes),
+            leaves=tuple(self._leaf(leaf, shapes[leaf.path]) for leaf in plan.leaves),
+            roles=roles,
+            collectives=tuple(c for c in self.collectives if c.count),
+            stages=self.stages,
+            time=self.time,
+            memory=self.memory,
+            candidates=self._candidates(weighed),
+            product_flops=self._product_flops(),
+        )
+
+    def _layer_roles(self) -> set[str]:
+        """Names of the dimension of the layers."""
+        leaves = (x for x in self.best.leaves if x.path in self.shared.paths)
+        return {name for leaf in leaves for name in leaf.roles[0]}
+
+    def _leaf(self, leaf: LeafPlan, shape: tuple[int, ...]) -> LeafPlan:
+        """A parameter of all stages."""
+        if leaf.path not in self.shared.paths:
+            return leaf
+
+        def staged(spec: Spec) -> Spec:
+            return (STAGE, *spec[0]), *spec[1:]
+
+        return replace(
+            leaf,
+            shape=shape,
+            compute_spec=staged(leaf.compute_spec),
+            param_spec=staged(leaf.param_spec),
+            gradient_spec=staged(leaf.gradient_spec),
+            optimizer_spec=staged(leaf.optimizer_spec),
+        )
+
+    def _product_flops(self) -> int:
+        """Of the fullest device: what every stage does for its micro-batches."""
+        s = self._setting()
+        ahead = sum(
+            row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)[2]
+            for row in self.search.rows.ops
+        )
+        both = self.search.product_flops(self.best) / self.best.num_micro_batches
+        stages = self.stages
+        return int((stages.ahead + stages.back) * ahead + stages.back * both)
+
+    def _candidates(self, weighed: Sequence[_Weighed]) -> tuple[Candidate, ...]:
+        order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
+        return tuple(
+            Candidate(
+                layout=one.layout,
+                time=one.time,
+                memory=one.memory,
+                fits=one.fits,
+                verdict=self._verdict(one),
+            )
+            for one in order
+        )
+
+    def _verdict(self, one: _Weighed) -> str:
+        if one is self:
+            return "chosen"
+        if not one.fits:
+            return f"needs {gigabytes(one.memory.total_bytes)} of memory"
+        slower = one.time.step_seconds / self.time.step_seconds - 1
+        return f"{slower:.1%} slower"
+
+
+def _times(terms: TimeTerms, number: float) -> TimeTerms:
+    return TimeTerms(
+        **{f.name: getattr(terms, f.name) * number for f in dataclasses.fields(terms)}
+    )
+
+
+def _less(terms: TimeTerms, other: TimeTerms) -> TimeTerms:
+    return terms + _times(other, -1)
+
+
+def _too_large(one: _Weighed) -> str:
+    need, room = one.memory.total_bytes, one.cluster.memory_bytes
+    return (
+        f"{one.layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(room)}, {gigabytes(need - room)} short: "
+        f"{gigabytes(one.memory.activations_bytes)} are activations, of which "
+        "stages keep what they were given of every micro-batch in flight. Use more "
+        "micro-batches or stages, or shard more inside a stage (fsdp, tensor)"
+    )

@@ -1,0 +1,126 @@
+"""The layers that pipeline stages alike share out, as the planner sees them.
+
+They are the turns of one scan over stacked parameters. The model of one stage is the
+whole one with fewer turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from whalejax.planner.decide import analyse_graph
+from whalejax.planner.graph import Graph
+from whalejax.planner.layers import stacked_loop
+from whalejax.planner.layout import Spec
+from whalejax.planner.plan import PlanError
+from whalejax.planner.waiting import FORMS
+
+
+STAGE = "stage"
+"""The mesh axis of stages."""
+
+NO_LAYERS = (
+    "the model has no scan over stacked layers, which stages alike share out. Write "
+    "its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis stage "
+    "out"
+)
+"""Why a model cannot be cut into stages alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What stages share out: a scan over layers.
+
+    Attributes:
+        position: where it stands.
+        paths: parameters that it slices.
+        length: how many layers.
+        carried: ids of the tensors that a layer hands to the next.
+    """
+
+    position: tuple[int, ...]
+    paths: frozenset[str]
+    length: int
+    carried: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Shared:
+        """The layers of a model.
+
+        Args:
+            graph: the captured loss.
+
+        Raises:
+            PlanError: they are no scan over stacked parameters.
+        """
+        position = stacked_loop(graph)
+        if position is None:
+            raise PlanError(NO_LAYERS)
+        source = {t.id: t for t in graph.params}
+        paths: dict[str, int] = {}
+        carried: list[int] = []
+        for op in graph.ops:
+            if op.position[: len(position)] == position and op.position != position:
+                break
+            if op.kind in FORMS and op.operands[0] in source:
+                before, after = (op.operands[0], op.results[0])
+                if graph.tensors[before].shape[:1] == graph.tensors[after].shape[:1]:
+                    source[after] = source[before]
+            if op.position != position or not op.results:
+                continue
+            stack = op.operands[0] if op.operands else op.results[0]
+            sliced = graph.tensors[stack].shape[1:]
+            if stack != op.results[0] and sliced == graph.tensors[op.results[0]].shape:
+                if stack in source:
+                    paths[source[stack].path] = source[stack].shape[0]
+            else:
+                carried += op.results
+        return cls(
+            position=position,
+            paths=frozenset(paths),
+            length=next(iter(paths.values())),
+            carried=tuple(carried),
+        )
+
+    def of_stage(self, graph: Graph, stages: int) -> Graph:
+        """The model of one stage: as many layers as it holds.
+
+        Args:
+            graph: the captured loss.
+            stages: how many there are.
+        """
+        dims = analyse_graph(graph).dims
+        stacked = {t.id for t in graph.params if t.path in self.paths}
+        layers = {dims.layouts[t][0] for t in stacked}
+        depth, inside = len(self.position), set[int]()
+        ops = []
+        for op in graph.ops:
+            within = op.position[:depth] == self.position and len(op.position) > depth
+            if within:
+                inside.update((*op.operands, *op.results))
+                op = replace(op, trip=op.trip // stages)
+            ops.append(op)
+        tensors = tuple(
+            replace(
+                t,
+                shape=tuple(
+                    size // stages if atoms in layers else size
+                    for size, atoms in zip(t.shape, dims.layouts[t.id], strict=True)
+                ),
+            )
+            for t in graph.tensors
+        )
+        kept = tuple(
+            replace(one, trip=one.trip // stages) if one.tensor in inside else one
+            for one in graph.stacked
+        )
+        return replace(graph, ops=tuple(ops), tensors=tensors, stacked=kept)
+
+
+def of_stage(spec: Spec) -> Spec:
+    """A layout as one stage sees it.
+
+    >>> of_stage((("stage", "fsdp"), ("tensor",)))
+    (('fsdp',), ('tensor',))
+    """
+    return tuple(tuple(a for a in axes if a != STAGE) for axes in spec)

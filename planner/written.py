@@ -1,0 +1,285 @@
+"""A decision written down as a Plan: tables by name, layouts, candidates and notes.
+
+Apart from the decision because it decides nothing: from what a search found it makes
+the plain data that is shown, saved and run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.choices import idle_marks
+from whalejax.planner.collectives import axis_parts, runs_as
+from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.explain import gigabytes, leaf_note
+from whalejax.planner.graph import BatchReduction, Graph
+from whalejax.planner.layout import Table
+from whalejax.planner.leaves import batch_homes, batch_specs
+from whalejax.planner.pins import unplanned_pins
+from whalejax.planner.plan import (
+    BatchLeaf,
+    Candidate,
+    LeafPlan,
+    Plan,
+    RegionTable,
+    RoleInfo,
+)
+from whalejax.planner.search import Request, Scored, Search
+from whalejax.planner.terms import UNCOUNTED_MOVES
+
+
+if TYPE_CHECKING:
+    from whalejax.planner.decide import Analysed
+
+
+FROZEN_SHARE = 0.01
+"""Part of a device's memory from which untrained leaves are worth a note."""
+
+KEPT_CANDIDATES = 12
+"""Weighed plans that a plan remembers."""
+
+
+def written(
+    analysed: Analysed,
+    search: Search,
+    weighed: Sequence[Scored],
+    cluster: Cluster,
+    request: Request,
+    precision: str,
+    batch: Sequence[BatchLeaf],
+) -> Plan:
+    """The plan of the first of some scored ones; the others are its candidates.
+
+    Args:
+        analysed: the graph that was searched.
+        search: the search.
+        weighed: its plans.
+        cluster, request: what was asked for.
+        precision: noted in the plan.
+        batch: leaves of the global batch.
+    """
+    best = weighed[0]
+    graph, dims = analysed.graph, analysed.dims
+    there = search.hosting.there(best.layouts, best.offload)
+    leaves = tuple(
+        dataclasses.replace(
+            leaf, hosted=hosted, note=leaf_note(leaf, tensor, best.mesh, dims)
+        )
+        for leaf, tensor, hosted in zip(best.leaves, graph.params, there, strict=True)
+    )
+    storage_axes = [a for a in ("data", "fsdp") if best.mesh[a] > 1]
+    names = tuple(dims.roles[r].name for r in search.facts.storage)
+    return Plan(
+        model_hash=graph.model_hash,
+        cluster=cluster,
+        axes=tuple((a, n) for a, n in best.mesh.items() if n > 1),
+        num_micro_batches=best.num_micro_batches,
+        zero=best.zero,
+        remat=best.remat,
+        offload=best.offload,
+        sequence_parallel=best.sequence_parallel,
+        attention=best.attention,
+        loss_chunks=best.loss_chunks,
+        precision=precision,
+        default=request.default or "",
+        roles=role_infos(dims),
+        compute=region_tables(analysed, best.tables, best.mesh),
+        storage=tuple((axis, names) for axis in storage_axes),
+        leaves=leaves,
+        batch=batch_layouts(analysed, best.tables, best.mesh, batch),
+        collectives=tuple(c for c in best.collectives if c.count),
+        time=best.time,
+        memory=best.memory,
+        candidates=_candidates(search, weighed),
+        notes=_notes(analysed, search, best, leaves),
+        product_flops=search.product_flops(best),
+    )
+
+
+def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
+    """The logical dimensions, for a plan."""
+    return tuple(
+        RoleInfo(name=r.name, size=r.size, aliases=r.aliases, unshardable=r.unshardable)
+        for r in dims.roles
+    )
+
+
+def region_tables(
+    analysed: Analysed, tables: Mapping[int, Table], mesh: Mapping[str, int]
+) -> tuple[RegionTable, ...]:
+    """Compute tables in names, for a plan."""
+    dims = analysed.dims
+    return tuple(
+        RegionTable(
+            task_graph=analysed.graph.task_graphs[index].name,
+            marks=tuple(str(m) for m in analysed.graph.task_graphs[index].marks),
+            axes=tuple(
+                (axis, tuple(dims.roles[r].name for r in table.get(axis, ())))
+                for axis, size in mesh.items()
+                if size > 1
+            ),
+        )
+        for index, table in tables.items()
+    )
+
+
+def batch_layouts(
+    analysed: Analysed,
+    tables: Mapping[int, Table],
+    mesh: Mapping[str, int],
+    batch: Sequence[BatchLeaf],
+) -> tuple[BatchLeaf, ...]:
+    """Leaves of the batch with their layouts."""
+    homes = batch_homes(analysed.graph)
+    specs = batch_specs(homes, analysed.dims, tables, mesh)
+    return tuple(
+        dataclasses.replace(leaf, spec=spec)
+        for leaf, spec in zip(batch, specs, strict=True)
+    )
+
+
+def _candidates(search: Search, weighed: Sequence[Scored]) -> tuple[Candidate, ...]:
+    best = weighed[0]
+    found: dict[str, Candidate] = {}
+    for s in (s for s in weighed if s.fits):
+        slower = s.time.step_seconds - best.time.step_seconds
+        if s is best:
+            verdict = "chosen"
+        elif slower > 0:
+            verdict = f"{slower * 1e3:.2f} ms slower ({_deciding_term(best, s)})"
+        else:
+            verdict = "equally fast, more memory or communication"
+        found.setdefault(s.layout, _candidate(s, verdict))
+    limit = search.cluster.memory_bytes
+    for s in (s for s in weighed if not s.fits):
+        over = s.memory.total_bytes - limit
+        text = f"lacks {gigabytes(over)} of {gigabytes(limit)} per device"
+        found.setdefault(s.layout, _candidate(s, text))
+    kept = list(found.values())
+    refused = [c for c in kept if c.verdict.startswith("lacks")][:4]
+    return (*[c for c in kept if c not in refused][:KEPT_CANDIDATES], *refused)
+
+
+def _candidate(s: Scored, verdict: str) -> Candidate:
+    return Candidate(
+        layout=s.layout,
+        time=s.time,
+        memory=s.memory,
+        fits=s.fits,
+        verdict=verdict,
+    )
+
+
+def _deciding_term(best: Scored, other: Scored) -> str:
+    """The term of time by which the other loses most."""
+    names = [f.name for f in dataclasses.fields(best.time)]
+    worst = max(names, key=lambda n: getattr(other.time, n) - getattr(best.time, n))
+    return worst.removesuffix("_seconds")
+
+
+def _notes(
+    analysed: Analysed, search: Search, best: Scored, leaves: Sequence[LeafPlan]
+) -> tuple[str, ...]:
+    graph, dims = analysed.graph, analysed.dims
+    notes = [
+        f"no rule for the primitive {name!r}: everything around it stays whole"
+        for name in graph.unknown_primitives
+    ]
+    marked = [g for g in graph.task_graphs if g.marks]
+    idle = idle_marks(graph, search.options)
+    if len(marked) > len(idle):
+        notes.append(f"{len(marked) - len(idle)} marked TaskGraphs obeyed")
+    notes += [*idle, *unplanned_pins(graph, best.mesh)]
+    named = dict.fromkeys(name for t in graph.params for name in t.names if name)
+    if named:
+        notes.append(
+            f"the metadata names the dimensions {', '.join(named)}; a name that means "
+            "a mesh axis belongs into axis_names="
+        )
+    frozen = search.request.state_bytes
+    if frozen > FROZEN_SHARE * search.cluster.memory_bytes:
+        notes.append(
+            f"what is not trained stays whole on every device: {gigabytes(frozen)}"
+        )
+    minor = sorted(dims.roles[r].name for r in _unsaid(analysed, search, best))
+    if minor and best.mesh["tensor"] > 1:
+        notes.append(
+            f"not expressible as a PartitionSpec (minor part of a fused dimension): "
+            f"{', '.join(minor)}"
+        )
+    if best.num_micro_batches > 1:
+        notes.extend(
+            _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
+        )
+    notes += _torus_notes(search, best)
+    if best.offload and not search.hosting.counted:
+        notes.append(UNCOUNTED_MOVES)
+    whole = [leaf for leaf in leaves if leaf.note]
+    if whole:
+        names = ", ".join(leaf.path for leaf in whole[:3])
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
+    return tuple(notes)
+
+
+def _torus_notes(search: Search, best: Scored) -> list[str]:
+    """Storage axes over whose piece of the torus the compiler reduces whole.
+
+    Args:
+        search: with the cluster.
+        best: the plan.
+    """
+    axes = ["fsdp", *(["data"] if best.zero >= 2 else [])]
+    found = []
+    for axis in axes:
+        parts = axis_parts((axis,), best.mesh, search.cluster)
+        if runs_as("reduce-scatter", parts, search.cluster) != "all-reduce":
+            continue
+        gathers = runs_as("all-gather", parts, search.cluster) == "all-reduce"
+        also = " and gathers parameters by all-reduces too" if gathers else ""
+        found.append(
+            f"{axis} {best.mesh[axis]} spans all chips of a torus, over which this "
+            f"compiler reduces gradients whole{also}, with twice the traffic: a tensor "
+            "or expert axis beside it avoids that"
+        )
+    return found
+
+
+def _unsaid(analysed: Analysed, search: Search, best: Scored) -> set[int]:
+    """Roles that no PartitionSpec names, and nothing else of their dimension is cut."""
+    axes = ("expert", "tensor")
+    cut = {r for t in best.tables.values() for a in axes for r in t.get(a, ())}
+    return {
+        role
+        for t in analysed.graph.params
+        for atoms in analysed.dims.layouts[t.id]
+        for role in search.options.minor & set(atoms[1:])
+        if cut.isdisjoint(atoms)
+    }
+
+
+_PER_PART = {
+    "statistic": "its statistics over the batch are",
+    "auxiliary": "this term of the loss is not linear in the samples and is",
+    "weight": "this division by a sum over the batch is",
+}
+
+
+def _micro_batch_notes(
+    graph: Graph, reductions: Sequence[BatchReduction], count: int
+) -> list[str]:
+    """What accumulation computes per micro-batch and not over the global batch."""
+    size = graph.batch_size * graph.num_micro_batches // count
+    found: dict[str, None] = {}
+    for r in reductions:
+        remedy = "num_micro_batches=1 takes the global batch"
+        if r.what == "weight":
+            remedy = "return wh.WeightedLoss(total, weight) for the global mean"
+        found[
+            f"{r.scope or 'the loss'}: {_PER_PART[r.what]} per micro-batch of {size} "
+            f"({count} per step), as on one device with as much accumulation; {remedy}"
+        ] = None
+    return list(found)

@@ -1,0 +1,149 @@
+"""The scan over layers that pipeline stages share out, found in a traced loss.
+
+Stages alike run one program: each holds some turns of the scan over stacked parameters,
+and hands what the scan carries to the next. This says where that scan stands and which
+parameters it slices, or why its turns cannot be shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax import _compat
+from whalejax.adapters_leaves import is_key
+from whalejax.planner.layers import stacked_loop
+from whalejax.planner.plan import PlanError
+from whalejax.planner.shared import NO_LAYERS
+from whalejax.planner.waiting import FORMS
+
+
+if TYPE_CHECKING:
+    from whalejax.capture.trace import Captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A scan over layers.
+
+    Attributes:
+        position: where it stands.
+        params: numbers of the parameters that it slices.
+        length: how many layers.
+    """
+
+    position: tuple[int, ...]
+    params: frozenset[int]
+    length: int
+
+
+def stack_of(captured: Captured) -> Stack:
+    """The scan over layers of a traced loss.
+
+    Args:
+        captured: the loss.
+
+    Raises:
+        PlanError: there is none whose turns pipeline stages could share out; why.
+    """
+    position = stacked_loop(captured.graph)
+    if position is None:
+        raise PlanError(NO_LAYERS)
+    if len(position) != 1:
+        raise PlanError(
+            "the scan over layers stands inside a jit, a remat or another loop; stages "
+            "share out one at the top of the loss. Take it out of there, or leave the "
+            "axis stage out"
+        )
+    (place,) = position
+    jaxpr, _ = _compat.open_jaxpr(captured.jaxpr)
+    equation = jaxpr.eqns[place]
+    reason = _obstacle(captured, jaxpr, equation)
+    if reason:
+        raise PlanError(f"stages cannot share out the layers: {reason}")
+    parts = _compat.scan_parts(equation)
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    first = parts.num_consts + parts.num_carries
+    sources = (_source(v, made) for v in equation.invars[first:])
+    count = len(captured.adapter.param_paths)
+    found = (numbers.get(v, count) for v in sources)
+    return Stack(
+        position=position,
+        params=frozenset(i for i in found if i < count),
+        length=parts.length,
+    )
+
+
+def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> str:
+    """Why turns of a scan cannot be shared out; empty where they can."""
+    parts = _compat.scan_parts(equation)
+    carried = equation.outvars[: parts.num_carries]
+    if equation.params["reverse"]:
+        return "they run from the last to the first. Turn them round"
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in carried):
+        return (
+            "their scan carries values that are no floating-point numbers beside the "
+            "activations. Give those as slices"
+        )
+    used = {v for e in jaxpr.eqns for v in e.invars if not _compat.is_literal(v)}
+    used |= {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    given = sum(v in used for v in equation.outvars[parts.num_carries :])
+    if given:
+        return (
+            f"each gives {given} values beside what it hands to the next (metrics, "
+            "auxiliary losses, statistics), which the loss reads of all. Add them up "
+            "in what is carried"
+        )
+    weights = _weights(captured, jaxpr)
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    first = parts.num_consts + parts.num_carries
+    for v in equation.invars[first:]:
+        if v in weights and _source(v, made) not in jaxpr.invars:
+            return (
+                "their parameters are stacked or changed in the loss before the scan "
+                "slices them. Store them stacked"
+            )
+    changed = next(_changed(captured, jaxpr), "")
+    if changed:
+        return (
+            f"the step changes {changed}, which is not trained: stages would each have "
+            "their own. Leave it as it is (use running statistics), or drop it"
+        )
+    return ""
+
+
+def _source(atom: Any, made: Any) -> Any:
+    """The variable that a value is, but for its type and the form of its layers."""
+    while atom in made and made[atom].primitive.name in FORMS:
+        (before,) = made[atom].invars
+        if before.aval.shape[:1] != atom.aval.shape[:1]:
+            break
+        atom = before
+    return atom
+
+
+def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
+    """Variables made of parameters alone."""
+    found = set(jaxpr.invars[: len(captured.adapter.param_paths)])
+    for equation in jaxpr.eqns:
+        inputs = [v for v in equation.invars if not _compat.is_literal(v)]
+        if inputs and found.issuperset(inputs):
+            found.update(equation.outvars)
+    return found
+
+
+def _changed(captured: Captured, jaxpr: Any) -> Iterator[str]:
+    """Leaves of what is not trained that a step changes, but for random keys."""
+    adapter = captured.adapter
+    leaves, _ = jax.tree_util.tree_flatten_with_path(adapter.rest)
+    first = len(adapter.param_paths)
+    before = jaxpr.invars[first : first + len(leaves)]
+    after: Sequence[Any] = jaxpr.outvars[len(jaxpr.outvars) - len(leaves) :]
+    for (path, leaf), old, new in zip(leaves, before, after, strict=True):
+        if new is not old and not is_key(leaf):
+            yield jax.tree_util.keystr(path)

@@ -1,0 +1,61 @@
+"""Mesh axes that a user fixes, checked before anything is searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from whalejax.meshes.problems import Problems
+from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.plan import PlanError
+
+
+def check_mesh(
+    mesh: Mapping[str, int],
+    num_devices: int,
+    allow_idle: bool,
+    axes: Sequence[str],
+) -> None:
+    """Refuse sizes of mesh axes that no mesh of so many devices has.
+
+    Args:
+        mesh: what the user fixes.
+        num_devices: there are.
+        allow_idle: some may be left without work.
+        axes: those that the search gives sizes to where they are left open.
+
+    Raises:
+        PlanError: which axis, the numbers, and what would do.
+    """
+    problems = Problems("wh.plan(mesh=…)")
+    for axis, size in mesh.items():
+        if axis not in MESH_AXES:
+            problems.add(
+                f"there is no mesh axis {axis!r} to fix; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
+        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            problems.add(f"{axis} is {size!r}; expected a whole number, 1 or more")
+    problems.raise_if_any(PlanError)
+    used = math.prod(mesh.values())
+    shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    ways = f"{num_devices} = {_products(num_devices, len(mesh))}"
+    if used > num_devices:
+        raise PlanError(
+            f"{shape} needs {used} devices; there are {num_devices}. {ways}"
+        )
+    all_fixed = all(axis in mesh for axis in axes)
+    idle = num_devices % used or (all_fixed and used != num_devices)
+    if idle and not allow_idle:
+        raise PlanError(
+            f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
+            "on purpose: allow_idle=True"
+        )
+
+
+def _products(number: int, parts: int) -> str:
+    """The first ways to write a number as a product, for a message."""
+    from whalejax.meshes.build import factorizations
+
+    ways = factorizations(number, max(2, parts))[:4]
+    return ", ".join("×".join(map(str, way)) for way in ways)
