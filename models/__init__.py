@@ -24,6 +24,8 @@ _NAMES: Final = {
     "bert-base": ("bert", "base"),
     "bert-large": ("bert", "large"),
     "bert-test": ("bert", "test"),
+    "gnmt": ("gnmt", "base"),
+    "gnmt-test": ("gnmt", "test"),
     "gpt": ("gpt", "quick"),
     "gpt-small": ("gpt", "small"),
     "gpt-medium": ("gpt", "medium"),
@@ -41,6 +43,8 @@ _NAMES: Final = {
     "moe-test": ("moe", "test"),
     "resnet50": ("resnet", "resnet50"),
     "resnet-test": ("resnet", "test"),
+    "vgg16": ("vgg", "16"),
+    "vgg-test": ("vgg", "test"),
 }
 
 

@@ -21,6 +21,9 @@ _OFFSET: Final = 3
 _NOISE: Final = 4
 _TEST_BATCH_SIZE: Final = 16
 
+IMAGE_CHANNELS: Final = 3
+"""Colours of a made-up image."""
+
 
 def generator(seed: int, step: int) -> np.random.Generator:
     """The random numbers of one step.
@@ -87,3 +90,30 @@ def lengths(step: int, size: int, *, longest: int, seed: int) -> npt.NDArray[np.
     # A key of its own: lengths must not follow from the tokens of the same step.
     draws = generator(seed + (1 << 32), step).integers(1, longest + 1, size=size)
     return np.asarray(draws, np.int64)
+
+
+def labelled_images(
+    step: int, size: int, *, side: int, classes: int, seed: int
+) -> Batch:
+    """Noise images, each shifted in one colour channel by its label.
+
+    Args:
+        step: which batch.
+        size: images in it.
+        side: their height and width, in pixels.
+        classes: number of different labels.
+        seed: which sequence of batches.
+
+    Returns:
+        ``{"images": float32[size, side, side, 3], "labels": int32[size]}``.
+
+    >>> labelled_images(0, 2, side=20, classes=40, seed=0)["images"].shape
+    (2, 20, 20, 3)
+    """
+    random = generator(seed, step)
+    labels = random.integers(0, classes, size=size).astype(np.int32)
+    shape = (size, side, side, IMAGE_CHANNELS)
+    images = random.standard_normal(shape, dtype=np.float32)
+    shift = 2.0 * labels / classes - 1.0
+    images[..., 0] += shift[:, None, None].astype(np.float32)
+    return {"images": images, "labels": labels}

@@ -21,18 +21,20 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 import whalejax as wh
-from whalejax.models._batches import Batch, default_batch_size, generator
+from whalejax.models._batches import (
+    IMAGE_CHANNELS,
+    default_batch_size,
+    labelled_images,
+)
 from whalejax.models._layers import Array, cross_entropy, when, widened
 from whalejax.models._names import change, pick
 
 
 _EXPANSION: Final = 4
-_CHANNELS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,7 @@ class ResNet(nnx.Module):
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.stem = NormedConv(
-            config, _CHANNELS, config.width, kernel=7, stride=2, rngs=rngs
+            config, IMAGE_CHANNELS, config.width, kernel=7, stride=2, rngs=rngs
         )
         blocks: list[Bottleneck] = []
         channels = config.width
@@ -224,23 +226,10 @@ def job(
     return wh.Job(
         loss_fn=loss_fn,
         make_model=lambda key: ResNet(config, rngs=nnx.Rngs(key)),
-        batch=lambda step, count: image_batch(config, step, count, seed=seed),
+        batch=lambda step, count: labelled_images(
+            step, count, side=config.image_size, classes=config.classes, seed=seed
+        ),
         optimizer=optax.sgd(learning_rate, momentum=0.9),
         batch_size=default_batch_size(size, batch_size, 64),
         name=size if size == "resnet50" else f"resnet-{size}",
     )
-
-
-def image_batch(config: ResNetConfig, step: int, size: int, *, seed: int) -> Batch:
-    """Noise images, each shifted in one colour channel by its label.
-
-    >>> image_batch(SIZES["test"], 0, 2, seed=0)["labels"].shape
-    (2,)
-    """
-    random = generator(seed, step)
-    labels = random.integers(0, config.classes, size=size).astype(np.int32)
-    shape = (size, config.image_size, config.image_size, _CHANNELS)
-    images = random.standard_normal(shape, dtype=np.float32)
-    shift = 2.0 * labels / config.classes - 1.0
-    images[..., 0] += shift[:, None, None].astype(np.float32)
-    return {"images": images, "labels": labels}

@@ -26,7 +26,7 @@ def make() -> resnet.ResNet:
 
 @pytest.fixture
 def batch() -> Any:
-    return resnet.image_batch(TEST, 0, 16, seed=0)
+    return resnet.job("test").batch_at(0)
 
 
 def test_a_loss_call_updates_the_running_statistics(batch: Any) -> None:

@@ -20,11 +20,14 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "resnet-test": {},
     "mlp-test": {"learning_rate": 1e-2},
     "moe-test": {"warmup_steps": 1, "learning_rate": 2e-3},
+    "gnmt-test": {"warmup_steps": 1, "learning_rate": 1e-2},
+    "vgg-test": {},
 }
-# One layer compiles in half the time of two.
+# One layer compiles in half the time of two, and two in that of three.
 SHALLOW: Final[dict[str, dict[str, Any]]] = {
-    name: {"layers": 1} if name in ("gpt-test", "bert-test", "moe-test") else {}
-    for name in FAMILIES
+    **{name: {} for name in FAMILIES},
+    **{name: {"layers": 1} for name in ("gpt-test", "bert-test", "moe-test")},
+    "gnmt-test": {"layers": 2},
 }
 STEPS: Final = 12
 
@@ -62,6 +65,8 @@ MARKS: Final = {
     "resnet-test": {"wh.replicate[]", "wh.split[]"},
     "mlp-test": {"wh.replicate[]", "wh.split[]"},
     "moe-test": {"wh.split[axis=experts]"},
+    "gnmt-test": {"wh.replicate[]", "wh.split[]"},
+    "vgg-test": {"wh.replicate[]", "wh.split[]"},
 }
 
 
