@@ -35,12 +35,18 @@ _NAMES: Final = {
     "llama-70b": ("llama", "70b"),
     "llama-405b": ("llama", "405b"),
     "llama-test": ("llama", "test"),
+    "m6-10b": ("m6", "10b"),
+    "m6-test": ("m6", "test"),
     "mlp": ("mlp", "default"),
     "mlp-test": ("mlp", "test"),
     "moe": ("moe", "small"),
     "moe-test": ("moe", "test"),
     "resnet50": ("resnet", "resnet50"),
     "resnet-test": ("resnet", "test"),
+    "t5-small": ("t5", "small"),
+    "t5-base": ("t5", "base"),
+    "t5-large": ("t5", "large"),
+    "t5-test": ("t5", "test"),
 }
 
 

@@ -27,7 +27,17 @@ def test_every_name_is_a_job_with_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bert-test", "gpt-test", "mlp-test", "moe-test", "resnet-test", "gpt"]
+    "name",
+    [
+        "bert-test",
+        "gpt-test",
+        "m6-test",
+        "mlp-test",
+        "moe-test",
+        "resnet-test",
+        "t5-test",
+        "gpt",
+    ],
 )
 def test_a_batch_depends_on_its_step_alone(name: str) -> None:
     first, second = models.job(name), models.job(name)

@@ -20,10 +20,12 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "resnet-test": {},
     "mlp-test": {"learning_rate": 1e-2},
     "moe-test": {"warmup_steps": 1, "learning_rate": 2e-3},
+    "t5-test": {"learning_rate": 5e-2},
+    "m6-test": {"learning_rate": 5e-2},
 }
 # One layer compiles in half the time of two.
 SHALLOW: Final[dict[str, dict[str, Any]]] = {
-    name: {"layers": 1} if name in ("gpt-test", "bert-test", "moe-test") else {}
+    name: {} if name in ("resnet-test", "mlp-test") else {"layers": 1}
     for name in FAMILIES
 }
 STEPS: Final = 12
@@ -62,6 +64,8 @@ MARKS: Final = {
     "resnet-test": {"wh.replicate[]", "wh.split[]"},
     "mlp-test": {"wh.replicate[]", "wh.split[]"},
     "moe-test": {"wh.split[axis=experts]"},
+    "t5-test": {"wh.replicate[]", "wh.split[]"},
+    "m6-test": {"wh.replicate[]", "wh.split[]"},
 }
 
 

@@ -1,0 +1,73 @@
+"""T5 and M6 are planned, and what is planned computes what one device does."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import pytest
+
+import whalejax as wh
+import whalejax.models as models
+from tests.equality import FLOAT64_TOLERANCE, OneDevice, check, on_one_device
+from whalejax import cli
+
+
+NAMES: Final = ("t5-test", "m6-test")
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "data": {"mesh": {"data": 2}},
+    "tensor": {"mesh": {"tensor": 2}, "default": wh.split()},
+}
+
+
+@functools.cache
+def reference(name: str) -> OneDevice:
+    """One layer of each stack with dropout, in float64."""
+    job = models.job(name, layers=1, dtype="float64", param_dtype="float64")
+    return on_one_device(job)
+
+
+@pytest.mark.relaxed_promotion  # Flax's norms compare float64 with float32
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_one_device(name: str, layout: str) -> None:
+    with jax.enable_x64(True):
+        found = check(reference(name), devices=2, **LAYOUTS[layout])
+    assert found.error < FLOAT64_TOLERANCE, found.worst_path
+    sharded = {
+        axis for leaf in found.plan.leaves for dim in leaf.param_spec for axis in dim
+    }
+    assert sharded == ({"tensor"} if layout == "tensor" else set())
+
+
+def planned(name: str, cluster: str, **options: Any) -> wh.Plan:
+    job = models.job(name)
+    model = jax.eval_shape(job.make_model, jax.random.key(0))
+    batch = job.batch_at(0)
+    return wh.plan(
+        job.loss_fn,
+        model,
+        batch,
+        optimizer=job.optimizer,
+        cluster=wh.cluster(cluster),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", [*NAMES, "m6-10b"])
+def test_is_planned(name: str) -> None:
+    plan = planned(name, "h100:8")
+    paths = {leaf.path for leaf in plan.leaves}
+    assert any("encoder" in path for path in paths)
+    assert any("decoder" in path for path in paths)
+
+
+def test_is_planned_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    words = ("plan", "t5-test", "--cluster", "h100:8", "-o", str(path))
+    assert cli.main(words) == 0, capsys.readouterr().err
+    assert wh.Plan.load(path).leaves
