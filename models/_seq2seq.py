@@ -43,6 +43,7 @@ class Seq2SeqConfig:
         longest_distance: that the last bucket of a direction would reach.
         dropout_rate: after embeddings and last norms, on attention weights, inside the
             feed-forward layers and before each addition.
+        scan_layers: stack the parameters of a stack's layers and scan over them.
         annotated: put the marks in.
         dtype: compute dtype; follows parameters and inputs where None.
         param_dtype: dtype of the parameters.
@@ -59,6 +60,7 @@ class Seq2SeqConfig:
     buckets: int = 32
     longest_distance: int = 128
     dropout_rate: float = 0.1
+    scan_layers: bool = False
     annotated: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
@@ -326,11 +328,14 @@ class Encoder(nn.Module):
         """
         config = self.config
         bias = RelativeBias(config, bidirectional=True, name="distance")(x.shape[1])
-        x = dropped(config, x, deterministic)
-        for i in range(config.layers):
-            x = EncoderLayer(config, name=f"layer_{i}")(
-                x, padding[:, None, None, :], bias, deterministic=deterministic
-            )
+        x = through_layers(
+            EncoderLayer,
+            config,
+            dropped(config, x, deterministic),
+            padding[:, None, None, :],
+            bias,
+            deterministic=deterministic,
+        )
         return dropped(config, norm(config, "norm")(x), deterministic)
 
 
@@ -357,17 +362,53 @@ class Decoder(nn.Module):
         config, length = self.config, x.shape[1]
         bias = RelativeBias(config, bidirectional=False, name="distance")(length)
         earlier = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        x = dropped(config, x, deterministic)
-        for i in range(config.layers):
-            x = DecoderLayer(config, name=f"layer_{i}")(
-                x,
-                memory,
-                padding[:, None, None, :],
-                earlier,
-                bias,
-                deterministic=deterministic,
-            )
+        x = through_layers(
+            DecoderLayer,
+            config,
+            dropped(config, x, deterministic),
+            memory,
+            padding[:, None, None, :],
+            earlier,
+            bias,
+            deterministic=deterministic,
+        )
         return dropped(config, norm(config, "norm")(x), deterministic)
+
+
+def through_layers(
+    layer: Callable[..., Any],
+    config: Seq2SeqConfig,
+    x: Array,
+    *context: Array,
+    deterministic: bool,
+) -> Array:
+    """The residual stream after all layers of a stack.
+
+    Args:
+        layer: the class of the layers.
+        config: the model's configuration.
+        x: the residual stream, ``[batch, sequence, embed]``.
+        context: what every layer is given besides.
+        deterministic: leave dropout out.
+    """
+    if not config.scan_layers:
+        for i in range(config.layers):
+            made = layer(config, name=f"layer_{i}")
+            x = made(x, *context, deterministic=deterministic)
+        return x
+
+    def body(module: Any, x: Array, *context: Array) -> tuple[Array, None]:
+        return module(x, *context, deterministic=deterministic), None
+
+    scanned: Any = nn.scan(
+        body,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=nn.broadcast,
+        length=config.layers,
+    )
+    y: Array = scanned(layer(config, name="layers"), x, *context)[0]
+    return y
 
 
 def kinds(config: Seq2SeqConfig) -> dict[str, Any]:

@@ -75,6 +75,7 @@ SIZES: Final[Mapping[str, M6Config]] = {
         head_dim=128,
         mlp=12_800,
         layers=24,
+        scan_layers=True,
     ),
     "test": M6Config(
         vocab=512,

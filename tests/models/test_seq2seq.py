@@ -144,6 +144,55 @@ def test_samples_drop_independently(name: str) -> None:
     assert (found[0] != found[1]).any()
 
 
+def stacked(tree: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The parameters or gradients of separate layers in the shape of scanned ones."""
+    found = dict(tree)
+    for stack in ("encoder", "decoder"):
+        rest = dict(tree[stack])
+        each = [rest.pop(f"layer_{i}") for i in range(layers)]
+        rest["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        found[stack] = rest
+    return found
+
+
+@BOTH
+def test_scanned_layers_compute_the_same(name: str) -> None:
+    module, batch = MODULES[name], batch_of(name)
+
+    def total(config: Any, params: Any) -> Any:
+        loss_fn = module.make_loss(config, deterministic=True)
+        return loss_fn({"params": params}, batch, fast_key(0)).total
+
+    config, params = module.SIZES["test"], variables(name)["params"]
+    loss, gradients = jax.jit(jax.value_and_grad(functools.partial(total, config)))(
+        params
+    )
+    scanned = replace(config, scan_layers=True)
+    found, found_gradients = jax.jit(
+        jax.value_and_grad(functools.partial(total, scanned))
+    )(stacked(params, config.layers))
+    made = jax.eval_shape(functools.partial(module.make_model, scanned), fast_key(0))
+    assert jax.tree.structure(made["params"]) == jax.tree.structure(found_gradients)
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    expected = stacked(gradients, config.layers)
+    for path, leaf in jax.tree.leaves_with_path(found_gradients):
+        wanted = functools.reduce(lambda tree, step: tree[step.key], path, expected)
+        scale = float(jnp.abs(wanted).max())
+        np.testing.assert_allclose(leaf, wanted, atol=1e-5 * scale, err_msg=str(path))
+
+
+@BOTH
+def test_scanned_layers_differ_at_first_and_in_dropout(name: str) -> None:
+    module = MODULES[name]
+    config = replace(module.SIZES["test"], scan_layers=True, dropout_rate=0.5)
+    made = jax.jit(functools.partial(module.make_model, config))(fast_key(0))
+    kernel = made["params"]["encoder"]["layers"]["mlp"]["up"]["kernel"]
+    assert (kernel[0] != kernel[1]).all()
+    loss_fn = jax.jit(module.make_loss(config))
+    one, other = (loss_fn(made, batch_of(name), fast_key(i)).total for i in (1, 2))
+    assert float(one) != float(other)
+
+
 # Distances.
 
 

@@ -24,9 +24,9 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 @functools.cache
 def reference(name: str) -> OneDevice:
-    """One layer of each stack with dropout, in float64."""
-    job = models.job(name, layers=1, dtype="float64", param_dtype="float64")
-    return on_one_device(job)
+    """Two layers of each stack with dropout, in float64; M6's are scanned."""
+    kinds = {"dtype": "float64", "param_dtype": "float64"}
+    return on_one_device(models.job(name, scan_layers=name == "m6-test", **kinds))
 
 
 @pytest.mark.relaxed_promotion  # Flax's norms compare float64 with float32
@@ -36,32 +36,34 @@ def test_equals_one_device(name: str, layout: str) -> None:
     with jax.enable_x64(True):
         found = check(reference(name), devices=2, **LAYOUTS[layout])
     assert found.error < FLOAT64_TOLERANCE, found.worst_path
-    sharded = {
-        axis for leaf in found.plan.leaves for dim in leaf.param_spec for axis in dim
-    }
-    assert sharded == ({"tensor"} if layout == "tensor" else set())
+    assert sharded(found.plan) == ({"tensor"} if layout == "tensor" else set())
 
 
-def planned(name: str, cluster: str, **options: Any) -> wh.Plan:
+def sharded(plan: wh.Plan) -> set[str]:
+    """The mesh axes that shard parameters."""
+    return {axis for leaf in plan.leaves for dim in leaf.param_spec for axis in dim}
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("t5-test", True),
+        ("m6-test", True),
+        pytest.param("m6-10b", False, marks=pytest.mark.slow),
+    ],
+)
+def test_is_planned(name: str, whole: bool) -> None:
+    """Small models in replicas, ten billion parameters not."""
     job = models.job(name)
-    model = jax.eval_shape(job.make_model, jax.random.key(0))
-    batch = job.batch_at(0)
-    return wh.plan(
+    plan = wh.plan(
         job.loss_fn,
-        model,
-        batch,
+        jax.eval_shape(job.make_model, jax.random.key(0)),
+        job.batch_at(0),
         optimizer=job.optimizer,
-        cluster=wh.cluster(cluster),
-        **options,
+        cluster=wh.cluster("h100:8"),
     )
-
-
-@pytest.mark.parametrize("name", [*NAMES, "m6-10b"])
-def test_is_planned(name: str) -> None:
-    plan = planned(name, "h100:8")
-    paths = {leaf.path for leaf in plan.leaves}
-    assert any("encoder" in path for path in paths)
-    assert any("decoder" in path for path in paths)
+    assert (sharded(plan) == set()) == whole
+    assert plan.memory.total_bytes < 86e9
 
 
 def test_is_planned_on_the_command_line(
