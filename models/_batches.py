@@ -22,7 +22,7 @@ _MULTIPLIER: Final = 5
 _OFFSET: Final = 3
 _NOISE: Final = 4
 _TEST_BATCH_SIZE: Final = 16
-_PADDING: Final = 0
+_PADDING: Final = 0  # starts targets too
 _END: Final = 1
 _SEGMENT: Final = 20
 _SPAN: Final = 3  # 15 % of a segment
@@ -110,20 +110,22 @@ def denoising_batch(
         step: which batch.
         size: texts in it.
         inputs: tokens of a corrupted text, padded.
-        targets: tokens of the spans, padded.
-        vocab: number of different tokens: 0 pads, 1 ends, the last are the sentinels.
+        targets: tokens of the spans, padded, without the one that starts them.
+        vocab: number of different tokens: 0 pads and starts, 1 ends, the last are the
+            sentinels.
         seed: which sequence of batches.
 
     Returns:
-        ``inputs`` and ``targets`` ``int32[size, ...]``, ``input_padding`` and
-        ``target_padding`` ``bool[size, ...]``, true where a token is real.
+        ``inputs`` ``int32[size, inputs]``, ``targets`` ``int32[size, targets + 1]``,
+        and where they are real, the start left out: ``input_padding``
+        ``bool[size, inputs]`` and ``target_padding`` ``bool[size, targets]``.
 
     Raises:
         WhaleError: not even one segment has a place.
 
     >>> batch = denoising_batch(0, 2, inputs=40, targets=16, vocab=512, seed=0)
     >>> sorted(batch), batch["targets"].shape
-    (['input_padding', 'inputs', 'target_padding', 'targets'], (2, 16))
+    (['input_padding', 'inputs', 'target_padding', 'targets'], (2, 17))
     """
     kept = _SEGMENT - _SPAN + 1
     segments = min(inputs // kept, (targets - 1) // (_SPAN + 1))
@@ -155,7 +157,7 @@ def denoising_batch(
     return {
         "inputs": made,
         "input_padding": input_padding,
-        "targets": wanted,
+        "targets": np.pad(wanted, ((0, 0), (1, 0)), constant_values=_PADDING),
         "target_padding": target_padding,
     }
 

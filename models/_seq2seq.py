@@ -22,7 +22,6 @@ from whalejax.models._layers import Array, cross_entropy, when, widened
 
 
 _NORM_EPSILON: Final = 1e-6
-_START: Final = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,15 +446,6 @@ def word_table(config: Seq2SeqConfig) -> nn.Embed:
     )
 
 
-def shifted(targets: Array) -> Array:
-    """The token before each target, ``int32[batch, targets]``; first the start token.
-
-    >>> shifted(jnp.asarray([[5, 6, 7]])).tolist()
-    [[0, 5, 6]]
-    """
-    return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=_START)
-
-
 def logits_of(config: Seq2SeqConfig, words: nn.Embed, x: Array) -> Array:
     """Logits ``[batch, targets, vocab]`` by the word embeddings.
 
@@ -473,26 +463,29 @@ def loss_over(
 
     Args:
         module: the model, with its configuration as ``config``.
-        names: of what the model takes of a batch, in order.
+        names: of what the encoder is given of a batch, in order.
         deterministic: leave dropout out; the key is then not used.
 
     Returns:
         ``loss_fn(variables, batch, rng)``, where the batch holds what is named,
-        ``targets`` ``int32[batch, targets]`` and ``target_padding``
-        ``bool[batch, targets]``, true where a target is real.
+        ``targets`` ``int32[batch, targets + 1]``, of which the first is a start token,
+        and ``target_padding`` ``bool[batch, targets]``, true where one of the others
+        is real.
     """
 
     def loss_fn(
         variables: Any, batch: Mapping[str, Any], rng: Array
     ) -> wh.WeightedLoss:
+        targets = jnp.asarray(batch["targets"])
         logits: Any = module.apply(
             variables,
             *(jnp.asarray(batch[name]) for name in names),
+            targets[:, :-1],
             deterministic=deterministic,
             rngs=None if deterministic else {"dropout": rng},
         )
         with when(module.config.annotated, wh.split()):
-            nats = cross_entropy(logits, jnp.asarray(batch["targets"]))
+            nats = cross_entropy(logits, targets[:, 1:])
             real = jnp.asarray(batch["target_padding"]).astype(nats.dtype)
             return wh.WeightedLoss(jnp.sum(nats * real), jnp.sum(real))
 

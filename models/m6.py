@@ -48,7 +48,6 @@ from whalejax.models._seq2seq import (
     kinds,
     logits_of,
     loss_over,
-    shifted,
     word_table,
 )
 
@@ -113,18 +112,19 @@ class M6(nn.Module):
         image: Array,
         inputs: Array,
         input_padding: Array,
-        targets: Array,
+        before: Array,
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Logits of every target, given those before it.
+        """Logits of the tokens of another text, each given those before it.
 
         Args:
             image: ``float[batch, patches, patch_dim]``.
             inputs: ``int32[batch, inputs]``.
             input_padding: ``bool[batch, inputs]``, true where a token is real; nothing
                 attends to the others.
-            targets: ``int32[batch, targets]``; padding follows what is real.
+            before: ``int32[batch, targets]``, the token before each: a start token
+                and the text; padding follows what is real.
             deterministic: leave dropout out; otherwise give a ``dropout`` key.
 
         Returns:
@@ -142,7 +142,7 @@ class M6(nn.Module):
                 x, padding, deterministic=deterministic
             )
             y = Decoder(config, name="decoder")(
-                words(shifted(targets)), memory, padding, deterministic=deterministic
+                words(before), memory, padding, deterministic=deterministic
             )
         return logits_of(config, words, y)
 
@@ -192,7 +192,7 @@ def make_loss(
     >>> callable(loss_fn)
     True
     """
-    names = ("image", "inputs", "input_padding", "targets")
+    names = ("image", "inputs", "input_padding")
     return loss_over(M6(config), names, deterministic=deterministic)
 
 
@@ -251,7 +251,7 @@ def captioned_batch(config: M6Config, step: int, size: int, *, seed: int) -> Bat
     )
     shape = (size, config.patches, config.patch_dim)
     noise = generator(seed + (1 << 35), step).standard_normal(shape, dtype=np.float32)
-    # The first target is the sentinel.
-    turns = texts["targets"][:, 1, None] * np.arange(1, config.patch_dim + 1)[None]
+    # Before the first hidden word come the start and the sentinel.
+    turns = texts["targets"][:, 2, None] * np.arange(1, config.patch_dim + 1)[None]
     pattern = np.sin(turns / config.vocab * 2 * np.pi)[:, None].astype(np.float32)
     return {**texts, "image": noise + pattern}

@@ -37,7 +37,6 @@ from whalejax.models._seq2seq import (
     Seq2SeqConfig,
     logits_of,
     loss_over,
-    shifted,
     word_table,
 )
 
@@ -87,17 +86,18 @@ class T5(nn.Module):
         self,
         inputs: Array,
         input_padding: Array,
-        targets: Array,
+        before: Array,
         *,
         deterministic: bool = True,
     ) -> Array:
-        """Logits of every target, given those before it.
+        """Logits of the tokens of another text, each given those before it.
 
         Args:
             inputs: ``int32[batch, inputs]``.
             input_padding: ``bool[batch, inputs]``, true where a token is real; nothing
                 attends to the others.
-            targets: ``int32[batch, targets]``; padding follows what is real.
+            before: ``int32[batch, targets]``, the token before each: a start token
+                and the text; padding follows what is real.
             deterministic: leave dropout out; otherwise give a ``dropout`` key.
 
         Returns:
@@ -110,7 +110,7 @@ class T5(nn.Module):
                 words(inputs), input_padding, deterministic=deterministic
             )
             x = Decoder(config, name="decoder")(
-                words(shifted(targets)),
+                words(before),
                 memory,
                 input_padding,
                 deterministic=deterministic,
@@ -139,15 +139,16 @@ def make_loss(
         deterministic: leave dropout out; the key is then not used.
 
     Returns:
-        ``loss_fn(variables, batch, rng)``, where the batch holds ``inputs`` and
-        ``targets``, ``int32[batch, ...]``, and of both what is real:
-        ``input_padding`` and ``target_padding``, ``bool[batch, ...]``.
+        ``loss_fn(variables, batch, rng)``, where the batch holds ``inputs``
+        ``int32[batch, inputs]``, ``targets`` ``int32[batch, targets + 1]``, which
+        begins with a start token, and what is real: ``input_padding``
+        ``bool[batch, inputs]`` and ``target_padding`` ``bool[batch, targets]``.
 
     >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
     >>> callable(loss_fn)
     True
     """
-    names = ("inputs", "input_padding", "targets")
+    names = ("inputs", "input_padding")
     return loss_over(T5(config), names, deterministic=deterministic)
 
 

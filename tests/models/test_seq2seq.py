@@ -24,8 +24,8 @@ from whalejax.models._batches import denoising_batch
 MODULES: Final[dict[str, ModuleType]] = {"t5": t5, "m6": m6}
 BOTH: Final = pytest.mark.parametrize("name", MODULES)
 ORDER: Final = {
-    "t5": ("inputs", "input_padding", "targets"),
-    "m6": ("image", "inputs", "input_padding", "targets"),
+    "t5": ("inputs", "input_padding"),
+    "m6": ("image", "inputs", "input_padding"),
 }
 
 
@@ -48,9 +48,13 @@ def losses(name: str, deterministic: bool) -> Any:
     return jax.jit(module.make_loss(module.SIZES["test"], deterministic=deterministic))
 
 
+def arguments(name: str, batch: Any) -> tuple[Any, ...]:
+    """What the model is given of a batch."""
+    return (*(batch[key] for key in ORDER[name]), batch["targets"][:, :-1])
+
+
 def logits(name: str, batch: Any) -> np.ndarray[Any, Any]:
-    given = (batch[key] for key in ORDER[name])
-    return np.asarray(applied(name)(variables(name), *given))
+    return np.asarray(applied(name)(variables(name), *arguments(name, batch)))
 
 
 def batch_of(name: str, size: int = 4) -> dict[str, Any]:
@@ -78,15 +82,15 @@ def test_padded_inputs_are_never_seen(name: str) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("place", [0, 7, 22])
+@pytest.mark.parametrize("place", [0, 7, 23])
 def test_later_targets_are_not_seen(name: str, place: int) -> None:
     batch = batch_of(name)
     where = np.arange(batch["targets"].shape[1])[None] == place
     changed = {**batch, "targets": replaced(batch["targets"], where)}
     before, after = logits(name, batch), logits(name, changed)
-    np.testing.assert_array_equal(before[:, : place + 1], after[:, : place + 1])
-    differs = (before != after).any(axis=2)
-    assert differs[:, place + 1 :].all()
+    # The logits of a place are of the token that follows it.
+    np.testing.assert_array_equal(before[:, :place], after[:, :place])
+    assert (before != after).any(axis=2)[:, place:].all()
 
 
 @BOTH
@@ -96,11 +100,13 @@ def test_the_mean_runs_over_real_targets(name: str) -> None:
     assert isinstance(result, wh.WeightedLoss)
     scores, real = logits(name, batch).astype(np.float64), batch["target_padding"]
     nats = np.log(np.exp(scores).sum(-1))
-    nats -= np.take_along_axis(scores, batch["targets"][..., None], axis=-1)[..., 0]
+    wanted = batch["targets"][:, 1:]
+    nats -= np.take_along_axis(scores, wanted[..., None], axis=-1)[..., 0]
     assert 0 < real.sum() < real.size
     assert float(result.weight) == real.sum()
     np.testing.assert_allclose(float(result.total), nats[real].sum(), rtol=1e-5)
-    changed = {**batch, "targets": replaced(batch["targets"], ~real)}
+    padded = np.pad(~real, ((0, 0), (1, 0)))
+    changed = {**batch, "targets": replaced(batch["targets"], padded)}
     again = losses(name, True)(variables(name), changed, fast_key(0))
     assert float(again.total) == float(result.total)
 
@@ -133,8 +139,8 @@ def test_dropout_follows_its_key(name: str) -> None:
 @BOTH
 def test_samples_drop_independently(name: str) -> None:
     """Two equal rows differ under dropout."""
-    one = batch_of(name, 1)
-    twice = (np.concatenate([one[key]] * 2) for key in ORDER[name])
+    one = arguments(name, batch_of(name, 1))
+    twice = (np.concatenate([part] * 2) for part in one)
     module = {"t5": t5.T5, "m6": m6.M6}[name](MODULES[name].SIZES["test"])
     found = jax.jit(
         lambda key, *given: module.apply(
@@ -340,7 +346,7 @@ def test_targets_fill_the_gaps_of_the_inputs() -> None:
     seen = set()
     for row in range(64):
         given = batch["inputs"][row][batch["input_padding"][row]].tolist()
-        wanted = batch["targets"][row][batch["target_padding"][row]].tolist()
+        wanted = batch["targets"][row, 1:][batch["target_padding"][row]].tolist()
         assert wanted.pop() == 1
         spans = {wanted[i]: wanted[i + 1 : i + 4] for i in range(0, len(wanted), 4)}
         assert list(spans) == [511 - i for i in range(len(spans))]
@@ -352,13 +358,14 @@ def test_targets_fill_the_gaps_of_the_inputs() -> None:
         seen.add(len(spans))
     assert seen == {1, 2, 3, 4}
     assert not batch["inputs"][~batch["input_padding"]].any()
-    assert not batch["targets"][~batch["target_padding"]].any()
+    assert not batch["targets"][:, 1:][~batch["target_padding"]].any()
+    assert not batch["targets"][:, 0].any()
 
 
 def test_images_tell_the_first_hidden_word() -> None:
     config = replace(m6.SIZES["test"], patches=4096)
     batch = m6.captioned_batch(config, 0, 6, seed=0)
-    turns = np.arange(1, config.patch_dim + 1)[None] * batch["targets"][:, 1, None]
+    turns = np.arange(1, config.patch_dim + 1)[None] * batch["targets"][:, 2, None]
     expected = np.sin(turns / config.vocab * 2 * np.pi)
     np.testing.assert_allclose(batch["image"].mean(axis=1), expected, atol=0.1)
 
@@ -370,9 +377,3 @@ def test_texts_without_place_for_a_segment_are_refused() -> None:
         "texts of 72 inputs and 4 targets; expected at least 18 inputs and 5 targets, "
         "which a text of 20 tokens takes."
     )
-
-
-def test_the_first_target_follows_the_start_token() -> None:
-    targets = jnp.asarray([[5, 6, 7], [8, 9, 1]])
-    found = np.asarray(_seq2seq.shifted(targets))
-    np.testing.assert_array_equal(found, [[0, 5, 6], [0, 8, 9]])
