@@ -3,8 +3,8 @@
 It shows what the other models do not: two kinds of input that become one sequence, and
 a size for which replicas do not fit, so that something has to be sharded, cut into
 stages or moved. Patches of an image come before the tokens of a text in the encoder,
-and the decoder generates text. The layers are T5's (``_seq2seq``). In the default
-configuration nothing is marked and the planner decides everything.
+and the decoder generates text. The layers are T5's. In the default configuration
+nothing is marked and the planner decides everything.
 ``M6Config(annotated=True)`` puts three marks in:
 
 - in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
@@ -43,13 +43,11 @@ from whalejax.models._optimizers import slowing_adafactor
 from whalejax.models._seq2seq import (
     Decoder,
     Encoder,
-    Seq2SeqConfig,
-    dense,
-    kinds,
     logits_of,
     loss_over,
     word_table,
 )
+from whalejax.models._seq2seq_layers import Seq2SeqConfig, dense, kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

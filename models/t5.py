@@ -34,11 +34,11 @@ from whalejax.models._optimizers import slowing_adafactor
 from whalejax.models._seq2seq import (
     Decoder,
     Encoder,
-    Seq2SeqConfig,
     logits_of,
     loss_over,
     word_table,
 )
+from whalejax.models._seq2seq_layers import Seq2SeqConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
