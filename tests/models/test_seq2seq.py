@@ -111,7 +111,7 @@ def test_the_mean_runs_over_real_targets(name: str) -> None:
     assert float(again.total) == float(result.total)
 
 
-def test_every_patch_is_seen_and_has_its_place() -> None:
+def test_every_patch_is_seen() -> None:
     batch = batch_of("m6")
     before = logits("m6", batch)
     for patch in range(m6.SIZES["test"].patches):
@@ -119,9 +119,6 @@ def test_every_patch_is_seen_and_has_its_place() -> None:
         image[:, patch] += 1.0
         after = logits("m6", {**batch, "image": image})
         assert (before != after).any(axis=(1, 2)).all(), patch
-    # Without places, equal patches far from the text would be one.
-    turned = logits("m6", {**batch, "image": batch["image"][:, ::-1]})
-    assert (before != turned).any()
 
 
 @BOTH
