@@ -13,6 +13,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from whalejax.meshes.problems import WhaleError
+
 
 Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -20,6 +22,10 @@ _MULTIPLIER: Final = 5
 _OFFSET: Final = 3
 _NOISE: Final = 4
 _TEST_BATCH_SIZE: Final = 16
+_PADDING: Final = 0  # starts targets too
+_END: Final = 1
+_SEGMENT: Final = 20
+_SPAN: Final = 3  # 15 % of a segment
 
 IMAGE_CHANNELS: Final = 3
 """Colours of a made-up image."""
@@ -117,3 +123,81 @@ def labelled_images(
     shift = 2.0 * labels / classes - 1.0
     images[..., 0] += shift[:, None, None].astype(np.float32)
     return {"images": images, "labels": labels}
+
+
+def denoising_batch(
+    step: int, size: int, *, inputs: int, targets: int, vocab: int, seed: int
+) -> Batch:
+    """Padded sequences in which spans are hidden, and the spans to be found.
+
+    A text is made of segments of twenty tokens. In each a span of three is hidden: a
+    sentinel stands for it in the inputs, and in the targets the sentinel is followed by
+    what it stands for, as in Raffel et al., "Exploring the Limits of Transfer Learning
+    with a Unified Text-to-Text Transformer" (2020), section 3.3.4. How many segments
+    are real differs from text to text; the targets end with a token of their own.
+
+    Args:
+        step: which batch.
+        size: texts in it.
+        inputs: tokens of a corrupted text, padded.
+        targets: tokens of the spans, padded, without the one that starts them.
+        vocab: number of different tokens: 0 pads and starts, 1 ends, the last are the
+            sentinels.
+        seed: which sequence of batches.
+
+    Returns:
+        ``inputs`` ``int32[size, inputs]``, ``targets`` ``int32[size, targets + 1]``,
+        and where they are real, the start left out: ``input_padding``
+        ``bool[size, inputs]`` and ``target_padding`` ``bool[size, targets]``.
+
+    Raises:
+        WhaleError: not even one segment has a place.
+
+    >>> batch = denoising_batch(0, 2, inputs=40, targets=16, vocab=512, seed=0)
+    >>> sorted(batch), batch["targets"].shape
+    (['input_padding', 'inputs', 'target_padding', 'targets'], (2, 17))
+    """
+    kept = _SEGMENT - _SPAN + 1
+    segments = min(inputs // kept, (targets - 1) // (_SPAN + 1))
+    if segments < 1:
+        raise WhaleError(
+            f"texts of {inputs} inputs and {targets} targets; expected at least {kept} "
+            f"inputs and {_SPAN + 2} targets, which a text of {_SEGMENT} tokens takes."
+        )
+    length, first = segments * _SEGMENT, _END + 1
+    chain = chain_tokens(
+        step, size, length=length, vocab=vocab - segments - first, seed=seed
+    )
+    words = (chain + first).reshape(size, segments, _SEGMENT)
+    draws = generator(seed + (1 << 34), step)
+    starts = draws.integers(0, kept, size=(size, segments, 1))
+    sentinels = np.broadcast_to(vocab - 1 - np.arange(segments), (size, segments))
+    places = np.arange(kept)[None, None]
+    after = np.where(places > starts, places + _SPAN - 1, places)
+    left = np.take_along_axis(words, after, axis=2)
+    left = np.where(places == starts, sentinels[..., None], left)
+    hidden = np.take_along_axis(words, starts + np.arange(_SPAN)[None, None], axis=2)
+    spans = np.concatenate([sentinels[..., None], hidden], axis=2)
+    real = lengths(step, size, longest=segments, seed=seed)
+    made, input_padding = _padded(left, real, inputs)
+    wanted, target_padding = _padded(spans, real, targets)
+    ends = real * (_SPAN + 1)
+    wanted[np.arange(size), ends] = _END
+    target_padding[np.arange(size), ends] = True
+    return {
+        "inputs": made,
+        "input_padding": input_padding,
+        "targets": np.pad(wanted, ((0, 0), (1, 0)), constant_values=_PADDING),
+        "target_padding": target_padding,
+    }
+
+
+def _padded(
+    segments: npt.NDArray[Any], real: npt.NDArray[np.int64], length: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """The real segments of each text in a row, and where they are."""
+    size, count, width = segments.shape
+    padding = np.arange(length)[None] < width * real[:, None]
+    flat = np.full((size, length), _PADDING, np.int32)
+    flat[:, : count * width] = segments.reshape(size, count * width)
+    return np.where(padding, flat, _PADDING).astype(np.int32), padding

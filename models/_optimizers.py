@@ -1,10 +1,14 @@
-"""The optimizer that the transformers share, so that jobs differ in sizes alone."""
+"""The optimizers that the transformers share, so that jobs differ in sizes alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import jax.numpy as jnp
 import optax
+
+
+_SMALLEST_FACTORED: Final = 32
 
 
 def warmed_adamw(
@@ -35,3 +39,30 @@ def warmed_adamw(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, b2=b2, weight_decay=weight_decay),
     )
+
+
+def slowing_adafactor(learning_rate: float, constant_steps: int) -> Any:
+    """Adafactor whose rate is constant, then falls with the root of the step.
+
+    After Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
+    Cost" (2018), without momentum: of a matrix it keeps the means over rows and over
+    columns of the squares, and not the squares.
+
+    Args:
+        learning_rate: relative to the size of what is updated.
+        constant_steps: steps before it falls, at least 1.
+
+    Returns:
+        An optax gradient transformation.
+
+    >>> callable(slowing_adafactor(1e-2, 10_000).update)
+    True
+    """
+
+    def rate(step: Any) -> Any:
+        passed = jnp.maximum(jnp.asarray(step, jnp.float32) / constant_steps, 1.0)
+        return learning_rate / jnp.sqrt(passed)
+
+    # Heads are a dimension of their own, most often of 64: by optax's limit of 128 the
+    # squares of attention's kernels would be kept whole.
+    return optax.adafactor(rate, min_dim_size_to_factor=_SMALLEST_FACTORED)

@@ -33,9 +33,11 @@ def test_every_name_is_a_job_with_batches(name: str) -> None:
         "gnmt-test",
         "gpt",
         "gpt-test",
+        "m6-test",
         "mlp-test",
         "moe-test",
         "resnet-test",
+        "t5-test",
         "vgg-test",
     ],
 )

@@ -22,11 +22,16 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "moe-test": {"warmup_steps": 1, "learning_rate": 2e-3},
     "gnmt-test": {"warmup_steps": 1, "learning_rate": 1e-2},
     "vgg-test": {},
+    "t5-test": {"learning_rate": 5e-2},
+    "m6-test": {"learning_rate": 5e-2},
 }
 # One layer compiles in half the time of two, and two in that of three.
 SHALLOW: Final[dict[str, dict[str, Any]]] = {
     **{name: {} for name in FAMILIES},
-    **{name: {"layers": 1} for name in ("gpt-test", "bert-test", "moe-test")},
+    **{
+        name: {"layers": 1}
+        for name in ("gpt-test", "bert-test", "moe-test", "m6-test", "t5-test")
+    },
     "gnmt-test": {"layers": 2},
 }
 STEPS: Final = 12
@@ -67,6 +72,8 @@ MARKS: Final = {
     "moe-test": {"wh.split[axis=experts]"},
     "gnmt-test": {"wh.replicate[]", "wh.split[]"},
     "vgg-test": {"wh.replicate[]", "wh.split[]"},
+    "t5-test": {"wh.replicate[]", "wh.split[]"},
+    "m6-test": {"wh.replicate[]", "wh.split[]"},
 }
 
 

@@ -1,0 +1,85 @@
+"""Distances between two positions of a sequence, told apart in buckets.
+
+Near ones have a bucket each and far ones share some. They are apart from the layers
+that use them because they are integers alone, and can be tested by themselves.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from whalejax.meshes import WhaleError
+from whalejax.models._layers import Array
+
+
+def bucket_starts(buckets: int, longest_distance: int) -> tuple[int, ...]:
+    """The smallest distance of every bucket but the first, for one direction.
+
+    The first half of the buckets hold one distance each; the others grow geometrically
+    up to the longest distance (Raffel et al., 2020, section 2.1).
+
+    Args:
+        buckets: how many, for one direction.
+        longest_distance: what the last bucket would reach; above half the buckets.
+
+    Raises:
+        WhaleError: the longest distance is too short for that many buckets.
+
+    >>> bucket_starts(8, 64)
+    (1, 2, 3, 4, 8, 16, 32)
+    """
+    exact = buckets // 2
+    if longest_distance <= exact:
+        raise WhaleError(
+            f"longest_distance is {longest_distance}; expected more than {exact}, "
+            f"which is half of the {buckets} buckets of one direction. Give a longer "
+            "distance or fewer buckets."
+        )
+    wide = buckets - exact
+    # Powers of integers, since a rounded logarithm would move a border.
+    starts = (
+        next(
+            distance
+            for distance in range(exact, longest_distance + 1)
+            if distance**wide >= longest_distance**step * exact ** (wide - step)
+        )
+        for step in range(1, wide)
+    )
+    return (*range(1, exact + 1), *starts)
+
+
+def relative_buckets(
+    queries: int,
+    keys: int,
+    *,
+    buckets: int,
+    longest_distance: int,
+    bidirectional: bool,
+) -> Array:
+    """Which bucket each pair of positions is in.
+
+    Args:
+        queries: number of positions that look.
+        keys: number of positions that are looked at.
+        buckets: how many there are.
+        longest_distance: that the last bucket of a direction would reach.
+        bidirectional: later keys have the upper half of the buckets; otherwise they
+            are in the bucket of distance 0.
+
+    Returns:
+        ``int32[queries, keys]``, from 0 to ``buckets - 1``.
+
+    >>> options = {"buckets": 8, "longest_distance": 16}
+    >>> relative_buckets(1, 4, bidirectional=True, **options).tolist()
+    [[0, 5, 6, 6]]
+    >>> relative_buckets(4, 1, bidirectional=False, **options)[:, 0].tolist()
+    [0, 1, 2, 3]
+    """
+    looking = jnp.arange(queries, dtype=jnp.int32)[:, None]
+    ahead = jnp.arange(keys, dtype=jnp.int32)[None, :] - looking
+    one_way = buckets // 2 if bidirectional else buckets
+    starts = jnp.asarray(bucket_starts(one_way, longest_distance), jnp.int32)
+    distance = jnp.abs(ahead) if bidirectional else jnp.maximum(-ahead, 0)
+    passed = distance[:, :, None] >= starts[None, None]
+    found = jnp.sum(passed.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.where(ahead > 0, found + one_way, found) if bidirectional else found

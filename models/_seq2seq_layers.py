@@ -1,0 +1,257 @@
+"""The layers of an encoder and a decoder, and their configuration, in Flax Linen.
+
+They are T5's: normed before, with RMS norms and without biases, and with relative
+positions, which are a bias of the attention scores that all layers of a stack share.
+They are apart from what joins them (``_seq2seq``), which no layer has to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from whalejax.models._distances import relative_buckets
+from whalejax.models._layers import Array, widened
+
+
+_NORM_EPSILON: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seq2SeqConfig:
+    """Sizes and switches of an encoder and a decoder; the defaults are T5-base's.
+
+    Attributes:
+        vocab: different tokens.
+        inputs: tokens in a sequence that the encoder reads.
+        targets: tokens in a sequence that the decoder makes.
+        embed: width of the residual stream.
+        heads: attention heads.
+        head_dim: width of a head; ``heads * head_dim`` need not be ``embed``.
+        mlp: width inside the feed-forward layers.
+        layers: of the encoder, and as many of the decoder.
+        buckets: of relative distances that are told apart, even; the encoder uses one
+            half for each direction.
+        longest_distance: that the last bucket of a direction would reach.
+        dropout_rate: after embeddings and last norms, on attention weights, inside the
+            feed-forward layers and before each addition.
+        scan_layers: stack the parameters of a stack's layers and scan over them.
+        annotated: put the marks in.
+        dtype: compute dtype; follows parameters and inputs where None.
+        param_dtype: dtype of the parameters.
+    """
+
+    vocab: int = 32_128
+    inputs: int = 512
+    targets: int = 128
+    embed: int = 768
+    heads: int = 12
+    head_dim: int = 64
+    mlp: int = 3072
+    layers: int = 12
+    buckets: int = 32
+    longest_distance: int = 128
+    dropout_rate: float = 0.1
+    scan_layers: bool = False
+    annotated: bool = False
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+
+class RelativeBias(nn.Module):
+    """What the layers of a stack add to their attention scores, by distance."""
+
+    config: Seq2SeqConfig
+    bidirectional: bool
+
+    @nn.compact
+    def __call__(self, length: int) -> Array:
+        """The bias ``[1, heads, length, length]``."""
+        config = self.config
+        table = nn.Embed(
+            config.buckets,
+            config.heads,
+            embedding_init=nn.initializers.normal(config.embed**-0.5),
+            name="table",
+            **kinds(config),
+        )
+        found = relative_buckets(
+            length,
+            length,
+            buckets=config.buckets,
+            longest_distance=config.longest_distance,
+            bidirectional=self.bidirectional,
+        )
+        return jnp.transpose(table(found), (2, 0, 1))[None]
+
+
+class Attention(nn.Module):
+    """Attention whose scores are not scaled: the query's initial values are."""
+
+    config: Seq2SeqConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        memory: Array,
+        seen: Array,
+        bias: Array | None,
+        *,
+        deterministic: bool,
+    ) -> Array:
+        """Attend from each position of one sequence to those of another.
+
+        Args:
+            x: ``[batch, queries, embed]``.
+            memory: ``[batch, keys, embed]``; ``x`` itself in self-attention.
+            seen: ``bool``, broadcasts to ``[batch, heads, queries, keys]``; every
+                query sees a key.
+            bias: added to the scores, ``[1, heads, queries, keys]``.
+            deterministic: leave dropout out.
+
+        Returns:
+            ``[batch, queries, embed]``.
+        """
+        config = self.config
+        narrow = config.embed**-0.5
+        query = self._project("query", x, narrow * config.head_dim**-0.5)
+        key = self._project("key", memory, narrow)
+        value = self._project("value", memory, narrow)
+        scores = widened(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+        if bias is not None:
+            scores = scores + bias.astype(scores.dtype)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        weights = dropped(config, weights.astype(value.dtype), deterministic)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        y: Array = nn.DenseGeneral(
+            config.embed,
+            axis=(-2, -1),
+            use_bias=False,
+            kernel_init=nn.initializers.normal(
+                (config.heads * config.head_dim) ** -0.5
+            ),
+            name="out",
+            **kinds(config),
+        )(mixed)
+        return y
+
+    def _project(self, name: str, x: Array, deviation: float) -> Array:
+        config = self.config
+        y: Array = nn.DenseGeneral(
+            (config.heads, config.head_dim),
+            use_bias=False,
+            kernel_init=nn.initializers.normal(deviation),
+            name=name,
+            **kinds(config),
+        )(x)
+        return y
+
+
+class FeedForward(nn.Module):
+    """Two products with a rectifier in between."""
+
+    config: Seq2SeqConfig
+
+    @nn.compact
+    def __call__(self, x: Array, *, deterministic: bool) -> Array:
+        """One feed-forward layer over ``x`` ``[batch, sequence, embed]``."""
+        config = self.config
+        hidden = nn.relu(dense(config, config.mlp, config.embed, "up")(x))
+        hidden = dropped(config, hidden, deterministic)
+        y: Array = dense(config, config.embed, config.mlp, "down")(hidden)
+        return y
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each normed before and added to its input."""
+
+    config: Seq2SeqConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Array, seen: Array, bias: Array, *, deterministic: bool
+    ) -> Array:
+        """One layer over ``x`` ``[batch, sequence, embed]``."""
+        config = self.config
+        y = norm(config, "attention_norm")(x)
+        y = Attention(config, name="attention")(
+            y, y, seen, bias, deterministic=deterministic
+        )
+        x = x + dropped(config, y, deterministic)
+        y = FeedForward(config, name="mlp")(
+            norm(config, "mlp_norm")(x), deterministic=deterministic
+        )
+        return x + dropped(config, y, deterministic)
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention to the encoder, and feed-forward."""
+
+    config: Seq2SeqConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        memory: Array,
+        remembered: Array,
+        earlier: Array,
+        bias: Array,
+        *,
+        deterministic: bool,
+    ) -> Array:
+        """One layer over ``x`` ``[batch, targets, embed]``.
+
+        Args:
+            x: the residual stream.
+            memory: what the encoder made, ``[batch, inputs, embed]``.
+            remembered: which of it is real, ``bool[batch, 1, 1, inputs]``.
+            earlier: what self-attention sees, ``bool[1, 1, targets, targets]``.
+            bias: of self-attention's scores, ``[1, heads, targets, targets]``.
+            deterministic: leave dropout out.
+        """
+        config = self.config
+        y = norm(config, "attention_norm")(x)
+        y = Attention(config, name="attention")(
+            y, y, earlier, bias, deterministic=deterministic
+        )
+        x = x + dropped(config, y, deterministic)
+        y = norm(config, "cross_norm")(x)
+        y = Attention(config, name="cross")(
+            y, memory, remembered, None, deterministic=deterministic
+        )
+        x = x + dropped(config, y, deterministic)
+        y = FeedForward(config, name="mlp")(
+            norm(config, "mlp_norm")(x), deterministic=deterministic
+        )
+        return x + dropped(config, y, deterministic)
+
+
+def kinds(config: Seq2SeqConfig) -> dict[str, Any]:
+    """The dtypes that a layer of Flax is given."""
+    return {
+        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+        "param_dtype": jnp.dtype(config.param_dtype),
+    }
+
+
+def norm(config: Seq2SeqConfig, name: str) -> nn.RMSNorm:
+    """A norm by the root of the mean square."""
+    return nn.RMSNorm(epsilon=_NORM_EPSILON, name=name, **kinds(config))
+
+
+def dense(config: Seq2SeqConfig, width: int, inputs: int, name: str) -> nn.Dense:
+    """A product whose result has the variance of its input."""
+    init = nn.initializers.normal(inputs**-0.5)
+    return nn.Dense(width, use_bias=False, kernel_init=init, name=name, **kinds(config))
+
+
+def dropped(config: Seq2SeqConfig, x: Array, deterministic: bool) -> Array:
+    """The array with some elements left out, every one on its own."""
+    y: Array = nn.Dropout(config.dropout_rate)(x, deterministic=deterministic)
+    return y

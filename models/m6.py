@@ -1,0 +1,255 @@
+"""M6: images and text in, text out, of ten billion parameters, in Flax Linen.
+
+It shows what the other models do not: two kinds of input that become one sequence, and
+a size for which replicas do not fit, so that something has to be sharded, cut into
+stages or moved. Patches of an image come before the tokens of a text in the encoder,
+and the decoder generates text. The layers are T5's. In the default configuration
+nothing is marked and the planner decides everything.
+``M6Config(annotated=True)`` puts three marks in:
+
+- in ``M6.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
+  decoder makes them data-parallel;
+- in ``logits_of`` and ``loss_over``, which ``t5`` shares:
+  ``with when(..., wh.split()):`` around head and cross-entropy splits the two.
+
+After the M6-10B of Jia et al., "Whale: Efficient Giant Model Training over
+Heterogeneous GPUs" (2022). Published there are 24 layers of encoder and 24 of decoder,
+Adafactor and the ten billion parameters. The rest is chosen here: a width of 4,096, 32
+heads of 128, feed-forward layers of 12,800 (which makes 9.95 billion parameters), a
+vocabulary of 21,128, and images as 16 patches that are vectors of 2,048 numbers, as a
+convolutional network would make them; one product embeds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+import whalejax as wh
+from whalejax.models._batches import (
+    Batch,
+    default_batch_size,
+    denoising_batch,
+    generator,
+)
+from whalejax.models._layers import Array, when
+from whalejax.models._names import change, pick
+from whalejax.models._optimizers import slowing_adafactor
+from whalejax.models._seq2seq import (
+    Decoder,
+    Encoder,
+    logits_of,
+    loss_over,
+    word_table,
+)
+from whalejax.models._seq2seq_layers import Seq2SeqConfig, dense, kinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class M6Config(Seq2SeqConfig):
+    """Sizes and switches of an M6: those of ``Seq2SeqConfig`` and an image's.
+
+    Attributes:
+        patches: of an image.
+        patch_dim: numbers in a patch.
+    """
+
+    patches: int = 16
+    patch_dim: int = 2048
+
+
+SIZES: Final[Mapping[str, M6Config]] = {
+    "10b": M6Config(
+        vocab=21_128,
+        inputs=496,
+        embed=4096,
+        heads=32,
+        head_dim=128,
+        mlp=12_800,
+        layers=24,
+        scan_layers=True,
+    ),
+    "test": M6Config(
+        vocab=512,
+        inputs=72,
+        targets=24,
+        embed=48,
+        heads=8,
+        head_dim=10,
+        mlp=320,
+        layers=2,
+        buckets=12,
+        longest_distance=40,
+        patches=8,
+        patch_dim=28,
+    ),
+}
+
+
+class M6(nn.Module):
+    """The whole model: an image and a text in, logits of another text out.
+
+    >>> import jax
+    >>> tokens, real = jnp.zeros((2, 72), "int32"), jnp.ones((2, 72), bool)
+    >>> arguments = (jnp.zeros((2, 8, 28)), tokens, real, jnp.zeros((2, 24), "int32"))
+    >>> module = M6(SIZES["test"])
+    >>> jax.eval_shape(module.init_with_output, jax.random.key(0), *arguments)[0].shape
+    (2, 24, 512)
+    """
+
+    config: M6Config
+
+    @nn.compact
+    def __call__(
+        self,
+        image: Array,
+        inputs: Array,
+        input_padding: Array,
+        before: Array,
+        *,
+        deterministic: bool = True,
+    ) -> Array:
+        """Logits of the tokens of another text, each given those before it.
+
+        Args:
+            image: ``float[batch, patches, patch_dim]``.
+            inputs: ``int32[batch, inputs]``.
+            input_padding: ``bool[batch, inputs]``, true where a token is real; nothing
+                attends to the others.
+            before: ``int32[batch, targets]``, the token before each: a start token
+                and the text; padding follows what is real.
+            deterministic: leave dropout out; otherwise give a ``dropout`` key.
+
+        Returns:
+            ``[batch, targets, vocab]``.
+        """
+        config = self.config
+        words = word_table(config)
+        with when(config.annotated, wh.replicate()):
+            text = words(inputs)
+            x = jnp.concatenate([self._embed(image.astype(text.dtype)), text], axis=1)
+            padding = jnp.pad(
+                input_padding, ((0, 0), (config.patches, 0)), constant_values=True
+            )
+            memory = Encoder(config, name="encoder")(
+                x, padding, deterministic=deterministic
+            )
+            y = Decoder(config, name="decoder")(
+                words(before), memory, padding, deterministic=deterministic
+            )
+        return logits_of(config, words, y)
+
+    def _embed(self, image: Array) -> Array:
+        """The patches as vectors of the stream, each with its place in the image."""
+        config = self.config
+        # Distances in the sequence do not tell rows of an image from columns.
+        places = nn.Embed(
+            config.patches,
+            config.embed,
+            embedding_init=nn.initializers.normal(1.0),
+            name="places",
+            **kinds(config),
+        )
+        embedded: Array = dense(config, config.embed, config.patch_dim, "patches")(
+            image
+        )
+        return embedded + places(jnp.arange(config.patches))[None]
+
+
+def make_model(config: M6Config, key: Array) -> Any:
+    """Fresh Linen variables ``{"params": ...}``."""
+    shape = (1, config.inputs)
+    return M6(config).init(
+        key,
+        jnp.zeros((1, config.patches, config.patch_dim), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.ones(shape, bool),
+        jnp.zeros((1, config.targets), jnp.int32),
+    )
+
+
+def make_loss(
+    config: M6Config, *, deterministic: bool = False
+) -> Callable[[Any, Mapping[str, Any], Array], wh.WeightedLoss]:
+    """The loss of one configuration: the mean over the real targets.
+
+    Args:
+        config: the model's configuration.
+        deterministic: leave dropout out; the key is then not used.
+
+    Returns:
+        ``loss_fn(variables, batch, rng)``, where the batch holds what T5's does and
+        ``image`` ``float[batch, patches, patch_dim]``.
+
+    >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
+    >>> callable(loss_fn)
+    True
+    """
+    names = ("image", "inputs", "input_padding")
+    return loss_over(M6(config), names, deterministic=deterministic)
+
+
+def job(
+    size: str = "10b",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 1e-2,
+    constant_steps: int = 10_000,
+    deterministic: bool = False,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of an M6 to find the hidden spans of made-up texts with images.
+
+    Args:
+        size: one of ``SIZES``.
+        batch_size: texts in a global batch; 128, at test size 16.
+        learning_rate: of Adafactor, relative to the size of what is updated.
+        constant_steps: steps before it falls with the root of the step.
+        deterministic: leave dropout out.
+        seed: which sequence of batches.
+        changes: fields of ``M6Config``.
+
+    Raises:
+        WhaleError: unknown size or field.
+
+    >>> job("test").batch_at(0)["image"].shape
+    (16, 8, 28)
+    """
+    options = ("batch_size", "learning_rate", "constant_steps", "deterministic", "seed")
+    config = change(pick(size, SIZES, "M6 size"), changes, options=options)
+    return wh.Job(
+        loss_fn=make_loss(config, deterministic=deterministic),
+        make_model=lambda key: make_model(config, key),
+        batch=lambda step, count: captioned_batch(config, step, count, seed=seed),
+        optimizer=slowing_adafactor(learning_rate, constant_steps),
+        batch_size=default_batch_size(size, batch_size, 128),
+        name=f"m6-{size}",
+    )
+
+
+def captioned_batch(config: M6Config, step: int, size: int, *, seed: int) -> Batch:
+    """Texts with hidden spans, and noise images which tell the first hidden word.
+
+    >>> captioned_batch(SIZES["test"], 0, 2, seed=0)["image"].shape
+    (2, 8, 28)
+    """
+    texts = denoising_batch(
+        step,
+        size,
+        inputs=config.inputs,
+        targets=config.targets,
+        vocab=config.vocab,
+        seed=seed,
+    )
+    shape = (size, config.patches, config.patch_dim)
+    noise = generator(seed + (1 << 35), step).standard_normal(shape, dtype=np.float32)
+    # Before the first hidden word come the start and the sentinel.
+    turns = texts["targets"][:, 2, None] * np.arange(1, config.patch_dim + 1)[None]
+    pattern = np.sin(turns / config.vocab * 2 * np.pi)[:, None].astype(np.float32)
+    return {**texts, "image": noise + pattern}

@@ -1,0 +1,209 @@
+"""T5: an encoder and a decoder in Flax Linen, which share their word embeddings.
+
+It shows what the other models do not: two stacks of unlike layers, whose border is
+crossed once by every layer of the second; attention from one sequence to another of a
+different length; a parameter that all layers of a stack read, the bias of their
+attention scores by distance; and one table that is embedding twice and head once. It
+runs on one device as it is; in the default configuration nothing is marked and the
+planner decides everything. ``T5Config(annotated=True)`` puts three marks in:
+
+- in ``T5.__call__``: ``with when(..., wh.replicate()):`` around embeddings, encoder and
+  decoder makes them data-parallel;
+- in ``logits_of`` and ``loss_over``, which ``m6`` shares:
+  ``with when(..., wh.split()):`` around head and cross-entropy splits the two.
+
+After Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
+Text-to-Text Transformer" (2020), in version 1.0: the one whose sizes the paper gives.
+Version 1.1, which was released later, has gates and a head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+import whalejax as wh
+from whalejax.models._batches import Batch, default_batch_size, denoising_batch
+from whalejax.models._layers import Array, when
+from whalejax.models._names import change, pick
+from whalejax.models._optimizers import slowing_adafactor
+from whalejax.models._seq2seq import (
+    Decoder,
+    Encoder,
+    logits_of,
+    loss_over,
+    word_table,
+)
+from whalejax.models._seq2seq_layers import Seq2SeqConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5Config(Seq2SeqConfig):
+    """Sizes and switches of a T5, all of them ``Seq2SeqConfig``'s.
+
+    Targets are 128 tokens: the published 114, padded to what devices divide.
+    """
+
+
+SIZES: Final[Mapping[str, T5Config]] = {
+    "small": T5Config(embed=512, heads=8, mlp=2048, layers=6),
+    "base": T5Config(),
+    "large": T5Config(embed=1024, heads=16, mlp=4096, layers=24),
+    "test": T5Config(
+        vocab=512,
+        inputs=72,
+        targets=24,
+        embed=48,
+        heads=8,
+        head_dim=10,
+        mlp=320,
+        layers=2,
+        buckets=12,
+        longest_distance=40,
+    ),
+}
+
+
+class T5(nn.Module):
+    """The whole model: a text in, logits of another out.
+
+    >>> import jax
+    >>> tokens, real = jnp.zeros((2, 72), "int32"), jnp.ones((2, 72), bool)
+    >>> arguments = (tokens, real, jnp.zeros((2, 24), "int32"))
+    >>> module = T5(SIZES["test"])
+    >>> jax.eval_shape(module.init_with_output, jax.random.key(0), *arguments)[0].shape
+    (2, 24, 512)
+    """
+
+    config: T5Config
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        input_padding: Array,
+        before: Array,
+        *,
+        deterministic: bool = True,
+    ) -> Array:
+        """Logits of the tokens of another text, each given those before it.
+
+        Args:
+            inputs: ``int32[batch, inputs]``.
+            input_padding: ``bool[batch, inputs]``, true where a token is real; nothing
+                attends to the others.
+            before: ``int32[batch, targets]``, the token before each: a start token
+                and the text; padding follows what is real.
+            deterministic: leave dropout out; otherwise give a ``dropout`` key.
+
+        Returns:
+            ``[batch, targets, vocab]``.
+        """
+        config = self.config
+        words = word_table(config)
+        with when(config.annotated, wh.replicate()):
+            memory = Encoder(config, name="encoder")(
+                words(inputs), input_padding, deterministic=deterministic
+            )
+            x = Decoder(config, name="decoder")(
+                words(before),
+                memory,
+                input_padding,
+                deterministic=deterministic,
+            )
+        return logits_of(config, words, x)
+
+
+def make_model(config: T5Config, key: Array) -> Any:
+    """Fresh Linen variables ``{"params": ...}``."""
+    shape = (1, config.inputs)
+    return T5(config).init(
+        key,
+        jnp.zeros(shape, jnp.int32),
+        jnp.ones(shape, bool),
+        jnp.zeros((1, config.targets), jnp.int32),
+    )
+
+
+def make_loss(
+    config: T5Config, *, deterministic: bool = False
+) -> Callable[[Any, Mapping[str, Any], Array], wh.WeightedLoss]:
+    """The loss of one configuration: the mean over the real targets.
+
+    Args:
+        config: the model's configuration.
+        deterministic: leave dropout out; the key is then not used.
+
+    Returns:
+        ``loss_fn(variables, batch, rng)``, where the batch holds ``inputs``
+        ``int32[batch, inputs]``, ``targets`` ``int32[batch, targets + 1]``, which
+        begins with a start token, and what is real: ``input_padding``
+        ``bool[batch, inputs]`` and ``target_padding`` ``bool[batch, targets]``.
+
+    >>> loss_fn = make_loss(SIZES["test"], deterministic=True)
+    >>> callable(loss_fn)
+    True
+    """
+    names = ("inputs", "input_padding")
+    return loss_over(T5(config), names, deterministic=deterministic)
+
+
+def job(
+    size: str = "base",
+    *,
+    batch_size: int | None = None,
+    learning_rate: float = 1e-2,
+    constant_steps: int = 10_000,
+    deterministic: bool = False,
+    seed: int = 0,
+    **changes: Any,
+) -> wh.Job:
+    """Training of a T5 to find the hidden spans of made-up texts.
+
+    Adafactor, its learning rate and the batch are the published ones of pre-training.
+
+    Args:
+        size: one of ``SIZES``.
+        batch_size: texts in a global batch; 128, at test size 16.
+        learning_rate: of Adafactor, relative to the size of what is updated.
+        constant_steps: steps before it falls with the root of the step.
+        deterministic: leave dropout out.
+        seed: which sequence of batches.
+        changes: fields of ``T5Config``.
+
+    Raises:
+        WhaleError: unknown size or field.
+
+    >>> sorted(job("test").batch_at(0))
+    ['input_padding', 'inputs', 'target_padding', 'targets']
+    """
+    options = ("batch_size", "learning_rate", "constant_steps", "deterministic", "seed")
+    config = change(pick(size, SIZES, "T5 size"), changes, options=options)
+    return wh.Job(
+        loss_fn=make_loss(config, deterministic=deterministic),
+        make_model=lambda key: make_model(config, key),
+        batch=lambda step, count: text_batch(config, step, count, seed=seed),
+        optimizer=slowing_adafactor(learning_rate, constant_steps),
+        batch_size=default_batch_size(size, batch_size, 128),
+        name=f"t5-{size}",
+    )
+
+
+def text_batch(config: T5Config, step: int, size: int, *, seed: int) -> Batch:
+    """Texts with hidden spans.
+
+    >>> text_batch(SIZES["test"], 0, 2, seed=0)["inputs"].shape
+    (2, 72)
+    """
+    return denoising_batch(
+        step,
+        size,
+        inputs=config.inputs,
+        targets=config.targets,
+        vocab=config.vocab,
+        seed=seed,
+    )
