@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +30,19 @@ class Asked:
     schedule: str | None
 
     @classmethod
-    def of(cls, graph: Graph, request: Request) -> Asked:
+    def of(
+        cls, graph: Graph, request: Request, known: Collection[str] = SCHEDULES
+    ) -> Asked:
         """Join arguments and marks.
+
+        Args:
+            graph: the captured loss, with its marks.
+            request: the arguments.
+            known: schedules that can be had.
 
         Raises:
             PlanError: two of them contradict each other, every pair is listed; or a
-                pipeline asks for a schedule that the search cannot weigh.
+                pipeline asks for a schedule that cannot be had.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}
@@ -62,7 +69,7 @@ class Asked:
                         f"{mark} asks for {name} {text}, and {where} for {other}"
                     )
         problems.raise_if_any()
-        _check_schedule(*fixed.get("schedule", ("auto", "")))
+        _check_schedule(*fixed.get("schedule", ("auto", "")), known)
         given = {k: v for k, (v, _) in fixed.items() if v != "auto"}
         schedule, parts = (
             given.pop("schedule", None),
@@ -83,10 +90,11 @@ class Asked:
         return found
 
 
-def _check_schedule(name: str, where: str) -> None:
-    if name not in ("auto", *SCHEDULES):
+def _check_schedule(name: str, where: str, known: Collection[str]) -> None:
+    if name not in ("auto", *known):
+        lack = "weigh" if known is SCHEDULES else "run yet"
         raise PlanError(
-            f"{where} asks for the schedule {name}, which plans do not weigh; expected "
-            f"one of {', '.join(SCHEDULES)}. Take one of these, or leave schedule= to "
-            "the planner"
+            f"{where} asks for the schedule {name}, which plans do not {lack}; "
+            f"expected one of {', '.join(known)}. Take one of these, or leave "
+            "schedule= to the planner"
         )

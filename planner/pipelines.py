@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import Problems
+from whalejax.planner.asked import Asked
 from whalejax.planner.cost import Collective, Setting, as_run, row_ahead, row_hits
 from whalejax.planner.decide import (
     Again,
@@ -49,70 +49,25 @@ MOST_ROUNDS = 16
 """Micro-batches that are weighed, for each stage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piped:
-    """The pipeline that is asked for.
+def asked_stages(graph: Graph, request: Request) -> Asked:
+    """The pipeline that is asked for, by arguments and by marks.
 
-    Attributes:
-        stages: how many; 1 for no pipeline.
-        num_micro_batches: how many, or None.
-        schedule: a key of ``LOCKSTEP``.
+    Args:
+        graph: the captured loss, with its marks.
+        request: the arguments.
+
+    Raises:
+        PlanError: two of them contradict each other, or one cannot be run.
     """
-
-    stages: int = 1
-    num_micro_batches: int | None = None
-    schedule: str = "1f1b"
-
-    @classmethod
-    def of(
-        cls, graph: Graph, stages: int | None, num_micro_batches: int | None
-    ) -> Piped:
-        """Join what arguments and marks ask for.
-
-        Args:
-            graph: the captured loss, with its marks.
-            stages: the size of the axis that the user fixes, or None.
-            num_micro_batches: that the user fixes, or None.
-
-        Raises:
-            PlanError: two of them contradict each other, or one cannot be run; all are
-                listed.
-        """
-        problems = Problems("the pipeline cannot be run", PlanError)
-        asked: dict[str, tuple[str, str]] = {}
-        for name, value in (
-            ("num_stages", stages),
-            ("num_micro_batches", num_micro_batches),
-        ):
-            if value is not None:
-                argument = 'mesh={"stage": …}' if name == "num_stages" else name
-                asked[name] = str(value), argument
-        marks = {m: None for g in graph.task_graphs for m in g.marks}
-        for mark in (m for m in marks if m.kind == "pipeline"):
-            for name, text in mark.attributes:
-                other, where = asked.setdefault(name, (text, str(mark)))
-                if other != text:
-                    problems.add(
-                        f"{mark} asks for {name} {text}, and {where} for {other}"
-                    )
-            if "num_stages" not in asked:
-                problems.add(
-                    f"{mark} does not say into how many stages, and plans that run do "
-                    "not find that yet. Give num_stages, or mesh={'stage': …}"
-                )
-        schedule = asked.get("schedule", ("1f1b", ""))[0]
-        if schedule not in LOCKSTEP:
-            problems.add(
-                f"the schedule {schedule} does not run yet; expected one of "
-                f"{', '.join(LOCKSTEP)}"
-            )
-        problems.raise_if_any()
-        given = {name: int(asked[name][0]) for name in asked if name != "schedule"}
-        return cls(
-            stages=given.get("num_stages", 1),
-            num_micro_batches=given.get("num_micro_batches"),
-            schedule=schedule,
+    asked = Asked.of(graph, request, LOCKSTEP)
+    marks = (m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline")
+    open_ = next(marks, None)
+    if open_ is not None and STAGE not in asked.mesh:
+        raise PlanError(
+            f"{open_} does not say into how many stages, and plans that run do not "
+            "find that yet. Give num_stages, or mesh={'stage': …}"
         )
+    return asked
 
 
 def decide_stages(
@@ -120,7 +75,7 @@ def decide_stages(
     cluster: Cluster,
     request: Request,
     *,
-    piped: Piped,
+    piped: Asked,
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
@@ -135,7 +90,7 @@ def decide_stages(
     Raises:
         PlanError: it cannot be, or nothing fits.
     """
-    shared, stages = Shared.of(graph), piped.stages
+    shared, stages = Shared.of(graph), piped.mesh[STAGE]
     _check(shared, stages, request)
     optimizer = request.optimizer
     asked = replace(
@@ -231,18 +186,20 @@ class _Weighed:
         collectives: those of a stage, with what goes between stages.
     """
 
-    def __init__(self, decided: Decided, cluster: Cluster, piped: Piped) -> None:
+    def __init__(self, decided: Decided, cluster: Cluster, piped: Asked) -> None:
         self.decided = decided
         self.cluster = cluster
         self.shared = shared = Shared.of(decided.analysed.graph)
         self.best: Scored = decided.weighed[0]
         self.table: Schedule = schedule(
-            LOCKSTEP[piped.schedule], piped.stages, self.best.num_micro_batches
+            LOCKSTEP[piped.schedule or "1f1b"],
+            piped.mesh[STAGE],
+            self.best.num_micro_batches,
         )
         turns = {self.table.turn(row) for row in self.table.rows}
         self.stages = Stages(
             schedule=self.table.name,
-            layers=(shared.length,) * piped.stages,
+            layers=(shared.length,) * self.table.num_stages,
             turns=len(turns),
             ahead=self._turns("forward"),
             back=self._turns("backward"),

@@ -32,7 +32,7 @@ from whalejax.planner.decide import check_marks, decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
-from whalejax.planner.pipelines import Piped, decide_stages
+from whalejax.planner.pipelines import asked_stages, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.recompute import POLICIES, checked_policies
@@ -304,17 +304,15 @@ class Asked:
         """Who decides: the usual search, that of stages, or that of estimates."""
         if not self.runnable:
             return foresee, request
-        mesh = dict(self.mesh or {})
         check_marks(captured.graph, request.num_devices)
-        piped = Piped.of(
-            captured.graph, mesh.pop(STAGE, None), request.num_micro_batches
-        )
-        count = piped.num_micro_batches
+        asked = asked_stages(captured.graph, request)
+        mesh, count = dict(asked.mesh), asked.num_micro_batches
+        stages = mesh.pop(STAGE, 1)
         request = dataclasses.replace(request, mesh=mesh, num_micro_batches=count)
-        if piped.stages == 1:
+        if stages == 1:
             return decide, request
         stack_of(captured)  # refuses what cannot be shared out
-        return functools.partial(decide_stages, piped=piped), request
+        return functools.partial(decide_stages, piped=asked), request
 
     @property
     def _whole(self) -> str:

@@ -47,7 +47,7 @@ def sharded(plan: wh.Plan) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES, pytest.param("m6-10b", marks=pytest.mark.slow)]
+    "name", [*NAMES, pytest.param("m6-10b", marks=pytest.mark.full)]
 )
 def test_is_planned(name: str) -> None:
     job, cluster = models.job(name), wh.cluster("h100:8")

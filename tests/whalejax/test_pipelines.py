@@ -357,11 +357,11 @@ def contradicting(model: Any, x: Any) -> Any:
         (scanned, {"num_micro_batches": 5}, "do not divide into 5 micro-batches"),
         (staged, {}, "stage marks say where to cut"),
         (open_pipeline, {"mesh": None}, "does not say into how many stages"),
-        (contradicting, {}, 'asks for num_stages 4, and mesh={"stage": …} for 2'),
+        (contradicting, {}, "asks for num_stages 4, and mesh={'stage': 2} for 2"),
         (
             contradicting,
-            {},
-            "the schedule zb-h1 does not run yet; expected one of 1f1b",
+            {"mesh": {"stage": 4}, "cluster": "h100:4"},
+            "asks for the schedule zb-h1, which plans do not run yet; expected one",
         ),
     ],
 )
