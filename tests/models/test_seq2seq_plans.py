@@ -34,7 +34,7 @@ def reference(name: str) -> OneDevice:
 @pytest.mark.relaxed_promotion  # Flax's norms compare float64 with float32
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_one_device(name: str, layout: str) -> None:
+def test_gradients_equal_those_of_one_device(name: str, layout: str) -> None:
     with jax.enable_x64(True):
         found = check(reference(name), devices=2, **LAYOUTS[layout])
     assert found.error < FLOAT64_TOLERANCE, found.worst_path
