@@ -320,8 +320,12 @@ def scanned(model: Any, x: Any) -> Any:
 
 
 def matching(model: Any, x: Any) -> Any:
-    logits = jax.nn.log_softmax(scanned_to(model, x) @ model["layers"][0])
+    logits = jax.nn.log_softmax(scanned_to(model, x) @ model["head"])
     return -jnp.take_along_axis(logits, jnp.zeros((64, 1), "int32"), 1).mean()
+
+
+def penalised(model: Any, x: Any) -> Any:
+    return scanned(model, x) + 1e-3 * jnp.sum(model["layers"] ** 2)
 
 
 def staged(model: Any, x: Any) -> Any:
@@ -344,6 +348,7 @@ def contradicting(model: Any, x: Any) -> Any:
     [
         (unrolled, {}, "has no scan over stacked layers, which stages alike share out"),
         (summing, {}, "each gives 1 values beside what it hands to the next"),
+        (penalised, {}, "their parameters are read outside the scan too"),
         (reversed_layers, {}, "they run from the last to the first. Turn them round"),
         (scanned, {"mesh": {"stage": 8}}, "stage is 8, and the model has 6 layers"),
         (scanned, {"mesh": {"stage": 4}}, "expected one of 2, 3, 6"),
@@ -370,7 +375,7 @@ def test_what_stages_cannot_do_is_said(
 ) -> None:
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     stack = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)
-    model = {"layers": [w] * 6 if loss is unrolled else stack}
+    model = {"layers": [w] * 6 if loss is unrolled else stack, "head": w}
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     options = {"mesh": {"stage": 2}, "cluster": "h100:8", **options}
     with pytest.raises(wh.WhaleError) as caught:

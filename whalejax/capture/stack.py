@@ -7,7 +7,7 @@ parameters it slices, or why its turns cannot be shared out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,12 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> str:
                 "their parameters are stacked or changed in the loss before the scan "
                 "slices them. Store them stacked"
             )
+    if _read_elsewhere(jaxpr, equation, weights, made):
+        return (
+            "their parameters are read outside the scan too (as a penalty on weights "
+            "does), where no stage has all of them. Do that inside the layers, or in "
+            "the optimizer"
+        )
     changed = next(_changed(captured, jaxpr), "")
     if changed:
         return (
@@ -125,6 +131,27 @@ def _source(atom: Any, made: Any) -> Any:
             break
         atom = before
     return atom
+
+
+def _read_elsewhere(
+    jaxpr: Any, scan: Any, weights: set[Any], made: Mapping[Any, Any]
+) -> bool:
+    """Whether anything but the scan reads a stack of parameters that it slices."""
+    parts = _compat.scan_parts(scan)
+    first = parts.num_consts + parts.num_carries
+    sliced = {v for v in scan.invars[first:] if v in weights}
+    forms: list[Any] = []
+    wanted = list(sliced)
+    while wanted:
+        atom = wanted.pop()
+        if atom in made and made[atom] not in forms:
+            forms.append(made[atom])
+            sliced.update(made[atom].invars)
+            wanted += made[atom].invars
+    others = (e for e in jaxpr.eqns if e is not scan and e not in forms)
+    atoms = [v for e in others for v in e.invars]
+    atoms += [*scan.invars[:first], *jaxpr.outvars]
+    return not sliced.isdisjoint(v for v in atoms if not _compat.is_literal(v))
 
 
 def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
