@@ -43,9 +43,19 @@ def spec_text(spec: Spec) -> str:
     return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"
 
 
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """Axes above size 1 in words: ``"data 2 × tensor 4"``."""
+    words = (f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    return " × ".join(words) or "one device"
+
+
 def layout_text(plan: Plan) -> str:
     """Mesh, ZeRO level and micro-batches in one line."""
-    words = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"
+    words = mesh_words(plan.axis_sizes)
+    each = plan.stages.plans if plan.stages else ()
+    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in each)
+    if len(inner) > 1:
+        words += f" ({' | '.join(inner)})"
     if plan.zero:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
@@ -133,7 +143,7 @@ def _leaf_rows(plan: Plan) -> list[str]:
     folded: dict[tuple[str, ...], list[str]] = {}
     for leaf in plan.leaves:
         nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
-        local = nbytes // shards(leaf.param_spec, plan.axis_sizes)
+        local = nbytes // shards(leaf.param_spec, plan.home(leaf.path).axis_sizes)
         shape = "×".join(str(n) for n in leaf.shape) or "scalar"
         row = (starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
         folded.setdefault(row, []).append(leaf.path)

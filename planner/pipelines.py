@@ -49,27 +49,6 @@ MOST_ROUNDS = 16
 """Micro-batches that are weighed, for each stage."""
 
 
-def asked_stages(graph: Graph, request: Request) -> Asked:
-    """The pipeline that is asked for, by arguments and by marks.
-
-    Args:
-        graph: the captured loss, with its marks.
-        request: the arguments.
-
-    Raises:
-        PlanError: two of them contradict each other, or one cannot be run.
-    """
-    asked = Asked.of(graph, request, LOCKSTEP)
-    marks = (m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline")
-    open_ = next(marks, None)
-    if open_ is not None and STAGE not in asked.mesh:
-        raise PlanError(
-            f"{open_} does not say into how many stages, and plans that run do not "
-            "find that yet. Give num_stages, or mesh={'stage': …}"
-        )
-    return asked
-
-
 def decide_stages(
     graph: Graph,
     cluster: Cluster,
