@@ -201,15 +201,16 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         leaf: one of its leaves.
     """
     nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
-    mesh = plan.axis_sizes
+    home = plan.home(leaf.path)
+    mesh = home.axis_sizes
     lines = [
         f"{leaf.path}  {'×'.join(map(str, leaf.shape)) or 'scalar'} {leaf.dtype}, "
         f"{gigabytes(nbytes)}, "
         f"{gigabytes(nbytes // shards(leaf.param_spec, mesh))} per device"
     ]
-    roles = {r.name: r for r in plan.roles}
+    roles = {r.name: r for r in home.roles}
     for dim, names in enumerate(leaf.roles):
-        lines.append(_why_dim(plan, leaf, dim, names, roles))
+        lines.append(_why_dim(home, leaf, dim, names, roles))
     lines.append(
         f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
         f"{spec_text(leaf.param_spec)}, optimizer state as "
@@ -219,6 +220,8 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         lines.append("  lies in host memory: layers come to the device to be read")
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
+    if home is not plan and plan.stages is not None:
+        lines.append(f"  lies on stage {plan.stages.plans.index(home)}")
     lines.append("  plans that were weighed:")
     for c in plan.candidates:
         lines.append(

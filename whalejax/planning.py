@@ -268,7 +268,7 @@ class Asked:
             attention=self._attention(captured, blocks),
             loss_chunks=self._chunks(captured),
         )
-        search, request, why = decider(captured, request, runnable=self.runnable)
+        search, request = decider(captured, request, runnable=self.runnable)
         decided = functools.partial(
             search,
             graph,
@@ -289,7 +289,7 @@ class Asked:
                 *captured.notes,
                 *_remat_note(remat, found),
                 *_attention_note(found, blocks),
-                *(*why, *adapter.notes, *option_note(options)),
+                *(*adapter.notes, *option_note(options)),
             ),
             question=self,
         )

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.units import avals_of, units_of
 from whalejax.cutting import Fixed, Operand, Steps
@@ -28,7 +29,7 @@ from whalejax.lowering.parted import Parted, Where
 from whalejax.lowering.passing import Pass
 from whalejax.lowering.pieces import Site, site_of
 from whalejax.lowering.places import Facts, place_of
-from whalejax.lowering.spmd import Program, Sums, wide
+from whalejax.lowering.spmd import Program, Sums, sums_of, wide
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.parts import Division, Value, divided, divided_by_marks
 from whalejax.planner.plan import Plan, PlanError
@@ -136,6 +137,7 @@ class Apart:
             named(leaf.spec, self.meshes[self._batch_owner(i)])
             for i, leaf in enumerate(plan.batch)
         )
+        self._finish, self._finish_tree = self._finishing()
 
     # Starting.
 
@@ -372,28 +374,20 @@ class Apart:
         spec = self._layouts[stage].get(value, ())
         return named(spec, self.meshes[stage])
 
-    @functools.cached_property
-    def _finish(self) -> Parted:
-        return self._finishing[0]
-
-    @functools.cached_property
-    def _finish_tree(self) -> Any:
-        return self._finishing[1]
-
-    @functools.cached_property
     def _finishing(self) -> tuple[Parted, Any]:
         """The update, cut by stages, and the structure of what it gives."""
-        last = self.sites[-1].place
         state = abstract_state(self.program, self._origin)
-        avals = [_aval(last.steps, x) for x in last.names.sums]
-        total, weight, metrics = last.sums_tree.unflatten(avals)
-        params = jax.tree.leaves(state.params)
-        sums = Sums(
-            total=total,
-            weight=weight,
-            metrics=metrics,
-            gradients=tuple(_wide(x) for x in params),
+        body, _ = _compat.open_jaxpr(self.captured.jaxpr)
+        results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
+        *told, _ = self.captured.out_tree.unflatten(results)
+        sums: Sums = jax.eval_shape(
+            lambda total, weight, metrics: sums_of(
+                self.program, total, weight, metrics, ()
+            ),
+            *told,
         )
+        params = jax.tree.leaves(state.params)
+        sums = replace(sums, gradients=tuple(_wide(x) for x in params))
         tree: Any
         flat, tree = jax.tree.flatten((state, sums, state.rest))
         shape: Any = None
@@ -406,18 +400,18 @@ class Apart:
 
         steps = Steps.of(jax.make_jaxpr(finish)(*flat))
         end = len(self.plans) - 1
-        kinds = self._wheres(end, metrics)
+        kinds = self._wheres(end, sums.metrics)
         new = jax.tree.map(
             lambda stage, sharding: Where(owner=stage, stage=stage, sharding=sharding),
             self._stages,
             self.shardings,
         )
         count = shape.num_leaves - len(jax.tree.leaves(new))
-        told = Where(owner=end, stage=end, sharding=self.whole[end])
+        report = Where(owner=end, stage=end, sharding=self.whole[end])
         parted = Parted(
             steps,
             jax.tree.leaves(kinds),
-            [*jax.tree.leaves(new), *[told] * count],
+            [*jax.tree.leaves(new), *[report] * count],
             self.whole,
             self._options,
         )

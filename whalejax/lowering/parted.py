@@ -165,9 +165,8 @@ class Parted:
         if arrays:
             return arrays.pop()
         numbers = {owners[n] for n in step.sources} - {None}
-        if numbers == {JOINED} or len(numbers - {JOINED}) > 1:
+        if JOINED in numbers or len(numbers) > 1:
             return JOINED
-        numbers.discard(JOINED)
         return numbers.pop() if numbers else None
 
     def _cut(self) -> list[_Part]:
