@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whalejax import _compat
-from whalejax.planner.memory import CHEAP, SPREAD
+from whalejax.planner.memory import CHEAP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,46 +140,76 @@ class Steps:
     def kept(self, wanted: Sequence[Operand], later: Collection[int]) -> list[int]:
         """What one part of a program has to keep for another.
 
-        Broadcasts, changes of form, and cheap operations on what is there in any case
-        are done again: compilers do so too, where both parts are one program.
+        What cheap operations make is made again where that keeps fewer bytes, as
+        compilers do where both parts are one program.
 
         Args:
             wanted: what the other part makes.
             later: values that only the other part can make, or is given.
         """
+        inputs = {*self.inputs}
         _, read = self.needed(wanted, self.avals.keys() - set(later))
-        sources = {n for n in read if n not in later and n not in self.inputs}
+        direct = [n for n in read if n not in later and n not in inputs]
+        behind = {n: self._behind(n, inputs) for n in direct}
         found: set[int] = set()
-        while sources:
-            number = sources.pop()
-            small = self._narrower(number)
-            if small is None:
-                found.add(number)
-            else:
-                sources.update(n for n in small if n not in self.inputs)
+        for together in _joined(behind):
+            sources = set[int]().union(*(behind[n] for n in together))
+            less = sum(map(self.nbytes, sources)) < sum(map(self.nbytes, together))
+            found |= sources if less else set(together)
         for step in reversed(self.steps):
             for number in found.intersection(step.writes):
-                if self._again(step, found - {number}):
+                if self._again(step, found - {number}, inputs):
                     found.discard(number)
         return sorted(found)
 
-    def _narrower(self, number: int) -> tuple[int, ...] | None:
-        """Values of fewer or as many bytes of which one is a mere form, if it is."""
-        step = self.maker(number)
-        if step is None or step.equation.primitive.name not in FORMS:
-            return None
-        small = sum(map(self.nbytes, step.sources)) <= self.nbytes(number)
-        return step.sources if small else None
+    def _behind(self, number: int, inputs: Collection[int]) -> frozenset[int]:
+        """The values from which cheap operations make one; itself if none do."""
+        found, seen, open_ = set[int](), set[int](), [number]
+        while open_:
+            n = open_.pop()
+            if n in seen or n in inputs:
+                continue
+            seen.add(n)
+            step = self.maker(n)
+            if step is not None and self._cheap(step, n):
+                open_ += step.sources
+            else:
+                found.add(n)
+        return frozenset(found)
 
-    def _again(self, step: Step, there: Collection[int]) -> bool:
+    def _cheap(self, step: Step, number: int) -> bool:
+        """A step is cheap, and reads nothing larger than what it gives."""
+        cheap = step.equation.primitive.name in AGAIN
+        nbytes = self.nbytes(number)
+        return cheap and all(self.nbytes(n) <= nbytes for n in step.sources)
+
+    def _again(
+        self, step: Step, there: Collection[int], inputs: Collection[int]
+    ) -> bool:
         """A step is cheap, and all that it reads is there."""
-        return step.equation.primitive.name in CHEAP and all(
-            n in there or n in self.inputs for n in step.sources
+        return step.equation.primitive.name in AGAIN and all(
+            n in there or n in inputs for n in step.sources
         )
 
 
-FORMS = SPREAD | {"reshape", "squeeze", "expand_dims", "transpose", "copy"}
-"""Operations that give the same numbers in another form."""
+AGAIN = CHEAP | {"reshape", "squeeze", "expand_dims", "transpose", "name"}
+"""Operations that are done again rather than that their result is kept."""
+
+
+def _joined(behind: Mapping[int, frozenset[int]]) -> list[list[int]]:
+    """Values in groups that share some of what is behind them."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for number, sources in behind.items():
+        mine, members = set(sources), [number]
+        apart = []
+        for others, joined in groups:
+            if mine.isdisjoint(others):
+                apart.append((others, joined))
+            else:
+                mine |= others
+                members += joined
+        groups = [*apart, (mine, members)]
+    return [members for _, members in groups]
 
 
 def _read(operand: Operand, known: Mapping[int, Any]) -> Any:
