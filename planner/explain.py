@@ -246,6 +246,8 @@ def _why_dim(
         reasons.append(
             f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
         )
+    elif compute == ("stage",):
+        reasons.append("shared out among the stages")
     elif compute:
         reasons.append(
             f"in shards over {'+'.join(compute)} until it is used, then exchanged for "
@@ -261,7 +263,8 @@ def _why_dim(
                 )
     added = [a for a in stored if a not in compute]
     if added:
-        reasons.append(f"stored in shards over {'+'.join(added)}, gathered for use")
+        use = "exchanged for layers" if "stage" in added else "gathered for use"
+        reasons.append(f"stored in shards over {'+'.join(added)}, {use}")
     if not reasons:
         reasons.append(_whole_reason(plan, leaf, dim, names, roles))
     return f"  dim {dim} is {label} ({leaf.shape[dim]}): {'; '.join(reasons)}"

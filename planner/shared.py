@@ -84,16 +84,16 @@ class Shared:
             carried=tuple(carried),
         )
 
-    def of_stage(self, graph: Graph, stages: int) -> Graph:
+    def of_stage(self, graph: Graph, layers: int) -> Graph:
         """The model of one stage: as many layers as it holds.
 
         Args:
             graph: the captured loss.
-            stages: how many there are.
+            layers: how many those are.
         """
         dims = analyse_graph(graph).dims
         stacked = {t.id for t in graph.params if t.path in self.paths}
-        layers = {dims.layouts[t][0] for t in stacked}
+        stack = {dims.layouts[t][0] for t in stacked}
         depth, inside = len(self.position), set[int]()
         makers = {t: op for op in graph.ops for t in op.results}
         ops = []
@@ -101,20 +101,22 @@ class Shared:
             within = op.position[:depth] == self.position and len(op.position) > depth
             if within:
                 inside.update((*op.operands, *op.results))
-                op = replace(op, trip=op.trip // stages)
+                op = replace(op, trip=op.trip * layers // self.length)
             ops.append(_summing(op, makers, graph))
         tensors = tuple(
             replace(
                 t,
                 shape=tuple(
-                    size // stages if atoms in layers else size
+                    size * layers // self.length if atoms in stack else size
                     for size, atoms in zip(t.shape, dims.layouts[t.id], strict=True)
                 ),
             )
             for t in graph.tensors
         )
         kept = tuple(
-            replace(one, trip=one.trip // stages) if one.tensor in inside else one
+            replace(one, trip=one.trip * layers // self.length)
+            if one.tensor in inside
+            else one
             for one in graph.stacked
         )
         return replace(graph, ops=tuple(ops), tensors=tensors, stacked=kept)

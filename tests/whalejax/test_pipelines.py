@@ -33,9 +33,9 @@ pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
 BATCH: Final = 16
 
 
-def job_of(name: str, **options: Any) -> wh.Job:
+def job_of(name: str, *, layers: int = 4, **options: Any) -> wh.Job:
     kinds = {"param_dtype": "float64", "dtype": "float64"}
-    return models.job(name, layers=4, batch_size=BATCH, **{**kinds, **options})
+    return models.job(name, layers=layers, batch_size=BATCH, **{**kinds, **options})
 
 
 @functools.cache
@@ -48,16 +48,17 @@ def gpt(**options: Any) -> OneDevice:
 class Keyed:
     """Layers in one scan that take keys, between a table that both ends read."""
 
-    def __init__(self, pipeline: Any = None) -> None:
+    def __init__(self, pipeline: Any = None, length: int = 4) -> None:
         self.pipeline = pipeline
+        self.length = length
 
     def make(self, key: Any) -> Any:
         a, b, c = jax.random.split(key, 3)
         return {
             "table": jax.random.normal(a, (40, 16)) * 0.3,
             "layers": {
-                "up": jax.random.normal(b, (4, 16, 24)) * 0.2,
-                "down": jax.random.normal(c, (4, 24, 16)) * 0.2,
+                "up": jax.random.normal(b, (self.length, 16, 24)) * 0.2,
+                "down": jax.random.normal(c, (self.length, 24, 16)) * 0.2,
             },
         }
 
@@ -69,7 +70,7 @@ class Keyed:
 
     def loss(self, model: Any, batch: Any, rng: Any) -> wh.WeightedLoss:
         x = model["table"][batch["tokens"]]
-        layers = model["layers"], jax.random.split(rng, 4)
+        layers = model["layers"], jax.random.split(rng, self.length)
         if self.pipeline is None:
             x, _ = jax.lax.scan(self.layer, x, layers)
         else:
@@ -338,8 +339,8 @@ def contradicting(model: Any, x: Any) -> Any:
         (summing, {}, "each gives 1 values beside what it hands to the next"),
         (penalised, {}, "their parameters are read outside the scan too"),
         (reversed_layers, {}, "they run from the last to the first. Turn them round"),
-        (scanned, {"mesh": {"stage": 8}}, "6 layers do not divide into 8 stages alike"),
-        (scanned, {"mesh": {"stage": 4}}, "can be cut into at most 1 parts"),
+        (scanned, {"mesh": {"stage": 8}}, "stage is 8, and the model has 6 layers"),
+        (scanned, {"mesh": {"stage": 8}}, "holds one or more; expected at most 6"),
         (
             scanned,
             {"mesh": {"stage": 3}, "cluster": "h100:8", "allow_idle": False},

@@ -7,7 +7,7 @@ and what has a derivative rule of its own is bound as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -101,15 +101,14 @@ class Part(Protocol):
         ...
 
     def through(
-        self, equation: Any, values: Sequence[Any], scan: Callable[..., list[Any]]
+        self, equation: Any, values: Sequence[Any], body: rebuild.Body
     ) -> list[Any]:
         """What the scan gives.
 
         Args:
             equation: the scan as traced.
             values: its operands.
-            scan: runs it, from operands, of which stacks may be shorter, and the number
-                of turns.
+            body: one turn of it.
         """
         ...
 
@@ -426,13 +425,10 @@ def _scan(
     def body(arguments: Sequence[Any]) -> list[Any]:
         return _inner(scope, inner, arguments, position, looped=True)
 
-    def scan(values: Sequence[Any], length: int | None = None) -> list[Any]:
-        return rebuild.scan(equation, values, body, length)
-
     part = scope.part
     if part is None or part.position != position[:-1]:
-        return scan(values)
-    results = part.through(equation, values, scan)
+        return rebuild.scan(equation, values, body)
+    results = part.through(equation, values, body)
     scope.values = {atom: part.beyond(value) for atom, value in scope.values.items()}
     scope.moved.clear()
     return results
