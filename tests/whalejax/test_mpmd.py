@@ -334,8 +334,14 @@ def test_plans_are_saved_and_read(tmp_path: Path) -> None:
     assert read == plan and read.hash == plan.hash
     assert "stages have programs of their own" in str(plan)
     assert "head.kernel" in plan.why("head.kernel")
-    with pytest.raises(wh.WhaleError, match="every stage of this plan has a mesh"):
-        plan.mesh()
+    for refused, text in {
+        plan.mesh: "every stage of this plan has a mesh",
+        plan.flax_rules: "layouts of their own",
+        plan.maxtext_flags: "layouts of their own",
+        plan.verify: "not verified yet",
+    }.items():
+        with pytest.raises(wh.WhaleError, match=text):
+            refused()
     step = wh.compile(
         read, job.loss_fn, model, optimizer=job.optimizer, devices=jax.devices()[:4]
     )
