@@ -35,7 +35,11 @@ from whalejax.planner.plan import Stages
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
 
 BATCH: Final = 16
-SCHEDULES: Final = ("gpipe", "1f1b", "1f1b-ahead", "interleaved", "zb-h1")
+
+
+def full(*values: Any) -> Any:
+    """A case that only the whole suite runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 class Marked:
@@ -117,8 +121,17 @@ def stages_of(found: Any) -> Stages:
     return stages
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "interleaved"])
-@pytest.mark.parametrize("devices", [3, 6])
+@pytest.mark.parametrize(
+    ("schedule", "devices"),
+    [
+        ("auto", 6),
+        ("zb-h1", 3),
+        full("gpipe", 3),
+        full("1f1b", 3),
+        full("1f1b-ahead", 6),
+        full("zb-h1", 6),
+    ],
+)
 def test_marked_stages(schedule: str, devices: int) -> None:
     with jax.enable_x64(True):
         one = on_one_device(Marked(schedule).job(), 4)
@@ -132,7 +145,10 @@ def test_marked_stages(schedule: str, devices: int) -> None:
     assert float(evaluated["size"]) == pytest.approx(one.metrics["size"], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [full("gpipe"), full("1f1b"), full("1f1b-ahead"), "interleaved", "zb-h1"],
+)
 def test_schedules(schedule: str) -> None:
     with jax.enable_x64(True):
         one = one_device("gpt-test", layers=4)
@@ -146,13 +162,14 @@ def test_schedules(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "devices", "options"),
     [
-        ("bert-test", 2, 4, {}),
+        full("bert-test", 2, 4, {}),
         ("t5-test", 4, 4, {}),
-        ("gnmt-test", 2, 4, {}),
-        ("m6-test", 2, 2, {"remat": "full"}),
-        ("vgg-test", 4, 8, {}),
+        full("gnmt-test", 2, 4, {}),
+        full("m6-test", 2, 2, {"remat": "full"}),
+        full("vgg-test", 4, 8, {}),
         ("resnet-test", 2, 4, {}),
-        ("moe-test", 2, 4, {}),
+        full("moe-test", 2, 4, {}),
+        full("bert-test", 8, 8, {}),
     ],
 )
 def test_models(name: str, stages: int, devices: int, options: Any) -> None:
@@ -166,7 +183,8 @@ def test_models(name: str, stages: int, devices: int, options: Any) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "inner", [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}]
+    "inner",
+    [full({"data": 2}), {"fsdp": 2}, full({"tensor": 2}), {"data": 2, "tensor": 2}],
 )
 def test_layouts_inside_stages(inner: dict[str, int]) -> None:
     mesh = {"stage": 2, **inner}
@@ -220,7 +238,7 @@ def test_every_program_is_compiled_once() -> None:
     assert handler.names["_finish"] == 2  # of each stage
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [full("gpipe"), "1f1b", "zb-h1"])
 def test_what_waits_is_what_the_table_says(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +303,7 @@ def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) ->
             apart(state, job.batch_at(0))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "f16"])
+@pytest.mark.parametrize("precision", [full("bf16"), "f16"])
 def test_narrow_types(precision: Any) -> None:
     job = models.job("gpt-test", layers=2, batch_size=BATCH)
     one = on_one_device(job, 4)

@@ -63,7 +63,7 @@ def test_a_loss_reads_logits_as_their_product_makes_them(precision: str) -> None
     importlib.util.find_spec("libtpu") is None,
     reason="the extra tpu-compile (libtpu) is not installed",
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_logits_of_stages_are_in_memory_as_they_are_multiplied() -> None:
     one = job()
     plan = wh.plan(

@@ -20,16 +20,23 @@ from whalejax.planner.unequal import with_layers
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
 
+INSIDE = {"stage": 2, "data": 2, "tensor": 2}
+
+
+def _full(*values: Any) -> Any:
+    """A case that only the whole suite runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
 
 @pytest.mark.parametrize(
     ("layers", "mesh", "options"),
     [
         ((2, 2, 1, 1), {"stage": 4}, {}),
-        ((2, 1), {"stage": 2}, {"remat": "full"}),
-        ((3, 2), {"stage": 2, "data": 2}, {"annotated": False}),
+        _full((2, 1), {"stage": 2}, {"remat": "full"}),
+        _full((3, 2), {"stage": 2, "data": 2}, {"annotated": False}),
         ((2, 1), {"stage": 2, "fsdp": 2}, {"annotated": False}),
-        ((2, 1), {"stage": 2, "data": 2, "tensor": 2}, {"sequence_parallel": False}),
-        ((2, 1), {"stage": 2, "data": 2, "tensor": 2}, {"sequence_parallel": True}),
+        _full((2, 1), {**INSIDE}, {"sequence_parallel": False}),
+        _full((2, 1), {**INSIDE}, {"sequence_parallel": True}),
     ],
     ids=["four", "remat", "data", "fsdp", "tensor", "sequence"],
 )
