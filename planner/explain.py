@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.planner.dimensions import Dimensions, starred
 from whalejax.planner.graph import Tensor
-from whalejax.planner.layout import Spec, shards
+from whalejax.planner.layout import STAGE, Spec, shards
 from whalejax.planner.terms import chunk_words, own_words, precision_words
 
 
@@ -226,8 +226,14 @@ def _why_dim(
     roles: Mapping[str, object],
 ) -> str:
     label = " × ".join(names) or "size 1"
-    compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
+    compute, stored = (
+        tuple(axis for axis in spec[dim] if axis != STAGE)
+        for spec in (leaf.compute_spec, leaf.param_spec)
+    )
     reasons = []
+    if STAGE in leaf.param_spec[dim]:
+        own = leaf.shape[dim] // plan.axis_sizes[STAGE]
+        reasons.append(f"every stage has {own} of its own, and computes with no other")
     homes = _homes(plan, compute, names)
     if homes:
         reasons.append(

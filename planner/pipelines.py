@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.asked import Asked
 from whalejax.planner.cost import Collective, Setting, as_run, row_ahead, row_hits
 from whalejax.planner.decide import (
@@ -107,7 +108,7 @@ def decide_stages(
             other_bytes=optimizer.other_bytes,
         ),
     )
-    part = cluster.part(asked.num_devices)
+    part = _part(cluster, asked.num_devices, stages)
     own = shared.of_stage(graph, stages)
 
     def of_one(remat: Remat, *kinds: Any) -> Graph:
@@ -165,6 +166,18 @@ def _check(shared: Shared, stages: int, request: Request) -> None:
             'attention is "ring": stages do not run attention in blocks yet. Leave '
             "attention out, or the axis stage"
         )
+
+
+def _part(cluster: Cluster, devices: int, stages: int) -> Cluster:
+    """The devices of one stage."""
+    try:
+        return cluster.part(devices)
+    except WhaleError as error:
+        raise PlanError(
+            f"stage is {stages}, and {cluster.describe()} has no {stages} equal parts "
+            f"of {devices} devices that links join alike. Take another number of "
+            "stages, or of devices"
+        ) from error
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
