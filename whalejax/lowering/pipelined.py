@@ -75,7 +75,7 @@ class _Layers:
             raise _Reached
         stacked = equation.outvars[parts.num_carries :]
         unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in stacked]
-        return [*self.results, *unread]
+        return [*map(self.beyond, self.results), *unread]
 
     def _length(self, stacks: Sequence[Any]) -> int:
         return int(min(x.shape[0] for x in stacks))
@@ -358,8 +358,9 @@ def pipelined_gradients(
 
     layers = tuple(_specs_of(len(params), stack))
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=layers)
-    run = _on_stages(program, stack, trained, outputs)
-    return run(params, rest, batch, rng, step, scale), rest
+    run = _on_stages(program, stack, trained, outputs, counting=True)
+    sums = run(params, rest, batch, rng, step, scale)
+    return sums, _counted(rest, stack, program.plan.num_micro_batches)
 
 
 _WHOLE = PartitionSpec()
@@ -407,8 +408,17 @@ def _on_stages(
     stack: Stack,
     function: Callable[[_Local], Any],
     outputs: Any,
+    *,
+    counting: bool = False,
 ) -> Callable[..., Any]:
-    """A function of one stage, run by all, from global arrays."""
+    """A function of one stage, run by all, from global arrays.
+
+    Args:
+        program, stack: what runs.
+        function: of a stage.
+        outputs: layouts of what it gives.
+        counting: each micro-batch finds counters as those before it leave them.
+    """
     adapter, cut = program.adapter, program.batch_axes
 
     def run(
@@ -436,7 +446,8 @@ def _on_stages(
                     jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
                     for x in parts
                 ]
-                return adapter.fold_rest(at_step, number), whole(taken, others), key
+                counted = _counted(at_step, stack, number) if counting else at_step
+                return adapter.fold_rest(counted, number), whole(taken, others), key
 
             return function(
                 _Local(
@@ -460,6 +471,15 @@ def _on_stages(
         return mapped(list(params), (at_step, parts, others, rng, scale))
 
     return run
+
+
+def _counted(rest: Any, stack: Stack, number: Any) -> Any:
+    """What is not trained, with its counters as so many micro-batches leave them."""
+    leaves = [
+        x + jnp.asarray(number * more, x.dtype) if more else x
+        for x, more in zip(jax.tree.leaves(rest), stack.advances, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(rest), leaves)
 
 
 def pipelined_losses(
