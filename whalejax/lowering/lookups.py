@@ -284,7 +284,7 @@ class _Taken:
         )
         if not self.picked:
             return _compat.bind(self.equation, [operand, indices], slice_sizes=slices)
-        places, here = _signed(indices), jnp.asarray(True)
+        places, here = _signed(indices), self._within(indices)
         numbers = self.equation.params["dimension_numbers"]
         for part, axes in self.picked.items():
             length = operand.shape[numbers.start_index_map[part]]
@@ -303,14 +303,22 @@ class _Taken:
         here = jnp.expand_dims(here, numbers.offset_dims)
         return [jnp.where(here, found, jnp.zeros((), found.dtype))]
 
+    def _within(self, indices: Any) -> Any:
+        """Which indices are in bounds; all of them where what is not is clipped."""
+        places = _signed(indices)
+        within = jnp.ones(places.shape[:-1], jnp.bool_)
+        if self._mode == Mode.FILL_OR_DROP:
+            for part, most in enumerate(self._most()):
+                place = places[..., part]
+                within = within & (place >= 0) & (place <= most)
+        return within
+
     def finish(self, results: list[Any], operand: Any, indices: Any) -> list[Any]:
         """What is out of bounds is filled, where the gather says so."""
         del operand
         if not self.picked or self._mode != Mode.FILL_OR_DROP:
             return results
-        (found,) = results
-        places, most = _signed(indices), jnp.asarray(self._most())
-        within = ((places >= 0) & (places <= most.astype(places.dtype))).all(-1)
+        (found,), within = results, self._within(indices)
         offsets = self.equation.params["dimension_numbers"].offset_dims
         fill = _fill(self.equation.params["fill_value"], found.dtype)
         return [jnp.where(jnp.expand_dims(within, offsets), found, fill)]
