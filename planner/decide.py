@@ -145,7 +145,7 @@ def decided_on(
     Raises:
         PlanError: no plan fits.
     """
-    searched = _searched(graph, cluster, request, again)
+    searched = searches(graph, cluster, request, again)
     fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
     if request.sequence_parallel and not any(one.scored for _, one in searched):
         raise PlanError(_no_sequence(searched[0][1]))
@@ -158,7 +158,7 @@ def decided_on(
     return Decided(analysed=analysed, search=search, weighed=[*fitting, *refused])
 
 
-def _searched(
+def searches(
     graph: Graph, cluster: Cluster, request: Request, again: Again | None
 ) -> list[tuple[Analysed, Search]]:
     """One search for each policy of remat that may be worth it, the lightest first.
@@ -346,10 +346,4 @@ def check_marks(graph: Graph, num_devices: int) -> None:
     marked = [g for g in graph.task_graphs if g.marks]
     if marked:
         check_devices(marked, num_devices, problems)
-    staged = [g.name for g in marked if any(m.kind == "stage" for m in g.marks)]
-    if staged:
-        problems.add(
-            f"{', '.join(staged)}: stage marks say where to cut, and plans still cut "
-            "where they find it best. Remove them; pipeline(num_stages=…) is obeyed"
-        )
     problems.raise_if_any()

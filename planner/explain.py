@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.planner.dimensions import Dimensions, starred
 from whalejax.planner.graph import Tensor
-from whalejax.planner.layout import STAGE, Spec, shards
+from whalejax.planner.layout import Spec, shards
 from whalejax.planner.terms import chunk_words, own_words, precision_words
 
 
@@ -43,9 +43,19 @@ def spec_text(spec: Spec) -> str:
     return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"
 
 
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """Axes above size 1 in words: ``"data 2 × tensor 4"``."""
+    words = (f"{axis} {size}" for axis, size in mesh.items() if size > 1)
+    return " × ".join(words) or "one device"
+
+
 def layout_text(plan: Plan) -> str:
     """Mesh, ZeRO level and micro-batches in one line."""
-    words = " × ".join(f"{axis} {size}" for axis, size in plan.axes) or "one device"
+    words = mesh_words(plan.axis_sizes)
+    each = plan.stages.plans if plan.stages else ()
+    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in each)
+    if len(inner) > 1:
+        words += f" ({' | '.join(inner)})"
     if plan.zero:
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
@@ -133,7 +143,7 @@ def _leaf_rows(plan: Plan) -> list[str]:
     folded: dict[tuple[str, ...], list[str]] = {}
     for leaf in plan.leaves:
         nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
-        local = nbytes // shards(leaf.param_spec, plan.axis_sizes)
+        local = nbytes // shards(leaf.param_spec, plan.home(leaf.path).axis_sizes)
         shape = "×".join(str(n) for n in leaf.shape) or "scalar"
         row = (starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
         folded.setdefault(row, []).append(leaf.path)
@@ -191,15 +201,16 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         leaf: one of its leaves.
     """
     nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
-    mesh = plan.axis_sizes
+    home = plan.home(leaf.path)
+    mesh = home.axis_sizes
     lines = [
         f"{leaf.path}  {'×'.join(map(str, leaf.shape)) or 'scalar'} {leaf.dtype}, "
         f"{gigabytes(nbytes)}, "
         f"{gigabytes(nbytes // shards(leaf.param_spec, mesh))} per device"
     ]
-    roles = {r.name: r for r in plan.roles}
+    roles = {r.name: r for r in home.roles}
     for dim, names in enumerate(leaf.roles):
-        lines.append(_why_dim(plan, leaf, dim, names, roles))
+        lines.append(_why_dim(home, leaf, dim, names, roles))
     lines.append(
         f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
         f"{spec_text(leaf.param_spec)}, optimizer state as "
@@ -209,6 +220,8 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         lines.append("  lies in host memory: layers come to the device to be read")
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
+    if home is not plan and plan.stages is not None:
+        lines.append(f"  lies on stage {plan.stages.plans.index(home)}")
     lines.append("  plans that were weighed:")
     for c in plan.candidates:
         lines.append(
@@ -226,19 +239,15 @@ def _why_dim(
     roles: Mapping[str, object],
 ) -> str:
     label = " × ".join(names) or "size 1"
-    compute, stored = (
-        tuple(axis for axis in spec[dim] if axis != STAGE)
-        for spec in (leaf.compute_spec, leaf.param_spec)
-    )
+    compute, stored = leaf.compute_spec[dim], leaf.param_spec[dim]
     reasons = []
-    if STAGE in leaf.param_spec[dim]:
-        own = leaf.shape[dim] // plan.axis_sizes[STAGE]
-        reasons.append(f"every stage has {own} of its own, and computes with no other")
     homes = _homes(plan, compute, names)
     if homes:
         reasons.append(
             f"computed in shards over {'+'.join(compute)} in {', '.join(homes)}"
         )
+    elif compute == ("stage",):
+        reasons.append("shared out among the stages")
     elif compute:
         reasons.append(
             f"in shards over {'+'.join(compute)} until it is used, then exchanged for "
@@ -254,7 +263,8 @@ def _why_dim(
                 )
     added = [a for a in stored if a not in compute]
     if added:
-        reasons.append(f"stored in shards over {'+'.join(added)}, gathered for use")
+        use = "exchanged for layers" if "stage" in added else "gathered for use"
+        reasons.append(f"stored in shards over {'+'.join(added)}, {use}")
     if not reasons:
         reasons.append(_whole_reason(plan, leaf, dim, names, roles))
     return f"  dim {dim} is {label} ({leaf.shape[dim]}): {'; '.join(reasons)}"

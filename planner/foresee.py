@@ -71,6 +71,7 @@ def foresee(
             resource is named in bytes.
     """
     check_marks(graph, request.num_devices)
+    _check_stages(graph)
     try:
         search = WideSearch(graph, cluster, request)
     except NoMeshError:
@@ -103,6 +104,21 @@ def foresee(
         return estimate
     notes = (*plan.notes, _proof(search))
     return dataclasses.replace(plan, candidates=estimate.candidates, notes=notes)
+
+
+def _check_stages(graph: Graph) -> None:
+    """Refuse marks that say where to cut."""
+    staged = {
+        g.name: None
+        for g in graph.task_graphs
+        if any(m.kind == "stage" for m in g.marks)
+    }
+    if staged:
+        raise PlanError(
+            f"{', '.join(staged)}: stage marks say where to cut, and estimates "
+            "(runnable=False) cut where they find it best. Remove them, or plan what "
+            "runs"
+        )
 
 
 def _no_mesh(graph: Graph, cluster: Cluster, request: Request) -> PlanError:

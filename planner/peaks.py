@@ -273,6 +273,7 @@ def peak_of(
     cast_bytes: float,
     accumulates: bool,
     away: Sequence[int],
+    in_flight: float = 1.0,
 ) -> MemoryTerms:
     """Memory on one device at the fullest moment of a step.
 
@@ -286,10 +287,12 @@ def peak_of(
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         accumulates: gradients of several micro-batches are summed.
         away: of each group, how many lie in host memory.
+        in_flight: micro-batches whose activations are kept at once.
     """
     leaves = _leaves(facts, layouts, found, tables, s, cast_bytes, away)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
     saved = found.saved @ kinds if found.kinds else np.zeros(len(found.saved))
+    saved = saved + (in_flight - 1.0) * saved.max(initial=0.0)
     working, making = (
         np.array([(rows @ kinds).max() if found.kinds else 0.0 for rows in several])
         for several in (found.working, found.making)

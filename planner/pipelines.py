@@ -1,6 +1,6 @@
 """Plans with pipeline stages alike, which one program runs in lockstep.
 
-Each stage holds an equal part of a scan over layers, on devices of its own. What one
+Each stage holds a part of a scan over layers, on devices of its own. What the fullest
 stage computes is the model with fewer layers, so that is what is searched, on the
 devices of one stage; the schedule's table then says how often it is done. All stages
 compute what stands before and behind the layers, as the first and the last must.
@@ -9,6 +9,7 @@ compute what stands before and behind the layers, as the first and the last must
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,6 +41,15 @@ from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
 from whalejax.planner.shared import STAGE, Shared
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.unequal import (
+    Dealt,
+    exchanged,
+    parts,
+    seconds_of,
+    stored_apart,
+    stored_bytes,
+    unequal_notes,
+)
 from whalejax.planner.written import written
 
 
@@ -48,27 +58,6 @@ LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}
 
 MOST_ROUNDS = 16
 """Micro-batches that are weighed, for each stage."""
-
-
-def asked_stages(graph: Graph, request: Request) -> Asked:
-    """The pipeline that is asked for, by arguments and by marks.
-
-    Args:
-        graph: the captured loss, with its marks.
-        request: the arguments.
-
-    Raises:
-        PlanError: two of them contradict each other, or one cannot be run.
-    """
-    asked = Asked.of(graph, request, LOCKSTEP)
-    marks = (m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline")
-    open_ = next(marks, None)
-    if open_ is not None and STAGE not in asked.mesh:
-        raise PlanError(
-            f"{open_} does not say into how many stages, and plans that run do not "
-            "find that yet. Give num_stages, or mesh={'stage': …}"
-        )
-    return asked
 
 
 def decide_stages(
@@ -93,39 +82,22 @@ def decide_stages(
     """
     shared, stages = Shared.of(graph), piped.mesh[STAGE]
     _check(shared, stages, request)
-    optimizer = request.optimizer
-    asked = replace(
-        request,
-        num_devices=request.num_devices // stages,
-        offload=(),
-        attention=(),
-        loss_chunks=1,
-        optimizer=OptimizerBytes(
-            by_path={
-                path: n // (stages if path in shared.paths else 1)
-                for path, n in optimizer.by_path.items()
-            },
-            other_bytes=optimizer.other_bytes,
-        ),
-    )
-    part = _part(cluster, asked.num_devices, stages)
-    own = shared.of_stage(graph, stages)
-
-    def of_one(remat: Remat, *kinds: Any) -> Graph:
-        assert again is not None
-        found = again(remat, *kinds)
-        return Shared.of(found).of_stage(found, stages)
-
+    own = functools.cache(lambda layers: shared.of_stage(graph, layers))
     found = []
     problem: PlanError | None = None
     for count in _counts(graph, request, stages):
-        one = replace(asked, num_micro_batches=count)
+        one = _of_one_stage(graph, shared, stages, request, count)
+        dealt = Dealt(length=shared.length, stages=stages)
+        if shared.length % stages and one.num_devices == 1:
+            dealt = replace(dealt, seconds=seconds_of(graph, shared, cluster, count))
+        part, most = _part(cluster, one.num_devices, stages), max(dealt.layers)
+        program = None if again is None else functools.partial(_again, again, most)
         try:
-            decided = decided_on(own, part, one, None if again is None else of_one)
+            decided = decided_on(own(most), part, one, program)
         except PlanError as error:
             problem = problem or error
             continue
-        found.append(_Weighed(decided, cluster, piped))
+        found.append(_Weighed(decided, cluster, piped, dealt))
     if not found:
         assert problem is not None
         raise problem
@@ -133,16 +105,53 @@ def decide_stages(
     if not fitting:
         raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
     best = min(fitting, key=lambda one: one.time.step_seconds)
-    return best.plan(request, precision, batch, graph, found)
+    return best.plan(request, precision, batch, graph.model_hash, found)
+
+
+def _of_one_stage(
+    graph: Graph, shared: Shared, stages: int, request: Request, count: int
+) -> Request:
+    """What is asked of the search of one stage's model.
+
+    Args:
+        graph, shared, stages, request: the whole model, its layers and what is asked.
+        count: micro-batches of a step.
+    """
+    equal, optimizer = shared.length % stages == 0, request.optimizer
+    cut = {
+        t.path
+        for t in graph.params
+        if t.path in shared.paths and (equal or parts(t.shape, stages))
+    }
+    return replace(
+        request,
+        num_devices=request.num_devices // stages,
+        num_micro_batches=count,
+        offload=(),
+        attention=(),
+        loss_chunks=1,
+        optimizer=OptimizerBytes(
+            by_path={
+                path: n // (stages if path in cut else 1)
+                for path, n in optimizer.by_path.items()
+            },
+            other_bytes=optimizer.other_bytes,
+        ),
+    )
+
+
+def _again(again: Again, layers: int, remat: Remat, *kinds: Any) -> Graph:
+    """One stage's model, with its so many layers computed again or otherwise."""
+    found = again(remat, *kinds)
+    return Shared.of(found).of_stage(found, layers)
 
 
 def _check(shared: Shared, stages: int, request: Request) -> None:
     layers, devices = shared.length, request.num_devices
-    if stages > layers or layers % stages:
-        near = ", ".join(str(n) for n in divisors(layers) if n > 1)
+    if stages > layers:
         raise PlanError(
             f"stage is {stages}, and the model has {layers} layers, of which every "
-            f"stage holds as many; expected one of {near}"
+            f"stage holds one or more; expected at most {layers}"
         )
     if devices % stages:
         near = ", ".join(str(n) for n in divisors(devices) if n > 1)
@@ -194,15 +203,19 @@ class _Weighed:
 
     Attributes:
         decided: the search of one stage's model.
+        dealt: who has which layers.
         table: who does what when.
         time, memory: predictions of a step.
         collectives: those of a stage, with what goes between stages.
     """
 
-    def __init__(self, decided: Decided, cluster: Cluster, piped: Asked) -> None:
+    def __init__(
+        self, decided: Decided, cluster: Cluster, piped: Asked, dealt: Dealt
+    ) -> None:
         self.decided = decided
         self.cluster = cluster
-        self.shared = shared = Shared.of(decided.analysed.graph)
+        self.dealt = dealt
+        self.shared = Shared.of(decided.analysed.graph)
         self.best: Scored = decided.weighed[0]
         self.table: Schedule = schedule(
             LOCKSTEP[piped.schedule or "1f1b"],
@@ -212,19 +225,23 @@ class _Weighed:
         turns = {self.table.turn(row) for row in self.table.rows}
         self.stages = Stages(
             schedule=self.table.name,
-            layers=(shared.length,) * self.table.num_stages,
+            layers=dealt.layers,
             turns=len(turns),
             ahead=self._turns("forward"),
             back=self._turns("backward"),
         )
         self.handed_bytes = self._handed_bytes()
+        self.leaves = tuple(self._leaf(leaf) for leaf in self.best.leaves)
         self.collectives = (*self.best.collectives, *self._between())
         self.time = self._time()
         held = max(self.table.in_flight) + 4  # two on their way, two that arrived
         memory = self.best.memory
+        stored, copied = self._stack_bytes()
         self.memory: MemoryTerms = replace(
             memory,
             activations_bytes=memory.activations_bytes + held * self.handed_bytes,
+            params_bytes=memory.params_bytes + stored - copied,
+            working_bytes=memory.working_bytes + copied,
         )
         self.fits = self.memory.total_bytes <= cluster.memory_bytes
 
@@ -241,6 +258,11 @@ class _Weighed:
     def mesh(self) -> dict[str, int]:
         """Axis sizes with that of the stages, outermost first."""
         return {STAGE: self.table.num_stages, **self.best.mesh}
+
+    @property
+    def alone(self) -> bool:
+        """A stage is one device."""
+        return math.prod(self.best.mesh.values()) == 1
 
     def _setting(self) -> Setting:
         """That of one stage's model."""
@@ -271,7 +293,7 @@ class _Weighed:
             scope="what stages hand on",
         )
         found = [handed]
-        for leaf in self.best.leaves:
+        for leaf in self.leaves:
             if leaf.path not in self.shared.paths:
                 nbytes = self._gradient_bytes(leaf)
                 found.append(
@@ -285,7 +307,20 @@ class _Weighed:
                         scope=leaf.path,
                     )
                 )
+            elif not self.dealt.equal:
+                found += exchanged(leaf, max(self.dealt.layers), self.mesh)
         return found
+
+    def _stack_bytes(self) -> tuple[int, int]:
+        """What a device stores of layers, and those that it computes with beside it."""
+        if self.dealt.equal:
+            return 0, 0
+
+        def total(leaves: Sequence[LeafPlan]) -> int:
+            stack = (leaf for leaf in leaves if leaf.path in self.shared.paths)
+            return sum(stored_bytes(leaf, self.mesh) for leaf in stack)
+
+        return total(self.leaves), total(self.best.leaves)
 
     def _gradient_bytes(self, leaf: LeafPlan) -> int:
         itemsize = 8 if leaf.dtype == "float64" else 4  # summed in 32 bits or more
@@ -318,11 +353,12 @@ class _Weighed:
         )
         whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
         between = [c for c in self.collectives if STAGE in c.axes]
-        handing, reducing = (
-            sum(as_run(c, whole)[1] for c in between if (c.phase == "turn") == turn)
-            for turn in (True, False)
+        handing, dealing, reducing = (
+            sum(as_run(c, whole)[1] for c in between if c.what == what)
+            for what in ("border", "parameter", "gradient")
         )
-        both = _times(_less(time, once), 1 / count)
+        spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
+        both = _less(_times(_less(time, once), 1 / count), spared)
         passed = _times(ahead, stages.ahead + stages.back)
         passed += _times(both, stages.back)
         passed += TimeTerms(border_seconds=handing * stages.turns)
@@ -330,7 +366,13 @@ class _Weighed:
         useful += TimeTerms(border_seconds=handing * count)
         waited = passed.step_seconds - useful.step_seconds
         return (
-            useful + once + TimeTerms(bubble_seconds=waited, gradient_seconds=reducing)
+            useful
+            + once
+            + TimeTerms(
+                bubble_seconds=waited,
+                parameter_seconds=dealing,
+                gradient_seconds=reducing,
+            )
         )
 
     @property
@@ -343,7 +385,7 @@ class _Weighed:
         request: Request,
         precision: str,
         batch: Sequence[BatchLeaf],
-        graph: Graph,
+        model_hash: str,
         weighed: Sequence[_Weighed],
     ) -> Plan:
         """Written down.
@@ -352,7 +394,7 @@ class _Weighed:
             request: what was asked for.
             precision: noted in the plan.
             batch: leaves of the global batch.
-            graph: of the whole model.
+            model_hash: of the whole model.
             weighed: all numbers of micro-batches, for the plan to remember.
         """
         decided = self.decided
@@ -365,24 +407,25 @@ class _Weighed:
             precision,
             batch,
         )
-        shapes = {t.path: t.shape for t in graph.params}
+        leaves = zip(plan.leaves, self.leaves, strict=True)
         roles = tuple(
-            replace(role, size=self.shared.length * self.table.num_stages)
+            replace(role, size=self.dealt.length)
             if role.name in self._layer_roles()
             else role
             for role in plan.roles
         )
         return replace(
             plan,
-            model_hash=graph.model_hash,
+            model_hash=model_hash,
             axes=((STAGE, self.table.num_stages), *plan.axes),
-            leaves=tuple(self._leaf(leaf, shapes[leaf.path]) for leaf in plan.leaves),
+            leaves=tuple(replace(x, note=noted.note) for noted, x in leaves),
             roles=roles,
             collectives=tuple(c for c in self.collectives if c.count),
             stages=self.stages,
             time=self.time,
             memory=self.memory,
             candidates=self._candidates(weighed),
+            notes=(*plan.notes, *unequal_notes(self.dealt, alone=self.alone)),
             product_flops=self._product_flops(),
         )
 
@@ -391,17 +434,19 @@ class _Weighed:
         leaves = (x for x in self.best.leaves if x.path in self.shared.paths)
         return {name for leaf in leaves for name in leaf.roles[0]}
 
-    def _leaf(self, leaf: LeafPlan, shape: tuple[int, ...]) -> LeafPlan:
+    def _leaf(self, leaf: LeafPlan) -> LeafPlan:
         """A parameter of all stages."""
         if leaf.path not in self.shared.paths:
             return leaf
+        leaf = replace(leaf, shape=(self.dealt.length, *leaf.shape[1:]))
+        if not self.dealt.equal:
+            return stored_apart(leaf, self.mesh)
 
         def staged(spec: Spec) -> Spec:
             return (STAGE, *spec[0]), *spec[1:]
 
         return replace(
             leaf,
-            shape=shape,
             compute_spec=staged(leaf.compute_spec),
             param_spec=staged(leaf.param_spec),
             gradient_spec=staged(leaf.gradient_spec),

@@ -20,7 +20,12 @@ from typing import Any, Protocol
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.cost import Collective
-from whalejax.planner.layout import Spec
+from whalejax.planner.entries import BatchLeaf as BatchLeaf
+from whalejax.planner.entries import Beyond as Beyond
+from whalejax.planner.entries import Candidate as Candidate
+from whalejax.planner.entries import LeafPlan as LeafPlan
+from whalejax.planner.entries import RegionTable as RegionTable
+from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -29,7 +34,7 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 """Version of the file format."""
 
 
@@ -50,104 +55,18 @@ class PlanError(WhaleError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeafPlan:
-    """One parameter.
-
-    Attributes:
-        path: dotted path in the model.
-        shape, dtype: of the whole leaf.
-        roles: name of the logical dimensions of each dimension, major atom first.
-        compute_spec: layout in which the forward pass uses it.
-        param_spec: layout in which it is stored.
-        gradient_spec: layout in which its gradient is accumulated.
-        optimizer_spec: layout of the optimizer's copies of it.
-        hosted: it lies in host memory, and comes to the device a layer at a time.
-        note: why something about it stays whole, or empty.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    roles: tuple[tuple[str, ...], ...]
-    compute_spec: Spec
-    param_spec: Spec
-    gradient_spec: Spec
-    optimizer_spec: Spec
-    hosted: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLeaf:
-    """One leaf of the global batch: its path, shape, dtype and layout."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: Spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleInfo:
-    """A logical dimension: its name, size, other names, and why it stays whole."""
-
-    name: str
-    size: int
-    aliases: tuple[str, ...] = ()
-    unshardable: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionTable:
-    """Compute table of one TaskGraph: mesh axis to the names of its roles.
-
-    Attributes:
-        task_graph: its name.
-        marks: the user's marks on it, as text.
-        axes: (axis, roles) pairs; an axis that is absent shards nothing there.
-    """
-
-    task_graph: str
-    marks: tuple[str, ...]
-    axes: tuple[tuple[str, tuple[str, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A plan that was weighed: its layout in words, predicted time and memory.
-
-    Attributes:
-        layout: such as ``"data 2 × tensor 4, ZeRO-1"``.
-        time, memory: predictions by term.
-        fits: its memory is within the device's.
-        verdict: why it was not taken.
-    """
-
-    layout: str
-    time: TimeTerms
-    memory: MemoryTerms
-    fits: bool
-    verdict: str
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted step time."""
-        return self.time.step_seconds
-
-    @property
-    def memory_bytes(self) -> int:
-        """Predicted peak of the fullest device."""
-        return self.memory.total_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """A pipeline.
 
     Attributes:
         schedule: one of ``schedules.NAMES``.
         chunks: parts of the model on each stage.
-        layers: of each part, along the model.
+        layers: of each part, along the model; empty where parts are no whole layers.
+        executor: ``"spmd"``, one program in which all stages run one loop, or
+            ``"mpmd"``, programs of each stage's own.
+        starts: of stages with programs of their own, the parameter whose reading
+            begins each part but the first; empty where ``stage`` marks say it.
+        plans: of such stages, the plan of each on its own devices.
         kinds: device kind of each stage, where they differ.
         turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
             many of them some stage computes forward and backward; else 0.
@@ -155,7 +74,10 @@ class Stages:
 
     schedule: str
     chunks: int = 1
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    executor: str = "spmd"
+    starts: tuple[str, ...] = ()
+    plans: tuple[Plan, ...] = ()
     kinds: tuple[str, ...] = ()
     turns: int = 0
     ahead: int = 0
@@ -164,38 +86,18 @@ class Stages:
     def words(self) -> str:
         """The pipeline in a few words."""
         layers = self.layers
-        each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
         parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
+        if not layers:
+            return f"{self.schedule}{parts}, {self._from()}"
+        each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
         on = f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
         return f"{self.schedule}{parts}, {each} layers each{on}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
-    """What a plan does beyond what this version runs.
-
-    Attributes:
-        attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
-        shares: (device kind, micro-batches) that a replica takes at most, where
-            replicas differ.
-        covered: plans that the search chose among.
-        gap: by which part of its time a plan among these could at most be better.
-    """
-
-    attention: str = ""
-    shares: tuple[tuple[str, int], ...] = ()
-    covered: int = 0
-    gap: float = 0.0
-
-    def words(self) -> list[str]:
-        """Each of them in a few words."""
-        found = []
-        if self.attention:
-            found.append(f"{self.attention} attention")
-        if self.shares:
-            shares = ", ".join(f"{n} on {kind}" for kind, n in self.shares)
-            found.append(f"micro-batches at most {shares}")
-        return found
+    def _from(self) -> str:
+        """Where its parts begin."""
+        if not self.starts:
+            return "cut as marked"
+        return f"cut before {', '.join(self.starts)}"
 
 
 class Question(Protocol):
@@ -298,8 +200,10 @@ class Plan:
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         data = encode(self)
-        for prediction in _NOT_THE_PROGRAM:
-            del data[prediction]
+        stages = data["stages"]
+        for one in (data, *(stages["plans"] if stages else ())):
+            for prediction in _NOT_THE_PROGRAM:
+                one.pop(prediction, None)
         data["cluster"] = self.cluster.hash
         text = json.dumps(data, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -312,6 +216,8 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """Devices the plan uses."""
+        if self.stages is not None and self.stages.plans:
+            return sum(plan.num_devices for plan in self.stages.plans)
         count = 1
         for _, size in self.axes:
             count *= size
@@ -337,6 +243,17 @@ class Plan:
     def scales_loss(self) -> bool:
         """Some of it computes in float16, where small gradients vanish."""
         return "f16" in (self.precision, *dict(self.precisions).values())
+
+    def home(self, path: str) -> Plan:
+        """The plan of the stage that stores a parameter; itself without stages apart.
+
+        Args:
+            path: of the parameter.
+        """
+        for plan in self.stages.plans if self.stages is not None else ():
+            if any(leaf.path == path for leaf in plan.leaves):
+                return plan
+        return self
 
     def leaf(self, path: str) -> LeafPlan:
         """The plan of one parameter.
@@ -484,6 +401,11 @@ class Plan:
         """
         from whalejax.meshes.build import build_mesh
 
+        if self.stages is not None and self.stages.plans:
+            raise PlanError(
+                "every stage of this plan has a mesh of its own. Take "
+                "plan.stages.plans[i].mesh(devices) with the devices of stage i"
+            )
         return build_mesh(self.axes, devices)
 
     def document(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _whole(plan: Plan) -> list[str]:
     shared_out = {
         names[0]
         for leaf in plan.leaves
-        for names, axes in zip(leaf.roles, leaf.param_spec, strict=True)
+        for names, axes in zip(leaf.roles, leaf.compute_spec, strict=True)
         if names and STAGE in axes
     }
     for role in plan.roles:

@@ -59,6 +59,8 @@ class Request:
         sequence_parallel: the user wants it, or not; None for the search to choose.
         attention: how attention runs, or None for the search to choose.
         loss_chunks: parts of the tokens whose logits are made one at a time, or None.
+        in_flight: micro-batches whose activations are kept at once, as in a stage of a
+            pipeline.
     """
 
     optimizer: OptimizerBytes
@@ -79,6 +81,7 @@ class Request:
     sequence_parallel: bool | None = None
     attention: Chosen | None = None
     loss_chunks: int | None = None
+    in_flight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -468,6 +468,7 @@ class Search:
             cast_bytes=request.cast_bytes,
             accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
             away=self.hosting.away(layouts, offload),
+            in_flight=request.in_flight,
         )
         moved = self.hosting.state_bytes(layouts, s.mesh, offload)
         return dataclasses.replace(

@@ -6,13 +6,15 @@ whole one with fewer turns.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whalejax.planner.decide import analyse_graph
-from whalejax.planner.graph import Graph
+from whalejax.planner.graph import Graph, Op
 from whalejax.planner.layers import stacked_loop
 from whalejax.planner.layout import STAGE as STAGE
 from whalejax.planner.layout import Spec
+from whalejax.planner.memory import CHEAP, SPREAD
 from whalejax.planner.plan import PlanError
 from whalejax.planner.waiting import FORMS
 
@@ -83,39 +85,70 @@ class Shared:
             carried=tuple(carried),
         )
 
-    def of_stage(self, graph: Graph, stages: int) -> Graph:
+    def of_stage(self, graph: Graph, layers: int) -> Graph:
         """The model of one stage: as many layers as it holds.
 
         Args:
             graph: the captured loss.
-            stages: how many there are.
+            layers: how many those are.
         """
         dims = analyse_graph(graph).dims
         stacked = {t.id for t in graph.params if t.path in self.paths}
-        layers = {dims.layouts[t][0] for t in stacked}
+        stack = {dims.layouts[t][0] for t in stacked}
         depth, inside = len(self.position), set[int]()
+        makers = {t: op for op in graph.ops for t in op.results}
         ops = []
         for op in graph.ops:
             within = op.position[:depth] == self.position and len(op.position) > depth
             if within:
                 inside.update((*op.operands, *op.results))
-                op = replace(op, trip=op.trip // stages)
-            ops.append(op)
+                op = replace(op, trip=op.trip * layers // self.length)
+            ops.append(_summing(op, makers, graph))
         tensors = tuple(
             replace(
                 t,
                 shape=tuple(
-                    size // stages if atoms in layers else size
+                    size * layers // self.length if atoms in stack else size
                     for size, atoms in zip(t.shape, dims.layouts[t.id], strict=True)
                 ),
             )
             for t in graph.tensors
         )
         kept = tuple(
-            replace(one, trip=one.trip // stages) if one.tensor in inside else one
+            replace(one, trip=one.trip * layers // self.length)
+            if one.tensor in inside
+            else one
             for one in graph.stacked
         )
         return replace(graph, ops=tuple(ops), tensors=tensors, stacked=kept)
+
+
+def _summing(op: Op, makers: Mapping[int, Op], graph: Graph) -> Op:
+    """A lookup of one element in each row, as stages run it: as a sum over the row.
+
+    A sum fuses with what makes its rows, such as logits in 32 bits, of a value that is
+    in memory anyway, such as those of the product. It reads that value; a lookup wants
+    the rows themselves. Other operations are as they are.
+    """
+    if op.kind != "gather":
+        return op
+    rows, indices, result = (graph.tensors[t] for t in (*op.operands, *op.results))
+    one_of_each = (
+        rows.differentiable
+        and result.shape == (*rows.shape[:-1], 1)
+        and indices.shape == (*result.shape, 1)
+    )
+    source = rows.id
+    while one_of_each and source in makers and makers[source].kind in CHEAP:
+        large = [t for t in makers[source].operands if not _spread(t, makers)]
+        if len(large) != 1 or graph.tensors[large[0]].shape != rows.shape:
+            break
+        (source,) = large
+    return replace(op, operands=(source, indices.id))
+
+
+def _spread(tensor: int, makers: Mapping[int, Op]) -> bool:
+    return tensor in makers and makers[tensor].kind in SPREAD
 
 
 def of_stage(spec: Spec) -> Spec:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
     from whalejax.planning import plan as plan
-    from whalejax.train import TrainState as TrainState
+    from whalejax.state import TrainState as TrainState
     from whalejax.train import TrainStep as TrainStep
     from whalejax.train import compile as compile
 
@@ -41,7 +41,7 @@ _MODULE_OF_NAME = {
     "Job": "whalejax.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
-    "TrainState": "whalejax.train",
+    "TrainState": "whalejax.state",
     "TrainStep": "whalejax.train",
     "WeightedLoss": "whalejax.losses",
     "WhaleError": "whalejax.meshes",

@@ -7,6 +7,8 @@ JAX release is met in one file. It is tested at both ends of the supported windo
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -238,6 +240,14 @@ def scope_text(equation: Any) -> str:
     return str(equation.source_info.name_stack)
 
 
+def line_text(equation: Any) -> str:
+    """The user's line that an equation comes from, such as ``"model.py:12"``."""
+    frame = source_info_util.user_frame(equation.source_info.traceback)
+    if frame is None:
+        return "a line that is not known"
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a constant written into the equation."""
     return isinstance(atom, jax.extend.core.Literal)
@@ -264,6 +274,11 @@ def itemsize_bytes(dtype: Any) -> int:
         words = jax.eval_shape(jax.random.key_data, abstract((), dtype))
         return int(words.size) * int(words.dtype.itemsize)
     return int(dtype.itemsize)
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of a value."""
+    return math.prod(map(int, aval.shape)) * itemsize_bytes(aval.dtype)
 
 
 def trace(function: Any, arguments: Sequence[Any]) -> Any:

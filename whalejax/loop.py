@@ -25,7 +25,8 @@ import jax.numpy as jnp
 
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.meshes.problems import WhaleError
-from whalejax.train import TrainState, TrainStep
+from whalejax.state import TrainState
+from whalejax.train import TrainStep
 
 
 _STEPS_IN_FLIGHT: Final = 2

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
@@ -127,8 +127,8 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
     return jax.device_put(array, sharding, may_alias=False)
 
 
-def mesh_of(plan: Plan, devices: Any) -> Mesh:
-    """The mesh of a plan on the devices given, or on all of this process's machine.
+def devices_of(plan: Plan, devices: Any) -> list[Any]:
+    """The devices of a plan: those given, or all of this process's machine.
 
     Args:
         plan: the plan.
@@ -155,8 +155,7 @@ def mesh_of(plan: Plan, devices: Any) -> Mesh:
             f"({found[0].device_kind}). Plan again for this machine, or pass "
             f"devices= with {plan.num_devices} of them"
         )
-    mesh: Mesh = plan.mesh(found)
-    return mesh
+    return found
 
 
 def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:

@@ -20,25 +20,21 @@ from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
-from whalejax.capture.stack import stack_of
 from whalejax.fixed import check_mesh
 from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.optimizers import optimizer_bytes
+from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
-from whalejax.planner.decide import check_marks, decide
-from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
-from whalejax.planner.pipelines import asked_stages, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
-from whalejax.planner.shared import STAGE
 from whalejax.planner.terms import (
     ALL,
     OFFLOADS,
@@ -272,9 +268,9 @@ class Asked:
             attention=self._attention(captured, blocks),
             loss_chunks=self._chunks(captured),
         )
-        decider, request = self._decider(captured, request)
+        search, request = decider(captured, request, runnable=self.runnable)
         decided = functools.partial(
-            decider,
+            search,
             graph,
             self.cluster.under(options),
             precision=self._whole,
@@ -297,22 +293,6 @@ class Asked:
             ),
             question=self,
         )
-
-    def _decider(
-        self, captured: Captured, request: Request
-    ) -> tuple[Callable[..., Plan], Request]:
-        """Who decides: the usual search, that of stages, or that of estimates."""
-        if not self.runnable:
-            return foresee, request
-        check_marks(captured.graph, request.num_devices)
-        asked = asked_stages(captured.graph, request)
-        mesh, count = dict(asked.mesh), asked.num_micro_batches
-        stages = mesh.pop(STAGE, 1)
-        request = dataclasses.replace(request, mesh=mesh, num_micro_batches=count)
-        if stages == 1:
-            return decide, request
-        stack_of(captured)  # refuses what cannot be shared out
-        return functools.partial(decide_stages, piped=asked), request
 
     @property
     def _whole(self) -> str:

@@ -19,7 +19,8 @@ from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import Plan
-from whalejax.train import TrainState, TrainStep
+from whalejax.state import TrainState
+from whalejax.train import TrainStep
 from whalejax.train import compile as compile_step
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from whalejax import jobs, loop, replay
 from whalejax.losses import Job
-from whalejax.matching import mesh_of
+from whalejax.matching import devices_of
 from whalejax.meshes.problems import Problems
 from whalejax.options import (
     TrainCommand,
@@ -32,7 +32,8 @@ from whalejax.planner.plan import Plan
 from whalejax.progress import Meter, make_console, progress_words
 from whalejax.report import Report, units_of, words_of
 from whalejax.show import print_plan
-from whalejax.train import TrainState, TrainStep
+from whalejax.state import TrainState
+from whalejax.train import TrainStep
 from whalejax.train import compile as compile_step
 
 
@@ -141,7 +142,7 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
 def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
     if options.plan is not None:
         plan = Plan.load(options.plan)
-        mesh_of(plan, None)  # before the plan is shown as if it could run
+        devices_of(plan, None)  # before the plan is shown as if it could run
         return plan
     xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
     mesh = mesh_sizes(options.mesh)

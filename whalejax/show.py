@@ -203,7 +203,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     for leaves in groups.values():
         leaf = leaves[0]
         whole = math.prod(leaf.shape) * _itemsize_bytes(leaf.dtype)
-        local = whole // shards(leaf.param_spec, plan.axis_sizes)
+        local = whole // shards(leaf.param_spec, plan.home(leaf.path).axis_sizes)
         rows.append(
             ParameterRow(
                 label=_folded_label(leaf.path, len(leaves)),

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from whalejax import _compat
 from whalejax.lowering.lookups import INDEXED, in_parts
+from whalejax.lowering.staged import in_stages
 from whalejax.planner.layout import Spec
 
 
@@ -31,7 +32,7 @@ def places(*shape: int, least: int, most: int) -> Any:
 
 
 def in_stage(function: Function, specs: list[Spec]) -> tuple[Function, list[str]]:
-    """The function inside ``shard_map`` over stages, its lookups in parts.
+    """The function inside ``shard_map`` over stages, its lookups as stages do them.
 
     Also the list of the lookups that were, which fills as it is traced.
     """
@@ -51,7 +52,7 @@ def in_stage(function: Function, specs: list[Spec]) -> tuple[Function, list[str]
             given = [a.val if _compat.is_literal(a) else known[a] for a in atoms]
             found = None
             if equation.primitive.name in INDEXED:
-                found = in_parts(equation, given, specs, here)
+                found = in_stages(equation, given, specs, here)
                 seen.append(equation.primitive.name)
             found = _compat.bind(equation, given) if found is None else found
             known.update(zip(equation.outvars, found, strict=True))
@@ -128,6 +129,8 @@ CASES: dict[str, tuple[Function, list[Any], list[Spec]]] = {
     "one axis": (gathered("clip"), [TABLE, OUTSIDE], [(DATA, WHOLE), (DATA, WHOLE)]),
     "along, clip": (along("clip"), [MATRIX, BESIDE], BY_ROW),
     "along, fill": (along("fill"), [MATRIX, BESIDE], BY_ROW),
+    "one of each, clip": (along("clip"), [MATRIX, BESIDE[:, :1]], BY_ROW),
+    "one of each, fill": (along("fill"), [MATRIX, BESIDE[:, 1:]], BY_ROW),
     "pairs": (pairs, [MATRIX, INSIDE], [(DATA, TENSOR), (DATA, WHOLE)]),
     "windows": (windows, [MATRIX, INSIDE[:, :1]], [(DATA, TENSOR), (DATA, WHOLE)]),
     "added": (

@@ -135,7 +135,7 @@ def puts(step: wh.TrainStep) -> list[int]:
             for inner in _compat.inner_jaxprs(equation):
                 yield from inside(inner, turns * times)
 
-    return [*inside(jax.make_jaxpr(step._advance)(*arguments), 1)]
+    return [*inside(jax.make_jaxpr(step._runner.advance)(*arguments), 1)]
 
 
 def test_parameters_and_what_no_region_is_around_stay() -> None:
@@ -272,9 +272,8 @@ def test_a_backend_without_host_memory_is_named() -> None:
     from whalejax.train import _check_host_memory
 
     plan = asked(remat="full", offload="activations")
-    mesh: Any = type("Mesh", (), {"devices": np.array([_Device()])})()
     with pytest.raises(wh.WhaleError) as caught:
-        _check_host_memory(plan, mesh)
+        _check_host_memory(plan, _Device())
     amount = f"{plan.memory.host_bytes / 1e6:.0f} MB of each device"
     assert f"activations in host memory ({amount})" in str(caught.value)
 

@@ -115,7 +115,7 @@ def transfers(step: wh.TrainStep) -> tuple[list[int], list[int]]:
                     inside(inner)
 
     arguments = step.abstract_state(), step._layout.abstract()
-    inside(jax.make_jaxpr(step._advance)(*arguments))
+    inside(jax.make_jaxpr(step._runner.advance)(*arguments))
     return found["Device"], found["Host"]
 
 

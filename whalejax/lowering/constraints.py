@@ -221,6 +221,31 @@ class _Collector:
                 self.regathers.add(op.position)
 
 
+def layouts_of(
+    plan: Plan, analysed: Analysed, tensors: Sequence[int]
+) -> dict[int, Spec]:
+    """Layouts of some values where they are made, or read first.
+
+    Args:
+        plan: the plan.
+        analysed: a trace of the same model, analysed.
+        tensors: ids of the values.
+    """
+    graph, dims = analysed.graph, analysed.dims
+    tables = tables_of(plan, analysed)
+    homes: dict[int, int] = {}
+    for op in graph.ops:
+        for t in op.operands:
+            homes.setdefault(t, op.task_graph)
+        homes.update(dict.fromkeys(op.results, op.task_graph))
+    return {
+        t: spec_of(
+            dims.layouts[t], dims.sizes[t], tables[homes.get(t, 0)], plan.axis_sizes
+        )
+        for t in tensors
+    }
+
+
 def _way(before: Spec, after: Spec) -> tuple[Spec, ...]:
     """From one layout to another in steps that the compiler knows how to take.
 

@@ -7,7 +7,7 @@ and what has a derivative rule of its own is bound as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -101,20 +101,35 @@ class Part(Protocol):
         ...
 
     def through(
-        self, equation: Any, values: Sequence[Any], scan: Callable[..., list[Any]]
+        self, equation: Any, values: Sequence[Any], body: rebuild.Body
     ) -> list[Any]:
         """What the scan gives.
 
         Args:
             equation: the scan as traced.
             values: its operands.
-            scan: runs it, from operands, of which stacks may be shorter, and the number
-                of turns.
+            body: one turn of it.
         """
         ...
 
     def beyond(self, value: Any) -> Any:
         """A value, as what stands behind the scan reads it."""
+        ...
+
+
+class Here(Protocol):
+    """What runs of a program on one device where others run the rest."""
+
+    def runs(self, position: Position) -> bool:
+        """Whether an equation runs here."""
+        ...
+
+    def given(self, position: Position, slot: int) -> Any:
+        """What stands for a result of an equation that does not."""
+        ...
+
+    def made(self, position: Position, slot: int, value: Any) -> None:
+        """A result of an equation that does."""
         ...
 
 
@@ -126,6 +141,7 @@ class _Scope:
     mesh: Mesh
     position: Position
     part: Part | None = None
+    here: Here | None = None
     looped: bool = False
     recomputed: bool = False
     values: dict[Any, Any] = field(default_factory=dict)
@@ -176,6 +192,7 @@ def evaluate(
     looped: bool = False,
     recomputed: bool = False,
     part: Part | None = None,
+    here: Here | None = None,
 ) -> list[Any]:
     """Run a jaxpr with constraints.
 
@@ -188,12 +205,13 @@ def evaluate(
         looped: it is the body of a loop, or in one.
         recomputed: it is a checkpointed region of the user's, or in one.
         part: of the layers, where not all are run.
+        here: which equations run, where not all do.
 
     Returns:
         Its outputs.
     """
     body, constants = _compat.open_jaxpr(jaxpr)
-    scope = _Scope(constraints, mesh, position, part, looped, recomputed)
+    scope = _Scope(constraints, mesh, position, part, here, looped, recomputed)
     scope.values.update(zip(body.constvars, constants, strict=True))
     scope.values.update(zip(body.invars, arguments, strict=True))
     for index, equation in enumerate(body.eqns):
@@ -202,7 +220,11 @@ def evaluate(
 
 
 def _equation(scope: _Scope, equation: Any, position: Position) -> None:
-    kind = _compat.recursion(equation)
+    kind, here = _compat.recursion(equation), scope.here
+    if here is not None and kind != "inline" and not here.runs(position):
+        for slot, atom in enumerate(equation.outvars):
+            scope.values[atom] = here.given(position, slot)
+        return
     slots = _operand_slots(equation)
     values = [
         scope.operand(position, slot, atom) if slot is not None else scope.read(atom)
@@ -216,7 +238,7 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = _logits(scope, equation, settled(values), position)
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
-            results = _inner(scope, inner, values, (*position, 0))
+            results = _inner(scope, inner, values, (*position, 0), here=here)
         elif kind == "remat":
             results = _remat(scope, equation, values, (*position, 0))
         elif kind == "scan":
@@ -228,6 +250,8 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
     waits = scope.constraints.waiting.get(position, ()) if kind is None else ()
     for slot, (atom, value) in enumerate(zip(equation.outvars, results, strict=True)):
         result = scope.result(position, slot, value)
+        if here is not None and kind != "inline":
+            here.made(position, slot, result)
         scope.values[atom] = (
             checkpoint_name(result, WAITING) if slot in waits else result
         )
@@ -367,6 +391,7 @@ def _inner(
     *,
     looped: bool = False,
     recomputed: bool = False,
+    here: Here | None = None,
 ) -> list[Any]:
     """A jaxpr inside the one being run, in whatever that one is in and perhaps more."""
     return evaluate(
@@ -377,6 +402,7 @@ def _inner(
         position,
         looped=looped or scope.looped,
         recomputed=recomputed or scope.recomputed,
+        here=here,
     )
 
 
@@ -414,13 +440,10 @@ def _scan(
     def body(arguments: Sequence[Any]) -> list[Any]:
         return _inner(scope, inner, arguments, position, looped=True)
 
-    def scan(values: Sequence[Any], length: int | None = None) -> list[Any]:
-        return rebuild.scan(equation, values, body, length)
-
     part = scope.part
     if part is None or part.position != position[:-1]:
-        return scan(values)
-    results = part.through(equation, values, scan)
+        return rebuild.scan(equation, values, body)
+    results = part.through(equation, values, body)
     scope.values = {atom: part.beyond(value) for atom, value in scope.values.items()}
     scope.moved.clear()
     return results

@@ -284,7 +284,7 @@ class _Taken:
         )
         if not self.picked:
             return _compat.bind(self.equation, [operand, indices], slice_sizes=slices)
-        places, here = _signed(indices), self._within(indices)
+        places, here = signed(indices), self._within(indices)
         numbers = self.equation.params["dimension_numbers"]
         for part, axes in self.picked.items():
             length = operand.shape[numbers.start_index_map[part]]
@@ -305,7 +305,7 @@ class _Taken:
 
     def _within(self, indices: Any) -> Any:
         """Which indices are in bounds; all of them where what is not is clipped."""
-        places = _signed(indices)
+        places = signed(indices)
         within = jnp.ones(places.shape[:-1], jnp.bool_)
         if self._mode == Mode.FILL_OR_DROP:
             for part, most in enumerate(self._most()):
@@ -320,16 +320,17 @@ class _Taken:
             return results
         (found,), within = results, self._within(indices)
         offsets = self.equation.params["dimension_numbers"].offset_dims
-        fill = _fill(self.equation.params["fill_value"], found.dtype)
+        fill = filling(self.equation.params["fill_value"], found.dtype)
         return [jnp.where(jnp.expand_dims(within, offsets), found, fill)]
 
 
-def _signed(indices: Any) -> Any:
+def signed(indices: Any) -> Any:
+    """Indices in a type of whole numbers below zero too."""
     wide = indices.dtype.itemsize > 4
     return indices.astype(jnp.int64 if wide else jnp.int32)
 
 
-def _fill(value: Any, dtype: Any) -> Any:
+def filling(value: Any, dtype: Any) -> Any:
     """What a gather gives out of bounds; see ``jax.lax.gather``."""
     if value is None and _compat.is_inexact(dtype):
         value = jnp.nan

@@ -5,7 +5,8 @@ loop: in each turn a stage takes one micro-batch forward through its layers and 
 one backward, as the rows of the schedule say, and hands results on to its neighbours.
 What stands before and behind the layers is computed by all stages and counts on the
 first and the last. Of a micro-batch in flight only what a stage was given is kept; its
-backward pass computes the layers again. Other mesh axes stay automatic inside.
+backward pass computes the layers again. Other mesh axes stay automatic inside. Where
+stages have unequal numbers of layers, each takes as many turns of a loop of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from whalejax import _compat
+from whalejax import _compat, rebuild
 from whalejax.capture.stack import Stack
+from whalejax.lowering.counted import Turns, counted
+from whalejax.lowering.dealt import collected, dealt
 from whalejax.lowering.spmd import Program, Sums, micro_batches, sums_of, wide
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.shared import STAGE, of_stage
@@ -41,6 +44,8 @@ class _Layers:
 
     Attributes:
         stack: the scan over all layers.
+        counts: how many of them each stage has.
+        masked: all stages take equally many turns, because they share collectives.
         stage, last: number of this stage, and whether it is the last.
         given: what the stage before it handed on.
         ends: nothing behind the layers is wanted.
@@ -48,6 +53,8 @@ class _Layers:
     """
 
     stack: Stack
+    counts: Sequence[int]
+    masked: bool
     stage: Any
     last: Any
     given: Carry
@@ -59,7 +66,7 @@ class _Layers:
         return self.stack.position
 
     def through(
-        self, equation: Any, values: Sequence[Any], scan: Callable[..., list[Any]]
+        self, equation: Any, values: Sequence[Any], body: rebuild.Body
     ) -> list[Any]:
         parts = _compat.scan_parts(equation)
         first, end = parts.num_consts, parts.num_consts + parts.num_carries
@@ -67,25 +74,41 @@ class _Layers:
             jnp.where(self.stage == 0, own, handed)
             for own, handed in zip(values[first:end], self.given, strict=True)
         ]
-        length = self._length(values[end:])
-        stacks = [self._own(x, length) for x in values[end:]]
-        results = scan([*values[:first], *entering, *stacks], length)
-        self.results = tuple(results[: parts.num_carries])
+        stacks = [self._own(x) for x in values[end:]]
+        self.results = self._run(equation, [*values[:first], *entering, *stacks], body)
         if self.ends:
             raise _Reached
         stacked = equation.outvars[parts.num_carries :]
         unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in stacked]
         return [*map(self.beyond, self.results), *unread]
 
-    def _length(self, stacks: Sequence[Any]) -> int:
-        return int(min(x.shape[0] for x in stacks))
+    def _run(self, equation: Any, values: list[Any], body: rebuild.Body) -> Carry:
+        """What this stage's layers give."""
+        parts, most = _compat.scan_parts(equation), max(self.counts)
+        if min(self.counts) == most:
+            results = rebuild.scan(equation, values, body, most)
+            return tuple(results[: parts.num_carries])
+        turns = Turns(
+            body=body,
+            num_consts=parts.num_consts,
+            num_carries=parts.num_carries,
+            most=most,
+            masked=self.masked,
+        )
+        return counted(turns, self._of_stage(self.counts), tuple(values))
 
-    def _own(self, stack: Any, length: int) -> Any:
+    def _own(self, stack: Any) -> Any:
         """This stage's slices: of what is no parameter every stage has all."""
-        if stack.shape[0] == length:
+        most = max(self.counts)
+        if stack.shape[0] == most:
             return stack
-        start = self.stage * length
-        return jax.lax.dynamic_slice_in_dim(stack, start, length, axis=0)
+        if min(self.counts) < most:  # slices of the last stages end beyond the last
+            stack = jnp.concatenate([stack, stack[:most]])
+        start = self._of_stage(np.cumsum([0, *self.counts[:-1]]))
+        return jax.lax.dynamic_slice_in_dim(stack, start, most, axis=0)
+
+    def _of_stage(self, numbers: Any) -> Any:
+        return jnp.asarray(numbers, jnp.int32)[self.stage]
 
     def beyond(self, value: Any) -> Any:
         """Nothing flows back from behind the layers but on the last stage."""
@@ -156,6 +179,18 @@ class _Local:
         sizes = self.program.plan.axis_sizes
         return math.prod(sizes.values()) == sizes[STAGE]
 
+    def layers(self, given: Carry, *, ends: bool) -> _Layers:
+        """Those of this stage, from what it was given."""
+        return _Layers(
+            stack=self.stack,
+            counts=_counts(self.program),
+            masked=not self.branches,
+            stage=self.stage,
+            last=self.last,
+            given=given,
+            ends=ends,
+        )
+
     def nothing(self) -> Carry:
         """What layers hand on, all zero."""
         jaxpr, _ = _compat.open_jaxpr(self.program.captured.jaxpr)
@@ -171,7 +206,7 @@ class _Local:
 
     def forward(self, params: Sequence[Any], given: Carry, number: Any) -> Carry:
         """What the stage hands on of a micro-batch."""
-        layers = _Layers(self.stack, self.stage, self.last, given, ends=True)
+        layers = self.layers(given, ends=True)
         rest, batch, key = self.micro(number)
         with contextlib.suppress(_Reached):
             self.program.loss(params, rest, batch, key, part=layers)
@@ -184,7 +219,7 @@ class _Local:
 
         Total and sums are those of the last stage.
         """
-        layers = _Layers(self.stack, self.stage, self.last, given, ends=False)
+        layers = self.layers(given, ends=False)
         rest, batch, key = self.micro(number)
         total, (weight, metrics, _) = self.program.loss(
             params, rest, batch, key, part=layers
@@ -406,11 +441,11 @@ def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
 def _on_stages(
     program: Program,
     stack: Stack,
-    function: Callable[[_Local], Any],
+    function: Callable[[_Local], Sums],
     outputs: Any,
     *,
     counting: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., Sums]:
     """A function of one stage, run by all, from global arrays.
 
     Args:
@@ -436,7 +471,7 @@ def _on_stages(
             x if axis is None else None for x, axis in zip(batch, cut, strict=True)
         ]
 
-        def local(params: list[Any], given: tuple[Any, ...]) -> Any:
+        def local(params: list[Any], given: tuple[Any, ...]) -> Sums:
             here: Any = jax.sharding.get_abstract_mesh()  # where stages are manual
             at_step, parts, others, rng, scale = given
 
@@ -468,7 +503,8 @@ def _on_stages(
             axis_names={STAGE},
             check_vma=False,
         )
-        return mapped(list(params), (at_step, parts, others, rng, scale))
+        given = at_step, parts, others, rng, scale
+        return _dealt_out(program, stack, lambda own: mapped(own, given), params)
 
     return run
 
@@ -480,6 +516,23 @@ def _counted(rest: Any, stack: Stack, number: Any) -> Any:
         for x, more in zip(jax.tree.leaves(rest), stack.advances, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(rest), leaves)
+
+
+def _dealt_out(
+    program: Program,
+    stack: Stack,
+    run: Callable[[list[Any]], Sums],
+    params: Sequence[Any],
+) -> Sums:
+    """What stages make of their parameters, from these as they are stored."""
+    counts = _counts(program)
+    if min(counts) == max(counts):
+        return run(list(params))
+    sums = run(dealt(program, stack, params, counts))
+    if not sums.gradients:
+        return sums
+    gradients = collected(program, stack, sums.gradients, counts)
+    return replace(sums, gradients=gradients)
 
 
 def pipelined_losses(
@@ -519,6 +572,12 @@ def pipelined_losses(
         params, rest, batch, rng, step, None
     )
     return found
+
+
+def _counts(program: Program) -> tuple[int, ...]:
+    """How many layers each stage has."""
+    assert program.plan.stages is not None
+    return program.plan.stages.layers
 
 
 def _table(program: Program) -> Schedule:

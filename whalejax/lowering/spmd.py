@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from whalejax import _compat
 from whalejax.lowering.away import Away
 from whalejax.lowering.constraints import Constraints
-from whalejax.lowering.evaluate import Part, evaluate, named
+from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.streamed import Follower, streamable, streamed
 from whalejax.optimizers import followed
 from whalejax.planner.layout import Spec
@@ -101,6 +101,7 @@ class Program:
         batch: Sequence[Any],
         rng: Any,
         part: Part | None = None,
+        here: Here | None = None,
     ) -> tuple[Any, tuple[Any, Any, Any]]:
         """The traced loss of one micro-batch under the plan's constraints.
 
@@ -109,6 +110,7 @@ class Program:
             rest: what is not trained.
             rng: a key, or None where the loss takes none.
             part: of the layers, where not all are run.
+            here: which equations run, where not all do.
 
         Returns:
             Total, and (weight, metrics, new rest).
@@ -121,7 +123,9 @@ class Program:
         arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
         jaxpr, constraints = self.captured.jaxpr, self.constraints
 
-        outputs = evaluate(jaxpr, arguments, constraints, self.mesh, part=part)
+        outputs = evaluate(
+            jaxpr, arguments, constraints, self.mesh, part=part, here=here
+        )
         total, *others = self.captured.out_tree.unflatten(outputs)
         return total, tuple(others)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode as Mode
 
-from whalejax.lowering.lookups import in_parts
+from whalejax.lowering.lookups import filling, in_parts, signed
 from whalejax.planner.layout import Spec
 
 
@@ -30,4 +32,39 @@ def in_stages(
     if equation.primitive.name == "reshape" and values[0].shape != before:
         (layers, *_), (_, *form) = values[0].shape, equation.outvars[0].aval.shape
         return [jnp.reshape(values[0], (layers, *form))]
+    if equation.primitive.name == "gather" and _takes_one(equation):
+        return [_taken(equation, *values)]
     return in_parts(equation, values, specs, mesh)
+
+
+def _takes_one(equation: Any) -> bool:
+    """Whether a gather takes one element of the last dimension for each row."""
+    operand, indices = (v.aval for v in equation.invars)
+    numbers, last = equation.params["dimension_numbers"], operand.ndim - 1
+    rows = tuple(range(last))
+    return bool(
+        jnp.issubdtype(operand.dtype, jnp.inexact)
+        and numbers.collapsed_slice_dims == (last,)
+        and numbers.start_index_map == (last,)
+        and numbers.offset_dims == ()
+        and tuple(numbers.operand_batching_dims) == rows
+        and tuple(numbers.start_indices_batching_dims) == rows
+        and indices.shape[:-1] == (*operand.shape[:-1], 1)
+    )
+
+
+def _taken(equation: Any, operand: Any, indices: Any) -> Any:
+    """The same as a sum over the dimension, of which all but one term are zero.
+
+    Unlike a lookup it fuses with what makes the rows, such as logits in 32 bits.
+    """
+    mode, size = Mode.from_any(equation.params["mode"]), operand.shape[-1]
+    place = signed(indices[..., 0])
+    if mode == Mode.CLIP:
+        place = jnp.clip(place, 0, size - 1)
+    places = jax.lax.broadcasted_iota(place.dtype, operand.shape, operand.ndim - 1)
+    found = jnp.where(places == place, operand, 0).sum(-1, keepdims=True)
+    if mode != Mode.FILL_OR_DROP:
+        return found
+    fill = filling(equation.params["fill_value"], operand.dtype)
+    return jnp.where((place >= 0) & (place < size), found, fill)

@@ -1,0 +1,127 @@
+"""What a plan holds: parameters, batches, tables, and plans that were weighed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whalejax.planner.layout import Spec
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafPlan:
+    """One parameter.
+
+    Attributes:
+        path: dotted path in the model.
+        shape, dtype: of the whole leaf.
+        roles: name of the logical dimensions of each dimension, major atom first.
+        compute_spec: layout in which the forward pass uses it.
+        param_spec: layout in which it is stored.
+        gradient_spec: layout in which its gradient is accumulated.
+        optimizer_spec: layout of the optimizer's copies of it.
+        hosted: it lies in host memory, and comes to the device a layer at a time.
+        note: why something about it stays whole, or empty.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    roles: tuple[tuple[str, ...], ...]
+    compute_spec: Spec
+    param_spec: Spec
+    gradient_spec: Spec
+    optimizer_spec: Spec
+    hosted: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLeaf:
+    """One leaf of the global batch: its path, shape, dtype and layout."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleInfo:
+    """A logical dimension: its name, size, other names, and why it stays whole."""
+
+    name: str
+    size: int
+    aliases: tuple[str, ...] = ()
+    unshardable: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionTable:
+    """Compute table of one TaskGraph: mesh axis to the names of its roles.
+
+    Attributes:
+        task_graph: its name.
+        marks: the user's marks on it, as text.
+        axes: (axis, roles) pairs; an axis that is absent shards nothing there.
+    """
+
+    task_graph: str
+    marks: tuple[str, ...]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that was weighed: its layout in words, predicted time and memory.
+
+    Attributes:
+        layout: such as ``"data 2 × tensor 4, ZeRO-1"``.
+        time, memory: predictions by term.
+        fits: its memory is within the device's.
+        verdict: why it was not taken.
+    """
+
+    layout: str
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
+    verdict: str
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted step time."""
+        return self.time.step_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Predicted peak of the fullest device."""
+        return self.memory.total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """What a plan does beyond what this version runs.
+
+    Attributes:
+        attention: over ``context``: ``"all-gather"`` of keys and values, or ``"ring"``.
+        shares: (device kind, micro-batches) that a replica takes at most, where
+            replicas differ.
+        covered: plans that the search chose among.
+        gap: by which part of its time a plan among these could at most be better.
+    """
+
+    attention: str = ""
+    shares: tuple[tuple[str, int], ...] = ()
+    covered: int = 0
+    gap: float = 0.0
+
+    def words(self) -> list[str]:
+        """Each of them in a few words."""
+        found = []
+        if self.attention:
+            found.append(f"{self.attention} attention")
+        if self.shares:
+            shares = ", ".join(f"{n} on {kind}" for kind, n in self.shares)
+            found.append(f"micro-batches at most {shares}")
+        return found

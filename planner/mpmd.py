@@ -1,0 +1,539 @@
+"""Plans whose stages have programs of their own, on devices of their own.
+
+The model is cut where its slowest stage is fastest, by the predicted cost of what lies
+between any two borders; or where ``stage`` marks say. Each stage is then a model with
+its own layout, searched on the devices of one stage, and the schedule's table says what
+all of them take together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.asked import Asked
+from whalejax.planner.decide import Analysed, searches
+from whalejax.planner.explain import gigabytes, mesh_words
+from whalejax.planner.graph import Graph
+from whalejax.planner.layout import divisors
+from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.parts import (
+    Division,
+    Units,
+    divided,
+    divided_by_marks,
+)
+from whalejax.planner.plan import BatchLeaf, Candidate, Plan, PlanError, Stages
+from whalejax.planner.refusals import refusal
+from whalejax.planner.schedules import Schedule, schedule
+from whalejax.planner.scored import Request, Scored
+from whalejax.planner.search import Search, ranked
+from whalejax.planner.segments import Segments
+from whalejax.planner.shared import STAGE
+from whalejax.planner.simulate import simulate
+from whalejax.planner.stage_models import places_of, stage_graph, tensors_of
+from whalejax.planner.stages import Stage, cut
+from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
+from whalejax.planner.written import written
+
+
+SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
+"""Schedules that stages with programs of their own can follow."""
+
+CHUNKS = 2
+"""Parts of the model on each stage, where a schedule interleaves them."""
+
+COUNTS = (1, 2, 4, 8)
+"""Micro-batches that are weighed, for each stage."""
+
+ROOM = 1000
+"""How often the memory of a device stages are searched with: whether they fit is said
+of all of them together."""
+
+Traced = Callable[[Remat], tuple[Graph, Units]]
+"""The captured loss with some TaskGraphs computed again, and its units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """A model, or a stage's part of it, in one layout.
+
+    Attributes:
+        analysed: the model.
+        search: which found the layout.
+        scored: the layout.
+    """
+
+    analysed: Analysed
+    search: Search
+    scored: Scored
+
+
+def laid_out(graph: Graph, cluster: Cluster, request: Request) -> list[Laid]:
+    """Every layout of a model, however much memory it takes.
+
+    Args:
+        graph, cluster, request: as for ``decide``.
+
+    Raises:
+        PlanError: there is none.
+    """
+    roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
+    pairs = searches(graph, roomy, request, None)
+    found = [
+        Laid(analysed=analysed, search=search, scored=scored)
+        for analysed, search in pairs
+        for scored in search.scored
+    ]
+    if not found:
+        raise refusal(pairs[-1][1], open_remat=False)
+    return found
+
+
+def decide_mpmd(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    piped: Asked,
+    traced: Traced,
+    marked: bool,
+    precision: str = "f32",
+    batch: Sequence[BatchLeaf] = (),
+    again: Any = None,
+) -> Plan:
+    """Choose how to run a model in stages with programs of their own.
+
+    Args:
+        graph, cluster, request, precision, batch: as for ``decide``; the mesh that the
+            request fixes is that of one stage.
+        piped: the pipeline that is asked for.
+        traced: the loss with what is computed again, and its units.
+        marked: ``stage`` marks say where to cut.
+        again: is not used.
+
+    Raises:
+        PlanError: it cannot be, or nothing fits.
+    """
+    del again
+    stages = piped.mesh[STAGE]
+    _check(graph, request, stages)
+    found: list[_Weighed] = []
+    problem: PlanError | None = None
+    policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
+    for remat in policies:
+        program = traced(remat)
+        if remat and request.remat is None and program[0] is graph:
+            continue
+        for count in _counts(graph, request, piped):
+            ask = _Ask(cluster, request, piped, program, marked, remat, count, batch)
+            try:
+                found.append(ask.weighed())
+            except PlanError as error:
+                problem = problem or error
+        if any(one.fits for one in found):
+            break
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        if not found:
+            assert problem is not None
+            raise problem
+        raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
+    best = min(fitting, key=lambda one: one.time.step_seconds)
+    return best.plan(request, precision, batch, graph, found)
+
+
+def _remats(request: Request) -> list[Remat]:
+    return [(("*", p),) for p in request.policies if p != "none"]
+
+
+def _check(graph: Graph, request: Request, stages: int) -> None:
+    devices = request.num_devices
+    if devices % stages:
+        near = ", ".join(str(n) for n in divisors(devices) if n > 1)
+        raise PlanError(
+            f"stage is {stages}, and there are {devices} devices, of which every stage "
+            f"has as many; expected one of {near}"
+        )
+    if request.offload:
+        raise PlanError(
+            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
+            "memory yet. Leave offload out, or the axis stage"
+        )
+    if (request.loss_chunks or 1) > 1:
+        raise PlanError(
+            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
+            "micro-batch at once. Leave loss_chunks out, or the axis stage"
+        )
+    if any(kind == "ring" for _, kind in request.attention or ()):
+        raise PlanError(
+            'attention is "ring": stages do not run attention in blocks yet. Leave '
+            "attention out, or the axis stage"
+        )
+
+
+def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[int]:
+    """Numbers of micro-batches to weigh."""
+    if request.num_micro_batches is not None:
+        yield request.num_micro_batches
+        return
+    size, stages = graph.batch_size * graph.num_micro_batches, piped.mesh[STAGE]
+    found = [n for n in (stages * k for k in COUNTS) if size % n == 0]
+    yield from found or [n for n in divisors(size) if 1 < n <= stages][-1:] or [1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """One number of micro-batches of one program.
+
+    Attributes:
+        cluster, request, piped: what was asked for.
+        program: the loss, and its units.
+        marked: ``stage`` marks say where to cut.
+        remat: what of it is computed again.
+        count: micro-batches.
+        batch: leaves of the global batch.
+    """
+
+    cluster: Cluster
+    request: Request
+    piped: Asked
+    program: tuple[Graph, Units]
+    marked: bool
+    remat: Remat
+    count: int
+    batch: Sequence[BatchLeaf]
+
+    @property
+    def table(self) -> Schedule:
+        """Who does what when."""
+        name = self.piped.schedule or "1f1b"
+        chunks = CHUNKS if name == "interleaved" else 1
+        return schedule(name, self.piped.mesh[STAGE], self.count, chunks)
+
+    @property
+    def one(self) -> Request:
+        """What is asked of the whole model on the devices of one stage."""
+        return replace(
+            self.request,
+            num_devices=self.request.num_devices // self.piped.mesh[STAGE],
+            num_micro_batches=self.count,
+            offload=(),
+            attention=(),
+            loss_chunks=1,
+            remat=(),
+            policies=("none",),
+        )
+
+    def weighed(self) -> _Weighed:
+        """The plan: of each stage the fastest layout that fits."""
+        table, part = self.table, self.cluster.part(self.one.num_devices)
+        division, paces = self._division(part)
+        limit = self.cluster.memory_bytes
+        chosen = []
+        for stage in range(table.num_stages):
+            laid = self._stage(division, stage, part)
+            fitting = [x for x in laid if x.scored.memory.total_bytes <= limit]
+            if fitting:
+                best = ranked([one.scored for one in fitting])[0]
+                chosen.append(next(one for one in fitting if one.scored is best))
+            else:
+                chosen.append(min(laid, key=lambda x: x.scored.memory.total_bytes))
+        return _Weighed(self, division, paces, chosen)
+
+    def _division(self, part: Cluster) -> tuple[Division, tuple[float, ...]]:
+        """The model in parts, and about how long each takes."""
+        graph, units = self.program
+        table = self.table
+        laid = laid_out(graph, part, self.one)
+        best = min(laid, key=lambda one: one.scored.time.step_seconds)
+        mesh = {STAGE: table.num_stages, **best.scored.mesh}
+        segments = Segments(
+            units,
+            best.analysed,
+            best.search,
+            best.scored,
+            lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
+        )
+        if self.marked:
+            division = divided_by_marks(units, units.labels(graph))
+            return division, segments.seconds_of(division)
+        held = 1 if table.num_chunks > 1 else None
+        places = [
+            Stage(
+                memory_bytes=float("inf") if held else part.memory_bytes,
+                in_flight=held or table.in_flight[place],
+            )
+            for place in range(table.num_places)
+        ]
+        layers = segments.layers
+        if len(layers) < len(places):
+            raise PlanError(
+                f"stage is {table.num_stages}"
+                + (f" with {table.num_chunks} parts each" if held else "")
+                + f", and the model can be cut into at most {len(layers)} parts that "
+                "read parameters of their own (loops and checkpointed regions are not "
+                f"cut). Use at most {max(1, len(layers) // table.num_chunks)}"
+            )
+        try:
+            found = cut(layers, places)
+        except PlanError:
+            # What fits is said by the search of each stage, which knows more.
+            found = cut(layers, [Stage()] * len(places))
+        return divided(units, segments.starts(found.counts)), found.seconds
+
+    def _stage(self, division: Division, stage: int, part: Cluster) -> list[Laid]:
+        """The layouts of one stage on its devices."""
+        table = self.table
+        places = places_of(stage, table.num_stages, table.num_chunks)
+        graph = stage_graph(self.program[0], division, places)
+        owned = {
+            graph.tensors[i].path
+            for i, path in enumerate(division.units.params)
+            if division.owner(i, table.num_stages) == stage
+        }
+        bytes_of = self.request.optimizer.by_path
+        one = replace(
+            self.one,
+            optimizer=OptimizerBytes(
+                by_path={p: n if p in owned else 0 for p, n in bytes_of.items()},
+                other_bytes=self.request.optimizer.other_bytes,
+            ),
+            batch_bytes=tuple(
+                self._batch_bytes(t.id) for t in graph.tensors if t.kind == "batch"
+            ),
+            in_flight=max(1.0, table.in_flight[stage] / table.num_chunks),
+        )
+        return laid_out(graph, part, one)
+
+    def _batch_bytes(self, tensor: int) -> int:
+        """Bytes of a leaf of the global batch, or of what is handed and held."""
+        leaves = [t.id for t in self.program[0].tensors if t.kind == "batch"]
+        if tensor in leaves:
+            sizes = self.request.batch_bytes
+            return sizes[leaves.index(tensor)] if sizes else 0
+        t = self.program[0].tensors[tensor]
+        parts = self.count // self.program[0].num_micro_batches
+        return t.nbytes // parts * (max(self.table.in_flight) + 1)
+
+
+class _Weighed:
+    """One plan: a layout for every stage on one mesh, and what they make together.
+
+    Attributes:
+        ask: what it answers.
+        table: who does what when.
+        division: the model in parts.
+        chosen: the layout of each stage.
+        turns: of each, what a micro-batch takes.
+        time, memory: predictions of a step.
+        fits: every stage's memory is within its device's.
+    """
+
+    def __init__(
+        self,
+        ask: _Ask,
+        division: Division,
+        paces: Sequence[float],
+        chosen: Sequence[Laid],
+    ) -> None:
+        self.ask = ask
+        self.table = ask.table
+        self.division = division
+        self.paces = paces
+        self.chosen = chosen
+        self.turns: list[Turn] = [turn_of(one.search, one.scored) for one in chosen]
+        self.memory: MemoryTerms = max(
+            (one.scored.memory for one in chosen), key=lambda m: m.total_bytes
+        )
+        self.fits = self.memory.total_bytes <= ask.cluster.memory_bytes
+        self.time = self._time()
+
+    @property
+    def slowest(self) -> int:
+        """The stage that takes longest for a micro-batch."""
+        seconds = [turn.both.step_seconds for turn in self.turns]
+        return seconds.index(max(seconds))
+
+    def _time(self) -> TimeTerms:
+        """The slowest stage's work, and what it waits."""
+        table, work = self.table, self.turns[self.slowest]
+        once = max((t.once for t in self.turns), key=lambda t: t.step_seconds)
+        useful = times(work.both, table.num_micro_batches)
+        ahead, behind = self._by_place()
+        weight = [s / 2 for s in behind] if table.splits_backward else None
+        line = simulate(
+            table,
+            ahead,
+            behind if weight is None else weight,
+            self._transfer_seconds(),
+            weight_seconds=weight,
+        )
+        waited = max(0.0, line.step_seconds - useful.step_seconds)
+        return useful + once + TimeTerms(bubble_seconds=waited)
+
+    def _by_place(self) -> tuple[list[float], list[float]]:
+        """Seconds forward and backward of each part for a micro-batch."""
+        stages, chunks = self.table.num_stages, self.table.num_chunks
+        ahead, behind = [], []
+        for place in range(self.table.num_places):
+            stage = place % stages
+            own = sum(self.paces[p] for p in places_of(stage, stages, chunks))
+            share = self.paces[place] / own if own else 1 / chunks
+            turn = self.turns[stage]
+            ahead.append(share * turn.ahead.step_seconds)
+            behind.append(share * (turn.both.step_seconds - turn.ahead.step_seconds))
+        return ahead, behind
+
+    def _transfer_seconds(self) -> float:
+        """The longest way from a part to the next, for a micro-batch."""
+        graph, units = self.ask.program
+        parts = self.ask.count // graph.num_micro_batches
+        most, stages = 0.0, self.table.num_stages
+        for place, part in enumerate(self.division.parts):
+            tensors = tensors_of(units, part.imports)
+            mesh = self.chosen[place % stages].scored.mesh
+            nbytes = sum(graph.tensors[t].nbytes for t in tensors) / parts
+            nbytes /= mesh["data"] * mesh["fsdp"]
+            whole = {STAGE: stages, **mesh}
+            most = max(most, handed_seconds(nbytes, whole, self.ask.cluster))
+        return most
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        each = dict.fromkeys(mesh_words(one.scored.mesh) for one in self.chosen)
+        inner = f" × ({' | '.join(each)})" if [*each] != ["one device"] else ""
+        return f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
+
+    def plan(
+        self,
+        request: Request,
+        precision: str,
+        batch: Sequence[BatchLeaf],
+        graph: Graph,
+        weighed: Sequence[_Weighed],
+    ) -> Plan:
+        """Written down.
+
+        Args:
+            request: what was asked for.
+            precision: noted in the plan.
+            batch: leaves of the global batch.
+            graph: of the whole model.
+            weighed: all that were, for the plan to remember.
+        """
+        plans = [
+            replace(
+                self._stage_plan(stage, request, precision, batch),
+                model_hash=graph.model_hash,
+                remat=self.ask.remat,
+            )
+            for stage in range(self.table.num_stages)
+        ]
+        slowest = plans[self.slowest]
+        by_path = {leaf.path: leaf for plan in reversed(plans) for leaf in plan.leaves}
+        names = {r.name: r for plan in reversed(plans) for r in plan.roles}
+        common = [axis for axis in plans[0].axes if all(axis in p.axes for p in plans)]
+        return replace(
+            slowest,
+            cluster=self.ask.cluster,
+            axes=((STAGE, self.table.num_stages), *common),
+            zero=max(plan.zero for plan in plans),
+            sequence_parallel=any(plan.sequence_parallel for plan in plans),
+            leaves=tuple(by_path[path] for path in self.division.units.params),
+            roles=tuple(names.values()),
+            compute=tuple(
+                replace(region, task_graph=f"{region.task_graph} in stage {number}")
+                for number, plan in enumerate(plans)
+                for region in plan.compute
+            ),
+            batch=_batch(plans, batch),
+            stages=Stages(
+                schedule=self.table.name,
+                chunks=self.table.num_chunks,
+                executor="mpmd",
+                starts=self.division.starts,
+                plans=tuple(plans),
+            ),
+            time=self.time,
+            memory=self.memory,
+            candidates=self._candidates(weighed),
+            notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        )
+
+    def _stage_plan(
+        self,
+        stage: int,
+        request: Request,
+        precision: str,
+        batch: Sequence[BatchLeaf],
+    ) -> Plan:
+        laid = self.chosen[stage]
+        whole = self.ask.program[0]
+        leaves = [t.id for t in whole.tensors if t.kind == "batch"]
+        own = []
+        for t in laid.analysed.graph.tensors:
+            if t.kind == "batch":
+                own.append(
+                    batch[leaves.index(t.id)]
+                    if t.id in leaves
+                    else BatchLeaf(path=t.path, shape=t.shape, dtype=t.dtype, spec=())
+                )
+        plan = written(
+            laid.analysed,
+            laid.search,
+            [laid.scored],
+            self.ask.cluster.part(self.ask.one.num_devices),
+            replace(request, state_bytes=0),
+            precision,
+            own,
+        )
+        return replace(plan, candidates=(), question=None)
+
+    def _candidates(self, weighed: Sequence[_Weighed]) -> tuple[Candidate, ...]:
+        order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
+        return tuple(
+            Candidate(
+                layout=one.layout,
+                time=one.time,
+                memory=one.memory,
+                fits=one.fits,
+                verdict=self._verdict(one),
+            )
+            for one in order[:12]
+        )
+
+    def _verdict(self, one: _Weighed) -> str:
+        if one is self:
+            return "chosen"
+        if not one.fits:
+            return f"needs {gigabytes(one.memory.total_bytes)} of memory"
+        slower = one.time.step_seconds / self.time.step_seconds - 1
+        return f"{slower:.1%} slower"
+
+
+def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf, ...]:
+    """Leaves of the batch with their layouts, as the first stage that reads them."""
+    found: dict[str, BatchLeaf] = {}
+    for plan in plans:
+        for leaf in plan.batch:
+            found.setdefault(leaf.path, leaf)
+    return tuple(
+        found.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
+        for leaf in batch
+    )
+
+
+def _too_large(one: _Weighed) -> str:
+    need, room = one.memory.total_bytes, one.ask.cluster.memory_bytes
+    return (
+        f"{one.layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(room)}, {gigabytes(need - room)} short: "
+        f"{gigabytes(one.memory.activations_bytes)} are activations of the "
+        "micro-batches in flight. Use more micro-batches or stages, or shard more "
+        "inside a stage (fsdp, tensor)"
+    )

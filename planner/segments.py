@@ -1,0 +1,185 @@
+"""What lies between borders: time, memory and traffic of a model's smallest parts.
+
+A model that is cut into stages is cut at borders, and a layout of the whole says what
+lies between any two of them costs: the same rows as the search's, folded by segment.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from whalejax.planner.cost import (
+    Setting,
+    as_run,
+    flow_cost,
+    row_cost,
+    row_hits,
+)
+from whalejax.planner.decide import Analysed
+from whalejax.planner.graph import Graph, TaskGraph
+from whalejax.planner.layout import Table, shards
+from whalejax.planner.memory import kept_bytes, residents
+from whalejax.planner.parts import Division, Units
+from whalejax.planner.rows import build_rows
+from whalejax.planner.scored import Scored
+from whalejax.planner.search import Search
+from whalejax.planner.stages import Layer
+
+
+class Segments:
+    """A model's segments in one layout.
+
+    Attributes:
+        units: the program.
+        borders: names of the parameters whose reading begins each segment but the
+            first, in order.
+        handed: seconds in which so many bytes reach the next stage.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        analysed: Analysed,
+        search: Search,
+        scored: Scored,
+        handed: Callable[[float], float],
+    ) -> None:
+        self.units = units
+        self.handed = handed
+        self.analysed = analysed
+        self.search = search
+        self.scored = scored
+        order = sorted(units.borders.items(), key=lambda pair: pair[1])
+        at = [border for _, border in order]
+        # Of two names for one border the first is kept.
+        self.borders = [
+            name for i, (name, border) in enumerate(order) if border not in at[:i]
+        ]
+        self._at = sorted(set(at))
+
+    def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """Where parts begin that have so many segments each."""
+        ends = itertools.accumulate(counts)
+        return tuple(self.borders[end - 1] for end in ends if end <= len(self.borders))
+
+    def segment_of(self, unit: int) -> int:
+        """The segment that a unit lies in."""
+        return bisect_right(self._at, unit)
+
+    @property
+    def count(self) -> int:
+        """How many segments there are."""
+        return len(self._at) + 1
+
+    @property
+    def setting(self) -> Setting:
+        """What rows are priced under."""
+        return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
+
+    @functools.cached_property
+    def _spots(self) -> tuple[Graph, list[tuple[int, int]]]:
+        """The graph with a TaskGraph for each segment of each of its own."""
+        graph, spots = self.analysed.graph, dict[tuple[int, int], int]()
+        ops = []
+        for op in graph.ops:
+            unit = self.units.unit_at(op.position)
+            segment = 0 if unit is None else self.segment_of(unit)
+            spot = spots.setdefault((segment, op.task_graph), len(spots))
+            ops.append(replace(op, task_graph=spot))
+        regions = tuple(TaskGraph(index=i) for i in range(len(spots)))
+        found = replace(graph, ops=tuple(ops), task_graphs=regions)
+        return found, list(spots)
+
+    @functools.cached_property
+    def _tables(self) -> dict[int, Table]:
+        _, spots = self._spots
+        return {i: self.scored.tables[home] for i, (_, home) in enumerate(spots)}
+
+    @functools.cached_property
+    def seconds(self) -> list[float]:
+        """Of each segment, forward and backward of a micro-batch."""
+        graph, spots = self._spots
+        rows = build_rows(graph, self.analysed.dims)
+        s, found = self.setting, [0.0] * self.count
+        launch = self.search.cluster.slowest.launch_seconds
+        for row in rows.ops:
+            cost = row_cost(row, row_hits(row, self._tables[row.task_graph], s), s)
+            seconds = cost.compute_seconds + cost.launches * launch
+            for c in cost.collectives:
+                seconds += as_run(c, s)[1]
+            found[spots[row.task_graph][0]] += float(seconds)
+        for flow in rows.flows:
+            for c in flow_cost(flow, self._tables, s):
+                found[spots[flow.task_graph][0]] += float(as_run(c, s)[1])
+        return found
+
+    @functools.cached_property
+    def layers(self) -> list[Layer]:
+        """The segments as links of a chain."""
+        graph, spots = self._spots
+        s, kept = self.setting, [0.0] * self.count
+        found = residents(
+            graph,
+            self.analysed.dims,
+            graph.weight_tensors(),
+            copies_kernels=self.search.cluster.compiler.copies_kernels,
+        ).saved
+        sizes = kept_bytes(found, self._tables, s)
+        for entry, nbytes in zip(found, sizes, strict=True):
+            kept[spots[entry.task_graph][0]] += float(nbytes)
+        static, handed = self._static_bytes(), self._handed_seconds()
+        return [
+            Layer(
+                seconds=self.seconds[i],
+                static_bytes=static[i],
+                activation_bytes=kept[i],
+                transfer_seconds=handed[i],
+            )
+            for i in range(self.count)
+        ]
+
+    def seconds_of(self, division: Division) -> tuple[float, ...]:
+        """About how long each part takes for a micro-batch."""
+        sizes: dict[int, int] = defaultdict(int)
+        for index in range(len(self.units.units)):
+            sizes[self.segment_of(index)] += 1
+        return tuple(
+            sum(
+                self.seconds[segment] / sizes[segment]
+                for segment in map(self.segment_of, part.units)
+            )
+            for part in division.parts
+        )
+
+    def _static_bytes(self) -> list[float]:
+        """Parameters, gradients and optimizer state, where they are read first."""
+        facts, mesh = self.scored.facts, self.scored.mesh
+        found, seen = [0.0] * self.count, set[int]()
+        for index, inputs in enumerate(self.units.inputs):
+            if self.units.free[index]:
+                continue
+            for leaf in inputs - seen:
+                seen.add(leaf)
+                if leaf >= len(facts.group_of):
+                    continue
+                place = facts.group_of[leaf]
+                group, layout = facts.groups[place][0], self.scored.layouts[place]
+                found[self.segment_of(index)] += (
+                    group.nbytes / shards(layout.param, mesh)
+                    + group.nbytes / shards(layout.gradient, mesh)
+                    + group.optimizer_bytes / shards(layout.optimizer, mesh)
+                )
+        return found
+
+    def _handed_seconds(self) -> list[float]:
+        """For the result of each segment to reach another stage, and back."""
+        crossing = self.units.crossing
+        s, mesh = self.setting, self.scored.mesh
+        shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
+        found = [2 * self.handed(crossing[at] / shared) for at in self._at]
+        return [*found, 0.0]

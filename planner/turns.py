@@ -1,0 +1,89 @@
+"""What a stage of a pipeline takes for one micro-batch, out of the cost of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost import (
+    as_run,
+    row_ahead,
+    row_hits,
+)
+from whalejax.planner.scored import Scored
+from whalejax.planner.search import Search
+from whalejax.planner.shared import STAGE
+from whalejax.planner.terms import TimeTerms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One micro-batch, and what is done once in a step.
+
+    Attributes:
+        ahead: its forward pass.
+        both: forward and backward.
+        once: the update.
+    """
+
+    ahead: TimeTerms
+    both: TimeTerms
+    once: TimeTerms
+
+
+def turn_of(search: Search, scored: Scored) -> Turn:
+    """What a stage takes.
+
+    Args:
+        search: of its model.
+        scored: its layout.
+    """
+    time, count = scored.time, scored.num_micro_batches
+    s = search.setting(scored.mesh, count)
+    costs = [
+        row_ahead(row, row_hits(row, scored.tables[row.task_graph], s), s)
+        for row in search.rows.ops
+    ]
+    ahead = TimeTerms(
+        compute_seconds=float(sum(cost[0] for cost in costs)),
+        launch_seconds=float(sum(cost[1] for cost in costs))
+        * search.cluster.slowest.launch_seconds,
+    )
+    for c in scored.collectives:
+        if c.phase == "forward":
+            term = "border_seconds" if c.what == "border" else "activation_seconds"
+            _, seconds = as_run(c, s)
+            ahead = replace(ahead, **{term: getattr(ahead, term) + seconds})
+    once = TimeTerms(
+        update_seconds=time.update_seconds,
+        allocation_seconds=time.allocation_seconds,
+        offload_seconds=time.offload_seconds,
+    )
+    return Turn(ahead=ahead, both=times(less(time, once), 1 / count), once=once)
+
+
+def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:
+    """From the devices of one stage to those of the next.
+
+    Args:
+        nbytes: that each of them hands on.
+        mesh: axis sizes, with that of the stages.
+        cluster: the machine.
+    """
+    parts = axis_parts((STAGE,), mesh, cluster)
+    return float(collective_seconds("collective-permute", int(nbytes), parts))
+
+
+def times(terms: TimeTerms, number: float) -> TimeTerms:
+    """Every term so many times."""
+    return TimeTerms(
+        **{f.name: getattr(terms, f.name) * number for f in dataclasses.fields(terms)}
+    )
+
+
+def less(terms: TimeTerms, other: TimeTerms) -> TimeTerms:
+    """Every term less another's."""
+    return terms + times(other, -1)

@@ -1,0 +1,328 @@
+"""Stages in lockstep: against GPipe by autodiff, in memory, in compile time, on TPUs.
+
+GPipe by autodiff is written here as one writes it by hand: a forward loop over turns
+inside ``shard_map``, which ``jax.grad`` turns round. It keeps all that its layers keep,
+of every micro-batch, and computes nothing again; the plan keeps what its stages were
+given, and computes their layers again. Both train one small scanned GPT on the same
+micro-batches, head and loss on the last stage alone, and their gradients are compared
+before anything is timed. The last line is one JSON object:
+
+    time_1f1b_over_gpipe     median over pairs of the step times, stage 2, 32
+                             micro-batches, on two virtual CPU devices: at most 0.78
+    memory_m32_over_m8       temporaries of the 1F1B step with 32 micro-batches over
+                             those with 8 of the same size: at most 1.02
+    memory_1f1b_over_gpipe   the same with 32, over those of GPipe by autodiff
+    compile_stage8_over_plain
+                             median over pairs of the seconds to trace, lower and
+                             compile eight stages over those of the step without, on
+                             eight virtual CPU devices; a scanned GPT of the size of
+                             BERT-large, whose reference model has no scan: at most 2.5
+    tpu_predicted_over_compiled
+                             peak of a GPT-2 of medium size, stage 4 x data 2 x tensor
+                             2 and 16 micro-batches, as predicted and by the compiler
+                             of v5p:2x2x4: from 0.9 to 1.1
+    tpu_m64_over_m16         the same peak with 64 micro-batches over that with 16, as
+                             compiled: at most 1.02
+
+    python scripts/bench_pipeline.py [--pairs 9] [--compiles 2] [--tpu]
+
+The keys of the TPU come with ``--tpu``, which takes the extra tpu-compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paired import eight_devices, timed_pairs
+
+
+eight_devices()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+
+import whalejax as wh  # noqa: E402
+from whalejax import jobs, models  # noqa: E402
+from whalejax.models._layers import cross_entropy  # noqa: E402
+
+
+STAGES, FEW, MANY, SAMPLES = 2, 8, 32, 4
+SMALL = {
+    "layers": 8,
+    "embed": 128,
+    "heads": 4,
+    "mlp": 512,
+    "sequence": 128,
+    "vocab": 1024,
+}
+BERT_LARGE = {
+    "layers": 24,
+    "embed": 1024,
+    "heads": 16,
+    "mlp": 4096,
+    "sequence": 128,
+    "vocab": 30_522,
+}
+ROOMY = 2**43
+"""Bytes of a device on which everything can be planned."""
+SGD = optax.sgd(1.0)
+"""A step of it shows its gradients."""
+
+
+def main() -> None:
+    """Measure everything and print it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=9, help="timed pairs of steps")
+    parser.add_argument("--compiles", type=int, default=2, help="pairs of compilations")
+    parser.add_argument("--tpu", action="store_true", help="compile for v5p:2x2x4 too")
+    arguments = parser.parse_args()
+    found = {**_steps(arguments.pairs), **_compiles(arguments.compiles)}
+    if arguments.tpu:
+        found.update(_tpu())
+    print(json.dumps({key: round(value, 4) for key, value in found.items()}))
+
+
+def _job(sizes: Mapping[str, int]) -> wh.Job:
+    return models.job("gpt-test", annotated=False, scan_layers=True, **sizes)
+
+
+def _plan(job: wh.Job, batch: int, cluster: str, **options: Any) -> wh.Plan:
+    """As the model is written: nothing is sharded, moved or computed again beside."""
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, batch),
+        cluster=wh.cluster(cluster).with_memory(ROOMY),
+        zero=0,
+        remat="none",
+        offload=(),
+        attention="gather",
+        loss_chunks=1,
+        **options,
+    )
+    print(str(plan).splitlines()[0], flush=True)
+    return plan
+
+
+def _steps(pairs: int) -> dict[str, float]:
+    """Step times and temporaries of 1F1B and of GPipe by autodiff."""
+    job, devices = _job(SMALL), jax.devices()[:STAGES]
+    few, many = (
+        wh.compile(
+            _plan(
+                job,
+                count * SAMPLES,
+                f"cpu:{STAGES}",
+                optimizer=SGD,
+                mesh={"stage": STAGES},
+                num_micro_batches=count,
+            ),
+            job.loss_fn,
+            jobs.abstract_model(job),
+            optimizer=SGD,
+            devices=devices,
+        )
+        for count in (FEW, MANY)
+    )
+    model, batch = job.make_model(jax.random.key(0)), job.batch_at(0, MANY * SAMPLES)
+    state = many.init_from(model)
+    before = [np.asarray(x) for x in jax.tree.leaves(state.params)]
+    gpipe, params = _gpipe(model, batch, devices)
+    memory = [_temporaries(step.lower().compile()) for step in (few, many)]
+    memory.append(_temporaries(gpipe))
+
+    def run_1f1b() -> None:
+        nonlocal state
+        state, metrics = many(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    def run_gpipe() -> None:
+        nonlocal params
+        params = jax.block_until_ready(gpipe(params))
+
+    run_1f1b()
+    run_gpipe()
+    _check_equal(before, state.params, params)
+    times = timed_pairs(run_1f1b, run_gpipe, pairs=pairs, warm=1)
+    print(
+        f"1f1b {min(times.first_seconds):.2f} s and {memory[1] / 2**20:.1f} MiB, GPipe "
+        f"by autodiff {min(times.second_seconds):.2f} s and {memory[2] / 2**20:.1f} MiB"
+    )
+    return {
+        "time_1f1b_over_gpipe": times.ratio,
+        "memory_m32_over_m8": memory[1] / memory[0],
+        "memory_1f1b_over_gpipe": memory[1] / memory[2],
+    }
+
+
+def _temporaries(compiled: Any) -> int:
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _check_equal(before: list[Any], one: Any, other: Any) -> None:
+    """Gradients, by what a step of ``SGD`` takes from each parameter.
+
+    Some are zero but for rounding, so the norm of all counts too.
+    """
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    found = [
+        (old - np.asarray(a), old - np.asarray(b))
+        for old, (a, b) in zip(before, pairs, strict=True)
+    ]
+    whole = np.sqrt(sum(np.sum(b**2) for _, b in found))
+    for a, b in found:
+        error = np.linalg.norm(a - b)
+        if error > 1e-3 * np.linalg.norm(b) + 1e-5 * whole:
+            raise SystemExit(f"gradients differ: {error} of {whole}, in {b.shape}")
+
+
+def _gpipe(model: Any, batch: Any, devices: list[Any]) -> tuple[Any, Any]:
+    """A step of GPipe by autodiff, compiled, and the parameters that it takes."""
+    graph, params = nnx.split(model)
+    kinds = {"axis_types": (AxisType.Auto,)}
+    mesh = jax.make_mesh((STAGES,), ("stage",), devices=devices, **kinds)
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: PartitionSpec(*["stage"] * ("blocks" in map(_name, path))),
+        params,
+    )
+    stored = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    tokens = batch["tokens"].reshape(SAMPLES, MANY, -1).swapaxes(0, 1)
+    losses = jax.shard_map(
+        functools.partial(_turns, graph),
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=PartitionSpec("stage"),
+        axis_names={"stage"},
+        check_vma=False,
+    )
+
+    def step(params: Any, tokens: Any) -> Any:
+        gradients = jax.grad(lambda params: losses(params, tokens).sum())(params)
+        return jax.tree.map(jnp.subtract, params, gradients)
+
+    params = jax.device_put(jax.tree.map(jnp.copy, params), stored)
+    tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec()))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=stored)
+    compiled = jitted.lower(params, tokens).compile()
+    return _With(compiled, tokens), params
+
+
+def _name(key: Any) -> Any:
+    return getattr(key, "key", None)
+
+
+class _With:
+    """A compiled step with its batch."""
+
+    def __init__(self, compiled: Any, batch: Any) -> None:
+        self.compiled, self.batch = compiled, batch
+
+    def __call__(self, params: Any) -> Any:
+        return self.compiled(params, self.batch)
+
+    def memory_analysis(self) -> Any:
+        return self.compiled.memory_analysis()
+
+
+def _turns(graph: Any, params: Any, tokens: Any) -> Any:
+    """The forward loop of one stage; its mean loss is that of the last."""
+    stage = jax.lax.axis_index("stage")
+    ahead = [(i, i + 1) for i in range(STAGES - 1)]
+
+    def turn(given: Any, number: Any) -> tuple[Any, Any]:
+        model = nnx.merge(graph, params, copy=True)
+        first, last = (
+            tokens[jnp.clip(number - delay, 0, MANY - 1)] for delay in (0, STAGES - 1)
+        )
+        own = model.tokens(first[:, :-1]) + model.positions[...]
+        out = _layers(jnp.where(stage == 0, own, given), model.blocks)
+
+        def head(out: Any) -> Any:
+            logits = model.logits(model.norm(out))
+            return jnp.mean(cross_entropy(logits, last[:, 1:]))
+
+        counts = (stage == STAGES - 1) & (number >= STAGES - 1)
+        loss = jax.lax.cond(counts, head, lambda _: jnp.zeros(()), out)
+        return jax.lax.ppermute(out, "stage", ahead), loss
+
+    nothing = jnp.zeros((SAMPLES, SMALL["sequence"], SMALL["embed"]))
+    _, losses = jax.lax.scan(turn, nothing, jnp.arange(MANY + STAGES - 1))
+    return losses.sum(keepdims=True) / MANY
+
+
+@functools.partial(nnx.scan, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+def _layers(x: Any, block: Any) -> Any:
+    return block(x)
+
+
+def _compiles(pairs: int) -> dict[str, float]:
+    """Compile times of eight stages and of none."""
+    job = _job(BERT_LARGE)
+    staged, plain = (_compiling(job, mesh) for mesh in ({"stage": 8}, {"data": 8}))
+    times = timed_pairs(staged, plain, pairs=pairs, warm=1)
+    print(
+        f"compiled: stage 8 in {min(times.first_seconds):.1f} s, data 8 in "
+        f"{min(times.second_seconds):.1f} s"
+    )
+    return {"compile_stage8_over_plain": times.ratio}
+
+
+def _compiling(job: wh.Job, mesh: dict[str, int]) -> Callable[[], Any]:
+    """Traces, lowers and compiles a step of 16 micro-batches."""
+    optimizer = job.optimizer
+    plan = _plan(
+        job, 128, "cpu:8", mesh=mesh, optimizer=optimizer, num_micro_batches=16
+    )
+
+    def run() -> None:
+        jax.clear_caches()
+        model = jobs.abstract_model(job)
+        step = wh.compile(plan, job.loss_fn, model, optimizer=optimizer)
+        step.lower().compile()
+
+    return run
+
+
+def _tpu() -> dict[str, float]:
+    """Peaks by the TPU's compiler, with few and with many micro-batches."""
+    topology = "v5p:2x2x4"
+    job = models.job("gpt-medium", annotated=False, scan_layers=True)
+    peaks = []
+    for count in (16, 64):
+        plan = _plan(
+            job,
+            SAMPLES * count,
+            topology,
+            mesh={"stage": 4, "data": 2, "tensor": 2},
+            optimizer=job.optimizer,
+            num_micro_batches=count,
+            precision="bf16",
+            sequence_parallel=False,
+        )
+        document = plan.verify(topology).document()
+        if document["refused"] or document["failure"]:
+            raise SystemExit(document["refused"] or document["failure"])
+        quantities = {q["name"]: q for q in document["memory"]}
+        peaks.append(quantities["peak"])
+        print(
+            f"{topology}: peak {peaks[-1]['compiled'] / 1e9:.3f} GB, predicted "
+            f"{peaks[-1]['predicted'] / 1e9:.3f}",
+            flush=True,
+        )
+    few, many = peaks
+    return {
+        "tpu_predicted_over_compiled": few["predicted"] / few["compiled"],
+        "tpu_m64_over_m16": many["compiled"] / few["compiled"],
+    }
+
+
+if __name__ == "__main__":
+    main()

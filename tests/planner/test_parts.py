@@ -1,0 +1,104 @@
+"""Programs in parts: borders, who runs what, and what they hand each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from whalejax.planner.parts import Unit, Units, Value, divided, divided_by_marks
+from whalejax.planner.plan import PlanError
+
+
+def inputs(*numbers: int) -> list[Value]:
+    return [((), n) for n in numbers]
+
+
+def unit(
+    index: int, reads: Sequence[Value], nbytes: int = 8, *, cheap: bool = False
+) -> Unit:
+    return Unit(
+        position=(index,),
+        reads=tuple(reads),
+        writes=(((index,), 0),),
+        tensors=(index,),
+        sizes=(nbytes,),
+        cheap=cheap,
+        line=f"model.py:{index}",
+    )
+
+
+def made(*indices: int) -> list[Value]:
+    return [((i,), 0) for i in indices]
+
+
+def chain() -> Units:
+    """Three layers on parameters 0, 1 and 2 and data 3, a mask, and a skip.
+
+    The second is a product and an addition, behind which less is handed on.
+    """
+    units = (
+        unit(0, inputs(3), cheap=True),  # a mask
+        unit(1, [*inputs(0, 3), *made(0)]),
+        unit(2, [*inputs(1), *made(1)], nbytes=64),
+        unit(3, made(2), nbytes=4),
+        unit(4, [*inputs(2), *made(3, 0)]),
+        unit(5, made(4, 1)),
+    )
+    return Units(units=units, params=("a", "b", "c"), results=(((5,), 0),), fresh={})
+
+
+def test_borders_lie_where_least_crosses() -> None:
+    units = chain()
+    assert units.borders == {"b": 2, "c": 4}
+    assert units.crossing[2:5] == [8, 72, 12]
+    assert units.free == (True, False, False, False, False, False)
+
+
+def test_cheap_units_run_wherever_they_are_read() -> None:
+    division = divided(chain(), ["b", "c"])
+    assert [part.units for part in division.parts] == [(0, 1), (2, 3), (0, 4, 5)]
+    assert [part.inputs for part in division.parts] == [(0, 3), (1,), (2, 3)]
+
+
+def test_values_go_from_who_makes_them_to_all_who_read_them() -> None:
+    division = divided(chain(), ["b", "c"])
+    first, last = made(1)[0], made(3)[0]
+    assert [part.imports for part in division.parts] == [(), (first,), (first, last)]
+    assert [part.exports for part in division.parts] == [(first,), (last,), ()]
+    assert division.made_at == {first: 0, last: 1}
+    assert division.readers(first) == (1, 2)
+    assert [division.owner(n, 3) for n in range(4)] == [0, 1, 2, 0]
+    # Dealt out to two stages in turn, the third part is the first stage's.
+    assert division.owner(2, 2) == 0
+
+
+@pytest.mark.parametrize("starts", [["c", "b"], ["d"]])
+def test_borders_that_are_none(starts: list[str]) -> None:
+    with pytest.raises(PlanError, match="Plan again"):
+        divided(chain(), starts)
+
+
+def test_marks_cut_and_what_they_leave_follows() -> None:
+    division = divided_by_marks(chain(), [None, None, 0, None, 1, None])
+    # The first layer reads parameters and data alone: it goes to its first reader.
+    assert [part.units for part in division.parts] == [(0, 1, 2, 3), (0, 4, 5)]
+
+
+def test_values_that_flow_backwards_name_both_lines() -> None:
+    with pytest.raises(PlanError) as caught:
+        divided_by_marks(chain(), [None, 1, 0, None, 1, None])
+    assert "model.py:2 in stage 0 reads what model.py:1 makes in stage 1" in str(
+        caught.value
+    )
+
+
+def test_what_a_step_changes_is_made_at_one_place() -> None:
+    units = chain()
+    changed = Units(
+        units=units.units,
+        params=units.params,
+        results=units.results,
+        fresh={3: made(3)[0]},
+    )
+    assert [part.fresh for part in divided(changed, ["c"]).parts] == [(3,), ()]

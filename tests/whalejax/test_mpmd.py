@@ -1,0 +1,421 @@
+"""Stages with programs of their own compute what one device does, cut anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.equality import (
+    FLOAT64_TOLERANCE,
+    OneDevice,
+    build,
+    check,
+    compiled,
+    on_one_device,
+)
+from whalejax import models
+from whalejax.lowering.mpmd import Apart
+from whalejax.lowering.passing import Pass
+from whalejax.planner.plan import Stages
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
+
+BATCH: Final = 16
+SCHEDULES: Final = ("gpipe", "1f1b", "1f1b-ahead", "interleaved", "zb-h1")
+
+
+class Marked:
+    """Stages as marked: skips, a tied table, keys, weights, shapes that differ."""
+
+    def __init__(self, schedule: str = "auto") -> None:
+        self.pipeline = wh.pipeline(schedule=schedule)
+
+    def make(self, key: Any) -> Any:
+        keys = iter(jax.random.split(key, 5))
+
+        def weights(*shape: int) -> Any:
+            return jax.random.normal(next(keys), shape) * 0.3
+
+        return {
+            "table": weights(40, 16),
+            "up": weights(16, 24),
+            "down": weights(24, 16),
+            "mid": weights(16, 32),
+            "back": weights(32, 16),
+            "bias": jnp.zeros(40),
+        }
+
+    def loss(self, model: Any, batch: Any, rng: Any) -> Any:
+        with wh.replicate(), self.pipeline:
+            with wh.stage():
+                x = model["table"][batch["tokens"]]
+                h = jnp.tanh(x @ model["up"])
+                h = jnp.where(jax.random.bernoulli(rng, 0.8, h.shape), h, 0)
+            with wh.stage():
+                y = h @ model["down"] + x
+                z = jnp.tanh(y @ model["mid"])
+            with wh.stage():
+                out = z @ model["back"] + x * y.mean()
+                logits = jax.nn.log_softmax(out @ model["table"].T + model["bias"])
+                chosen = jnp.take_along_axis(logits, batch["tokens"][:, None], 1)[:, 0]
+                weight = batch["weights"].astype(chosen.dtype)
+                total = -(chosen * weight).sum()
+        metrics = {"size": jnp.abs(z).mean()}
+        return wh.WeightedLoss(total, weight.sum()), wh.Aux(metrics=metrics)
+
+    def batch(self, step: int, count: int) -> Any:
+        tokens = (np.arange(count) * 7 + step) % 40
+        return {"tokens": tokens, "weights": np.arange(count) % 3}
+
+    def job(self) -> wh.Job:
+        return wh.Job(self.loss, self.make, self.batch, optax.sgd(0.1), batch_size=24)
+
+
+def scheduled(job: wh.Job, stages: int, schedule: str) -> wh.Job:
+    """A job whose whole loss is a pipeline of so many stages."""
+    mark = wh.pipeline(num_stages=stages, schedule=schedule)
+    keyed = len(inspect.signature(job.loss_fn).parameters) == 3
+
+    def with_key(model: Any, batch: Any, rng: Any) -> Any:
+        with mark:
+            return job.loss_fn(model, batch, rng)
+
+    def without(model: Any, batch: Any) -> Any:
+        with mark:
+            return job.loss_fn(model, batch)
+
+    return dataclasses.replace(job, loss_fn=with_key if keyed else without)
+
+
+def job_of(name: str, **options: Any) -> wh.Job:
+    kinds = {"param_dtype": "float64", "dtype": "float64"}
+    return models.job(name, batch_size=BATCH, **{**kinds, **options})
+
+
+@functools.cache
+def one_device(name: str, count: int = 4, **options: Any) -> OneDevice:
+    return on_one_device(job_of(name, **options), count)
+
+
+def stages_of(found: Any) -> Stages:
+    stages = found.plan.stages
+    assert stages is not None and stages.executor == "mpmd"
+    return stages
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "interleaved"])
+@pytest.mark.parametrize("devices", [3, 6])
+def test_marked_stages(schedule: str, devices: int) -> None:
+    with jax.enable_x64(True):
+        one = on_one_device(Marked(schedule).job(), 4)
+        found = check(one, steps=2, devices=devices)
+        state = found.step.init_from(one.model, rng=one.key)
+        evaluated = found.step.eval(state, one.batch)
+    assert found.error <= FLOAT64_TOLERANCE
+    assert stages_of(found).starts == ()
+    assert [plan.num_devices for plan in stages_of(found).plans] == [devices // 3] * 3
+    assert float(evaluated["loss"]) == pytest.approx(one.loss, rel=1e-12)
+    assert float(evaluated["size"]) == pytest.approx(one.metrics["size"], rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str) -> None:
+    with jax.enable_x64(True):
+        one = one_device("gpt-test", layers=4)
+        job = scheduled(one.job, 2, schedule)
+        found = check(dataclasses.replace(one, job=job), steps=2, devices=2)
+    assert found.error <= FLOAT64_TOLERANCE
+    assert stages_of(found).schedule == schedule
+    assert stages_of(found).chunks == (2 if schedule == "interleaved" else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "devices", "options"),
+    [
+        ("bert-test", 2, 4, {}),
+        ("t5-test", 4, 4, {}),
+        ("gnmt-test", 2, 4, {}),
+        ("m6-test", 2, 2, {"remat": "full"}),
+        ("vgg-test", 4, 8, {}),
+        ("resnet-test", 2, 4, {}),
+        ("moe-test", 2, 4, {}),
+    ],
+)
+def test_models(name: str, stages: int, devices: int, options: Any) -> None:
+    with jax.enable_x64(True):
+        found = check(
+            one_device(name), devices=devices, mesh={"stage": stages}, **options
+        )
+    assert found.error <= FLOAT64_TOLERANCE
+    assert len(stages_of(found).plans) == stages
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "inner", [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}]
+)
+def test_layouts_inside_stages(inner: dict[str, int]) -> None:
+    mesh = {"stage": 2, **inner}
+    devices = int(np.prod([*mesh.values()]))
+    with jax.enable_x64(True):
+        one = one_device("gpt-test", layers=2, annotated=False)
+        found = check(one, devices=devices, mesh=mesh)
+    assert found.error <= FLOAT64_TOLERANCE
+    assert found.plan.num_devices == devices
+    for plan in stages_of(found).plans:
+        assert plan.axis_sizes == inner
+
+
+def test_stages_may_be_laid_out_differently() -> None:
+    """What is replicated before the head and split in it needs no common mesh."""
+    with jax.enable_x64(True):
+        found = check(one_device("gpt-test", layers=2), devices=4, mesh={"stage": 2})
+    first, second = (plan.axis_sizes for plan in stages_of(found).plans)
+    assert "tensor" not in first and "tensor" in second
+    assert found.error <= FLOAT64_TOLERANCE
+
+
+class _Compiled(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text.startswith("Compiling jit("):
+            self.names[text.split("(")[1].split(")")[0]] += 1
+
+
+def test_every_program_is_compiled_once() -> None:
+    job = scheduled(models.job("gpt-test", layers=4, batch_size=BATCH), 2, "zb-h1")
+    model = build(job)
+    step = compiled(job, model, devices=4, num_micro_batches=4)
+    state = step.init_from(model)
+    handler = _Compiled()
+    logger = logging.getLogger("jax._src.interpreters.pxla")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        for index in range(5):
+            state, _ = step(state, job.batch_at(index))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    own = [f"{kind}_{n}" for kind in ("forward", "backward", "weight") for n in (0, 1)]
+    assert {name: handler.names[name] for name in own} == dict.fromkeys(own, 1)
+    assert handler.names["_finish"] == 2  # of each stage
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_what_waits_is_what_the_table_says(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = scheduled(models.job("gpt-test", layers=4, batch_size=BATCH), 2, schedule)
+    model = build(job)
+    step = compiled(job, model, devices=2, num_micro_batches=8)
+    runner = step._runner
+    assert isinstance(runner, Apart)
+    most = [0, 0]
+    row = Pass.row
+
+    def counted(self: Pass, one: Any) -> None:
+        row(self, one)
+        for place in (0, 1):
+            held = sum(1 for at, _ in self.live if at == place)
+            most[place] = max(most[place], held)
+
+    monkeypatch.setattr(Pass, "row", counted)
+    step(step.init_from(model), job.batch_at(0))
+    assert tuple(most) == runner.table.in_flight
+
+
+def _stepped(job: wh.Job, model: Any, **options: Any) -> tuple[Any, Any]:
+    step = compiled(job, model, num_micro_batches=4, **options)
+    state = step.init_from(model)
+    for index in range(2):
+        state, _ = step(state, job.batch_at(index))
+    return step, state
+
+
+def _pairs(a: Any, b: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Leaves of two trees as plain arrays."""
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return [(np.asarray(x), np.asarray(y)) for x, y in leaves]
+
+
+def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        job = job_of("gpt-test", layers=2)
+        model = build(job)
+        clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+        options: Any = {"optimizer": clipped, "precision": "f32"}
+        apart, state = _stepped(job, model, devices=4, mesh={"stage": 2}, **options)
+        whole, expected = _stepped(job, model, devices=1, **options)
+        for a, b in zip(
+            *map(jax.tree.leaves, (state.params, expected.params)), strict=True
+        ):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-9)
+        for name, (source, target, held) in {
+            "apart": (apart, whole, state),
+            "whole": (whole, apart, expected),
+        }.items():
+            source.save(tmp_path / name, held)
+            read = target.restore(tmp_path / name)
+            kept = (held.params, held.opt_state, held.step)
+            found = (read.params, read.opt_state, read.step)
+            for a, b in _pairs(kept, found):
+                np.testing.assert_array_equal(a, b)
+            target(read, job.batch_at(2))
+        apart(state, job.batch_at(0))
+        with pytest.raises(wh.WhaleError, match="was consumed by a step"):
+            apart(state, job.batch_at(0))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_narrow_types(precision: Any) -> None:
+    job = models.job("gpt-test", layers=2, batch_size=BATCH)
+    one = on_one_device(job, 4)
+    narrow = on_one_device(job, 4, precision=precision)
+    plain = dataclasses.replace(one, job=job)
+    found = check(plain, devices=2, mesh={"stage": 2}, precision=precision)
+    off = max(
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for a, b in zip(narrow.gradients, one.gradients, strict=True)
+        if np.linalg.norm(b) > 1e-3
+    )
+    assert found.distance <= 1.5 * off
+    assert stages_of(found).plans[0].precision == precision
+
+
+def test_the_number_of_stages_is_found() -> None:
+    job = models.job("gpt-test", layers=4, batch_size=BATCH)
+
+    def loss(model: Any, batch: Any) -> Any:
+        with wh.pipeline():
+            return job.loss_fn(model, batch)
+
+    plan = wh.plan(
+        loss, build(job), job.batch_at(0), optimizer=job.optimizer, cluster="h100:4"
+    )
+    assert plan.axis_sizes["stage"] in (2, 4)
+    tried = {c.layout.split(",")[0].split(" ×")[0] for c in plan.candidates}
+    assert tried == {"stage 2", "stage 4"}
+    best = min(c.step_seconds for c in plan.candidates if c.fits)
+    assert plan.time.step_seconds == best
+
+
+def test_plans_are_saved_and_read(tmp_path: Path) -> None:
+    job = models.job("gpt-test", layers=2, batch_size=BATCH)
+    model = build(job)
+    plan = wh.plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0),
+        optimizer=job.optimizer,
+        cluster="h100:4",
+        mesh={"stage": 2},
+    )
+    plan.save(tmp_path / "plan.json")
+    read = wh.Plan.load(tmp_path / "plan.json")
+    assert read == plan and read.hash == plan.hash
+    assert "stages have programs of their own" in str(plan)
+    assert "head.kernel" in plan.why("head.kernel")
+    with pytest.raises(wh.WhaleError, match="every stage of this plan has a mesh"):
+        plan.mesh()
+    step = wh.compile(
+        read, job.loss_fn, model, optimizer=job.optimizer, devices=jax.devices()[:4]
+    )
+    state, metrics = step(
+        step.init(job.make_model, rng=jax.random.key(0)), job.batch_at(0)
+    )
+    assert np.isfinite(float(metrics["loss"])) and int(state.step) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        (optax.MultiSteps(optax.adam(1e-3), 2), "cond"),
+        (optax.apply_if_finite(optax.adam(1e-3), 3), "concatenate"),
+    ],
+)
+def test_optimizers_that_take_all_at_once_are_refused(
+    optimizer: Any, name: str
+) -> None:
+    job = models.job("gpt-test", layers=2, batch_size=BATCH)
+    with pytest.raises(wh.WhaleError) as caught:
+        compiled(
+            job,
+            build(job),
+            devices=2,
+            mesh={"stage": 2},
+            optimizer=optimizer,
+            num_micro_batches=2,
+        )
+    assert f"several stages into one operation ({name})" in str(caught.value)
+
+
+def twice(model: Any, x: Any) -> Any:
+    """A second stage whose result the first reads again."""
+    h, z = x, x
+    for turn in range(2):
+        with wh.pipeline():
+            with wh.stage():
+                h = jnp.tanh((h + z) @ model["a"])
+            with wh.stage():
+                z = jnp.tanh(h @ model["b"])
+        del turn
+    return z.mean()
+
+
+def one_mark(model: Any, x: Any) -> Any:
+    with wh.pipeline(), wh.stage():
+        return jnp.tanh(x @ model["a"] @ model["b"]).mean()
+
+
+def plain(model: Any, x: Any) -> Any:
+    return jnp.tanh(x @ model["a"] @ model["b"]).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "texts"),
+    [
+        (
+            twice,
+            {},
+            ("values flow backwards between stages", "test_mpmd.py:", "stage 1"),
+        ),
+        (one_mark, {"mesh": {"stage": 2}}, ("1 stages are marked, and 2 are asked",)),
+        (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
+        (plain, {"mesh": {"stage": 2}, "num_micro_batches": 5}, ("5 micro-batches",)),
+        (plain, {"mesh": {"stage": 2}, "offload": "optimizer"}, ("host memory",)),
+        (
+            plain,
+            {"mesh": {"stage": 2}, "cluster": wh.cluster("h100:8").with_memory(1000)},
+            ("needs", "on a device and there are"),
+        ),
+    ],
+)
+def test_what_cannot_be_is_said(
+    loss: Callable[..., Any], options: dict[str, Any], texts: tuple[str, ...]
+) -> None:
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    options = {"cluster": "h100:8", **options}
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.plan(loss, {"a": w, "b": w}, x, optimizer=optax.adam(1e-3), **options)
+    for text in texts:
+        assert text in str(caught.value)

@@ -1,0 +1,123 @@
+"""A traced loss as the units that a pipeline may place apart; see ``planner.parts``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from whalejax import _compat
+from whalejax.adapters_leaves import is_key
+from whalejax.planner.graph import CONVOLUTION
+from whalejax.planner.parts import Position, Unit, Units, Value
+
+
+if TYPE_CHECKING:
+    from whalejax.capture.trace import Captured
+
+
+COSTLY = frozenset(("dot_general", CONVOLUTION, "sort", "top_k", "pallas_call"))
+"""Operations that one place alone does, beside loops and branches."""
+
+
+def units_of(captured: Captured) -> Units:
+    """A traced loss in units.
+
+    Args:
+        captured: the loss.
+    """
+    found: list[Unit] = []
+    body, _ = _compat.open_jaxpr(captured.jaxpr)
+    env: dict[Any, Value | None] = dict.fromkeys(body.constvars)
+    env.update((v, ((), i)) for i, v in enumerate(body.invars))
+    _walk(captured.jaxpr, env, (), captured.outputs, found)
+    outputs = [None if _compat.is_literal(v) else env[v] for v in body.outvars]
+    rest = jax.tree.leaves(captured.adapter.rest)
+    count = len(outputs) - len(rest)
+    first = len(captured.adapter.param_paths)
+    fresh = {
+        first + i: value
+        for i, (leaf, value) in enumerate(zip(rest, outputs[count:], strict=True))
+        if value is not None and value != ((), first + i) and not is_key(leaf)
+    }
+    return Units(
+        units=_live(found, [*outputs[:count], *fresh.values()]),
+        params=captured.adapter.param_paths,
+        results=tuple(outputs[:count]),
+        fresh=fresh,
+    )
+
+
+def avals_of(captured: Captured) -> dict[Value, Any]:
+    """Shape and dtype of every value of a traced loss."""
+    body, _ = _compat.open_jaxpr(captured.jaxpr)
+    found: dict[Value, Any] = {((), i): v.aval for i, v in enumerate(body.invars)}
+
+    def walk(jaxpr: Any, prefix: Position) -> None:
+        for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+            position = (*prefix, index)
+            if _compat.recursion(equation) == "inline":
+                walk(_compat.inner_jaxprs(equation)[0], (*position, 0))
+            for slot, variable in enumerate(equation.outvars):
+                found[position, slot] = variable.aval
+
+    walk(captured.jaxpr, ())
+    return found
+
+
+def _walk(
+    jaxpr: Any,
+    env: dict[Any, Value | None],
+    prefix: Position,
+    tensors: Mapping[Position, Sequence[int | None]],
+    found: list[Unit],
+) -> None:
+    body, _ = _compat.open_jaxpr(jaxpr)
+    for index, equation in enumerate(body.eqns):
+        position = (*prefix, index)
+        given = [None if _compat.is_literal(v) else env[v] for v in equation.invars]
+        if _compat.recursion(equation) == "inline":
+            (inner,) = _compat.inner_jaxprs(equation)
+            within, _ = _compat.open_jaxpr(inner)
+            inside: dict[Any, Value | None] = dict.fromkeys(within.constvars)
+            inside.update(zip(within.invars, given, strict=True))
+            _walk(inner, inside, (*position, 0), tensors, found)
+            for own, outer in zip(within.outvars, equation.outvars, strict=True):
+                env[outer] = None if _compat.is_literal(own) else inside[own]
+            continue
+        writes = tuple((position, slot) for slot in range(len(equation.outvars)))
+        env.update(zip(equation.outvars, writes, strict=True))
+        avals = [v.aval for v in equation.outvars]
+        found.append(
+            Unit(
+                position=position,
+                reads=tuple(dict.fromkeys(v for v in given if v is not None)),
+                writes=writes,
+                tensors=tuple(tensors.get(position) or (None,) * len(writes)),
+                sizes=tuple(map(_compat.aval_bytes, avals)),
+                cheap=_cheap(equation),
+                line=_compat.line_text(equation),
+            )
+        )
+
+
+def _cheap(equation: Any) -> bool:
+    """It does nothing costly, nor does a function with a rule of its own inside."""
+    if _compat.recursion(equation) not in (None, "opaque", "inline"):
+        return False
+    inner = (_compat.open_jaxpr(x)[0] for x in _compat.inner_jaxprs(equation))
+    return equation.primitive.name not in COSTLY and all(
+        _cheap(e) for body in inner for e in body.eqns
+    )
+
+
+def _live(units: Sequence[Unit], ends: Sequence[Value | None]) -> tuple[Unit, ...]:
+    """The units that something depends on."""
+    wanted = set(ends)
+    found = []
+    for unit in reversed(units):
+        if not wanted.isdisjoint(unit.writes):
+            wanted.update(unit.reads)
+            found.append(unit)
+    return tuple(reversed(found))

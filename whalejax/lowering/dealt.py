@@ -1,0 +1,101 @@
+"""Stacked layers dealt out to stages that hold unequal numbers of them.
+
+A stack of layers cannot be stored in unequal parts, so each stage stores a part of
+every layer: the axis ``stage`` shards another dimension. At the start of a step stages
+exchange these parts for layers of their own, and at its end gradients of layers for
+gradients of parts. Each stage then has room for the most layers of any; where it has
+fewer, its last one stands in the places left over and is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax.capture.stack import Stack
+from whalejax.lowering.spmd import Program
+from whalejax.planner.layout import Spec
+from whalejax.planner.shared import STAGE, of_stage
+
+
+def rows_of(layers: Sequence[int]) -> np.ndarray:
+    """Which layer stands in which place.
+
+    Args:
+        layers: how many each stage has.
+
+    Returns:
+        ``int32[stages, most]``.
+
+    >>> rows_of([3, 1]).tolist()
+    [[0, 1, 2], [3, 3, 3]]
+    """
+    counts = np.asarray(layers)[:, None]
+    first = np.cumsum(counts)[:, None] - counts
+    place = np.minimum(np.arange(max(layers)), counts - 1)
+    found: np.ndarray = (first + place).astype(np.int32)
+    return found
+
+
+def places_of(layers: Sequence[int]) -> np.ndarray:
+    """In which place a layer stands, of those of all stages one after the other.
+
+    >>> places_of([3, 1]).tolist()
+    [0, 1, 2, 3]
+    >>> places_of([1, 3]).tolist()
+    [0, 3, 4, 5]
+    """
+    most = max(layers)
+    places = [s * most + np.arange(count) for s, count in enumerate(layers)]
+    return np.concatenate(places).astype(np.int32)
+
+
+def dealt(
+    program: Program, stack: Stack, params: Sequence[Any], layers: Sequence[int]
+) -> list[Any]:
+    """Parameters as stages compute with them.
+
+    Args:
+        program: what runs.
+        stack: the scan over layers, and its parameters.
+        params: flat parameters, as stored.
+        layers: how many each stage has.
+    """
+    rows = rows_of(layers).reshape(-1)
+    found = list(params)
+    for i in stack.params:
+        stored = program.plan.leaves[i].param_spec
+        padded = jnp.take(params[i], rows, axis=0, mode="clip")
+        (found[i],) = _through(program, padded, stored, _staged(stored))
+    return found
+
+
+def collected(
+    program: Program, stack: Stack, gradients: Sequence[Any], layers: Sequence[int]
+) -> tuple[Any, ...]:
+    """Gradients as they are kept.
+
+    Args:
+        program, stack, layers: as for ``dealt``.
+        gradients: of the parameters as stages computed with them.
+    """
+    found = list(gradients)
+    for i in stack.params:
+        kept = program.plan.leaves[i].gradient_spec
+        (padded,) = _through(program, gradients[i], _staged(kept), kept)
+        found[i] = jnp.take(padded, places_of(layers), axis=0, mode="clip")
+        (found[i],) = program.constrain([found[i]], [kept])
+    return tuple(found)
+
+
+def _staged(spec: Spec) -> Spec:
+    """Layers lie on the stages, and what the other axes shard stays as it is."""
+    first, *others = of_stage(spec)
+    return ((STAGE, *first), *others)
+
+
+def _through(program: Program, x: Any, before: Spec, after: Spec) -> list[Any]:
+    return program.constrain(program.constrain([x], [before]), [after])

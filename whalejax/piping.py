@@ -1,0 +1,164 @@
+"""Which executor a plan is made for: one program, or stages, alike or apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from whalejax.capture import Captured
+from whalejax.capture.stack import stack_of
+from whalejax.capture.units import units_of
+from whalejax.meshes import Cluster
+from whalejax.planner.asked import Asked
+from whalejax.planner.decide import check_marks, decide
+from whalejax.planner.foresee import foresee
+from whalejax.planner.graph import Graph
+from whalejax.planner.layout import divisors
+from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
+from whalejax.planner.parts import Units
+from whalejax.planner.pipelines import LOCKSTEP, decide_stages
+from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.scored import Request
+from whalejax.planner.shared import STAGE
+from whalejax.planner.terms import Remat
+from whalejax.planner.written import KEPT_CANDIDATES
+
+
+def decider(
+    captured: Captured, request: Request, *, runnable: bool
+) -> tuple[Callable[..., Plan], Request]:
+    """Who decides how a model runs.
+
+    Args:
+        captured: the loss.
+        request: what was asked for.
+        runnable: what cannot run is not wanted.
+
+    Returns:
+        The search, and what is asked of it: where there are stages, of the devices of
+        one.
+
+    Raises:
+        PlanError: what is asked of a pipeline contradicts itself or cannot run.
+    """
+    if not runnable:
+        return foresee, request
+    check_marks(captured.graph, request.num_devices)
+    asked, found = _asked(captured, request)
+    mesh = dict(asked.mesh)
+    stages = mesh.pop(STAGE, 1)
+    request = dataclasses.replace(
+        request, mesh=mesh, num_micro_batches=asked.num_micro_batches
+    )
+    if found:
+        return _Staging(captured, asked).of_any_number, request
+    if stages == 1:
+        return decide, request
+    return _Staging(captured, asked), request
+
+
+class _Staging:
+    """Plans in stages, by the executor that can run them."""
+
+    def __init__(self, captured: Captured, asked: Asked) -> None:
+        self.captured = captured
+        self.asked = asked
+        self.traced = functools.cache(self._traced)
+
+    def __call__(self, graph: Graph, *arguments: Any, **options: Any) -> Plan:
+        """The plan of as many stages as are asked for."""
+        asked, marked = self.asked, bool(_marked(self.captured))
+        why = _why_apart(self.captured, asked, marked)
+        if not why:
+            return decide_stages(graph, *arguments, piped=asked, **options)
+        try:
+            plan = decide_mpmd(
+                graph,
+                *arguments,
+                piped=asked,
+                traced=self.traced,
+                marked=marked,
+                **options,
+            )
+        except PlanError as error:
+            if marked:
+                raise
+            said = str(error).rstrip(".")
+            raise PlanError(f"{said}. One program for all stages: {why}") from error
+        note = f"stages have programs of their own: {why}"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+
+    def of_any_number(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """The fastest plan of any number of stages."""
+        found: list[Plan] = []
+        problem: PlanError | None = None
+        for stages in divisors(request.num_devices):
+            if stages == 1:
+                continue
+            mesh = {**self.asked.mesh, STAGE: stages}
+            self.asked = dataclasses.replace(self.asked, mesh=mesh)
+            try:
+                found.append(self(graph, cluster, request, **options))
+            except PlanError as error:
+                problem = problem or error
+        if not found:
+            raise problem or PlanError(
+                f"there is {request.num_devices} device, and a pipeline needs two. Use "
+                "more, or drop the mark"
+            )
+        best = min(found, key=lambda plan: plan.time.step_seconds)
+        others = sorted(
+            (c for plan in found for c in plan.candidates),
+            key=lambda c: (c.verdict != "chosen", not c.fits, c.step_seconds),
+        )
+        chosen = next(c for c in best.candidates if c.verdict == "chosen")
+        kept = [c for c in others if c.verdict != "chosen"]
+        return dataclasses.replace(best, candidates=(chosen, *kept[:KEPT_CANDIDATES]))
+
+    def _traced(self, remat: Remat) -> tuple[Graph, Units]:
+        program = self.captured.with_remat(remat) if remat else self.captured
+        return program.graph, units_of(program)
+
+
+def _marked(captured: Captured) -> set[int]:
+    """Numbers of the stages that the user marked."""
+    return {
+        int(mark.get("i") or 0)
+        for task_graph in captured.graph.task_graphs
+        for mark in task_graph.marks
+        if mark.kind == "stage"
+    }
+
+
+def _asked(captured: Captured, request: Request) -> tuple[Asked, bool]:
+    """The pipeline that is asked for, and whether its stages are to be found."""
+    graph, marked = captured.graph, _marked(captured)
+    asked = Asked.of(graph, request, SCHEDULES)
+    count = asked.mesh.get(STAGE)
+    if marked:
+        if count not in (None, len(marked)):
+            raise PlanError(
+                f"{len(marked)} stages are marked, and {count} are asked for. Drop "
+                "num_stages and the axis stage, or the marks"
+            )
+        mesh = {**asked.mesh, STAGE: len(marked)}
+        return dataclasses.replace(asked, mesh=mesh), False
+    pipelines = (m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline")
+    return asked, count is None and any(pipelines)
+
+
+def _why_apart(captured: Captured, asked: Asked, marked: bool) -> str:
+    """Why stages have programs of their own; empty where one program runs them all."""
+    if marked:
+        return "marks say where the model is cut"
+    if asked.schedule not in (None, *LOCKSTEP):
+        return f"one program for all stages does not follow {asked.schedule}"
+    try:
+        stack_of(captured)
+    except PlanError as error:
+        return str(error).rstrip(".")
+    return ""

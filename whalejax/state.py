@@ -1,0 +1,121 @@
+"""The training state: everything that a step changes, and how it is made ready."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from whalejax import _compat
+from whalejax.adapters import Adapter
+from whalejax.adapters_leaves import is_key
+from whalejax.capture.batch import aval_of
+from whalejax.lowering.away import out_of_host
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.plan import PlanError
+from whalejax.precision import LossScale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Which step a state belongs to: one for each step, equal to no other.
+
+    It stands in the tree of every state, which JAX's caches keep for ever; hence it is
+    not the step itself.
+    """
+
+    adapter: Adapter
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],
+    meta_fields=["origin"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything that a step changes, as sharded arrays.
+
+    A step consumes the state that it is given and returns the next one. ``model`` is
+    the model in the user's own type.
+
+    Attributes:
+        params: trained leaves, in the structure of the user's model.
+        rest: what is not trained: statistics, random keys, other collections.
+        opt_state: the optimizer's state.
+        step: number of steps done, an int32 scalar.
+        rng: the run's random key, from which each step folds its own, or None.
+        loss_scale: how losses are scaled where float16 computes, or None.
+        origin: tells which step it belongs to.
+    """
+
+    params: Any
+    rest: Any
+    opt_state: Any
+    step: Any
+    rng: Any
+    loss_scale: LossScale | None
+    origin: Origin
+
+    @property
+    def model(self) -> Any:
+        """The model in the user's own type and tree, in the devices' memory."""
+        check_alive(self)
+        params = jax.tree.map(out_of_host, self.params)
+        return self.origin.adapter.rebuild(params, self.rest)
+
+
+def check_alive(state: TrainState) -> None:
+    """Raise for a state whose buffers a step has taken; JAX itself may crash."""
+    number = state.step
+    if _compat.is_concrete(number) and number.is_deleted():
+        raise PlanError(
+            "this state was consumed by a step, which reuses its memory. Go on with "
+            "the state that the step returned: state, metrics = step(state, batch)"
+        )
+
+
+def strongly_typed(leaf: Any) -> Any:
+    """An array of the very type that a step returns, or the second would recompile."""
+    leaf = jnp.asarray(leaf)
+    return leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
+def typed_key(rng: Any, *, for_loss: bool) -> Any:
+    """A key array; raw uint32 keys, as ``jax.random.PRNGKey`` makes, are wrapped.
+
+    Args:
+        rng: what the user gave.
+        for_loss: the loss takes it; its algorithm must be the traced one.
+    """
+    if not hasattr(rng, "dtype"):
+        raise WhaleError(
+            f"rng is {rng!r:.60}; expected a random key. Give jax.random.key(seed)"
+        )
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        traced = jax.eval_shape(lambda: jax.random.key(0)).dtype
+        if for_loss and rng.dtype != traced:
+            raise WhaleError(
+                f"rng is a {rng.dtype}; the loss was traced with a {traced}. Give "
+                "jax.random.key(seed), or set jax_default_prng_impl before planning"
+            )
+        return rng
+    if rng.dtype == jnp.uint32 and rng.shape == (2,):
+        return jax.random.wrap_key_data(rng)
+    raise WhaleError(
+        f"rng has dtype {rng.dtype} and shape {tuple(rng.shape)}; expected a random "
+        "key. Give jax.random.key(seed)"
+    )
+
+
+def host_copy(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf  # held by several processes: copied from device to device
+    if jnp.issubdtype(aval_of(leaf).dtype, jax.dtypes.prng_key):
+        data: Any = np.array(jax.random.key_data(leaf), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return np.array(leaf, copy=True)
