@@ -448,11 +448,7 @@ def _on_stages(
 ) -> Callable[..., Sums]:
     """A function of one stage, run by all, from global arrays.
 
-    Args:
-        program, stack: what runs.
-        function: of a stage.
-        outputs: layouts of what it gives.
-        counting: each micro-batch finds counters as those before it leave them.
+    With ``counting`` a micro-batch finds counters as those before it leave them.
     """
     adapter, cut = program.adapter, program.batch_axes
 
