@@ -393,7 +393,7 @@ def pipelined_gradients(
 
     layers = tuple(_specs_of(len(params), stack))
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=layers)
-    run = _on_stages(program, stack, trained, outputs, counting=True)
+    run = _on_stages(program, stack, trained, outputs)
     sums = run(params, rest, batch, rng, step, scale)
     return sums, _counted(rest, stack, program.plan.num_micro_batches)
 
@@ -443,12 +443,10 @@ def _on_stages(
     stack: Stack,
     function: Callable[[_Local], Sums],
     outputs: Any,
-    *,
-    counting: bool = False,
 ) -> Callable[..., Sums]:
     """A function of one stage, run by all, from global arrays.
 
-    With ``counting`` a micro-batch finds counters as those before it leave them.
+    A micro-batch finds counters as those before it leave them.
     """
     adapter, cut = program.adapter, program.batch_axes
 
@@ -477,7 +475,7 @@ def _on_stages(
                     jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
                     for x in parts
                 ]
-                counted = _counted(at_step, stack, number) if counting else at_step
+                counted = _counted(at_step, stack, number)
                 return adapter.fold_rest(counted, number), whole(taken, others), key
 
             return function(
@@ -507,6 +505,8 @@ def _on_stages(
 
 def _counted(rest: Any, stack: Stack, number: Any) -> Any:
     """What is not trained, with its counters as so many micro-batches leave them."""
+    if not any(stack.advances):
+        return rest
     leaves = [
         x + jnp.asarray(number * more, x.dtype) if more else x
         for x, more in zip(jax.tree.leaves(rest), stack.advances, strict=True)
@@ -564,7 +564,8 @@ def pipelined_losses(
         return _summed(sums, stack)
 
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=())
-    found: Sums = _on_stages(program, stack, evaluated, outputs)(
+    still = replace(stack, advances=())  # nothing is counted where nothing is trained
+    found: Sums = _on_stages(program, still, evaluated, outputs)(
         params, rest, batch, rng, step, None
     )
     return found
