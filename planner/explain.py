@@ -52,8 +52,7 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
 def layout_text(plan: Plan) -> str:
     """Mesh, ZeRO level and micro-batches in one line."""
     words = mesh_words(plan.axis_sizes)
-    each = plan.stages.plans if plan.stages else ()
-    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in each)
+    inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.apart)
     if len(inner) > 1:
         words += f" ({' | '.join(inner)})"
     if plan.zero:
@@ -220,8 +219,8 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         lines.append("  lies in host memory: layers come to the device to be read")
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
-    if home is not plan and plan.stages is not None:
-        lines.append(f"  lies on stage {plan.stages.plans.index(home)}")
+    if home is not plan:
+        lines.append(f"  lies on stage {plan.apart.index(home)}")
     lines.append("  plans that were weighed:")
     for c in plan.candidates:
         lines.append(

@@ -42,6 +42,7 @@ def flax_rules(plan: Plan) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
     """
     from whalejax.planner.plan import PlanError
 
+    _check_alike(plan)
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -83,6 +84,7 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
 
     Axes of size 1 are left out; MaxText takes them as 1.
     """
+    _check_alike(plan)
     sizes = {axis: 1 for axis in MESH_AXES} | plan.axis_sizes
     flags: dict[str, int] = {}
     for axis, word in MAXTEXT.items():
@@ -93,6 +95,17 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
             if degree > 1:
                 flags[f"{prefix}_{word}_parallelism"] = degree
     return flags
+
+
+def _check_alike(plan: Plan) -> None:
+    """Refuse plans whose stages are models of their own."""
+    from whalejax.planner.plan import PlanError
+
+    if plan.apart:
+        raise PlanError(
+            "the stages of this plan have layouts of their own, which no one table or "
+            "mesh says. Export each of plan.stages.plans"
+        )
 
 
 def _network(cluster: Cluster) -> object:

@@ -8,6 +8,7 @@ all of them take together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,12 @@ from whalejax.planner.written import written
 
 SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
 """Schedules that stages with programs of their own can follow."""
+
+AUTO = ("zb-h1", "interleaved")
+"""Schedules that are weighed beside 1F1B, where none is asked for."""
+
+SURE = 0.02
+"""By which part of its time a plan has to be faster to be worth another schedule."""
 
 CHUNKS = 2
 """Parts of the model on each stage, where a schedule interleaves them."""
@@ -129,21 +136,52 @@ def decide_mpmd(
         if remat and request.remat is None and program[0] is graph:
             continue
         for count in _counts(graph, request, piped):
-            ask = _Ask(cluster, request, piped, program, marked, remat, count, batch)
+            ask = _Ask(
+                cluster=cluster,
+                request=request,
+                stages=stages,
+                schedule=piped.schedule or "1f1b",
+                program=program,
+                marked=marked,
+                remat=remat,
+                count=count,
+                batch=batch,
+            )
             try:
                 found.append(ask.weighed())
             except PlanError as error:
                 problem = problem or error
         if any(one.fits for one in found):
             break
+    if piped.schedule is None and found:
+        found += _other_schedules(min(found, key=_slow))
     fitting = [one for one in found if one.fits]
     if not fitting:
         if not found:
             assert problem is not None
             raise problem
         raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
-    best = min(fitting, key=lambda one: one.time.step_seconds)
+    best = min(fitting, key=_slow)
     return best.plan(request, precision, batch, graph, found)
+
+
+def _slow(one: _Weighed) -> tuple[bool, float]:
+    """What makes a plan worse than another: that it lacks memory, then its time.
+
+    1F1B is simplest: another schedule has to be faster by what a prediction can tell.
+    """
+    seconds = one.time.step_seconds
+    plain = one.table.name == "1f1b"
+    return not one.fits, seconds if plain else seconds * (1 + SURE)
+
+
+def _other_schedules(best: _Weighed) -> Iterator[_Weighed]:
+    """The same under other schedules, where they can be."""
+    for name in AUTO:
+        ask = replace(best.ask, schedule=name)
+        if not (name == "interleaved" and (ask.marked or ask.count % ask.stages)):
+            with contextlib.suppress(PlanError):
+                yield ask.weighed()
 
 
 def _remats(request: Request) -> list[Remat]:
@@ -185,12 +223,14 @@ def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[int]:
     yield from found or [n for n in divisors(size) if 1 < n <= stages][-1:] or [1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Ask:
     """One number of micro-batches of one program.
 
     Attributes:
-        cluster, request, piped: what was asked for.
+        cluster, request: what was asked for.
+        stages: how many.
+        schedule: its name.
         program: the loss, and its units.
         marked: ``stage`` marks say where to cut.
         remat: what of it is computed again.
@@ -200,7 +240,8 @@ class _Ask:
 
     cluster: Cluster
     request: Request
-    piped: Asked
+    stages: int
+    schedule: str
     program: tuple[Graph, Units]
     marked: bool
     remat: Remat
@@ -210,16 +251,15 @@ class _Ask:
     @property
     def table(self) -> Schedule:
         """Who does what when."""
-        name = self.piped.schedule or "1f1b"
-        chunks = CHUNKS if name == "interleaved" else 1
-        return schedule(name, self.piped.mesh[STAGE], self.count, chunks)
+        chunks = CHUNKS if self.schedule == "interleaved" else 1
+        return schedule(self.schedule, self.stages, self.count, chunks)
 
     @property
     def one(self) -> Request:
         """What is asked of the whole model on the devices of one stage."""
         return replace(
             self.request,
-            num_devices=self.request.num_devices // self.piped.mesh[STAGE],
+            num_devices=self.request.num_devices // self.stages,
             num_micro_batches=self.count,
             offload=(),
             attention=(),
@@ -363,30 +403,36 @@ class _Weighed:
         table, work = self.table, self.turns[self.slowest]
         once = max((t.once for t in self.turns), key=lambda t: t.step_seconds)
         useful = times(work.both, table.num_micro_batches)
-        ahead, behind = self._by_place()
-        weight = [s / 2 for s in behind] if table.splits_backward else None
+        ahead, behind, weight = self._by_place()
         line = simulate(
             table,
             ahead,
-            behind if weight is None else weight,
+            behind,
             self._transfer_seconds(),
-            weight_seconds=weight,
+            weight_seconds=weight if table.splits_backward else None,
         )
         waited = max(0.0, line.step_seconds - useful.step_seconds)
         return useful + once + TimeTerms(bubble_seconds=waited)
 
-    def _by_place(self) -> tuple[list[float], list[float]]:
-        """Seconds forward and backward of each part for a micro-batch."""
+    def _by_place(self) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of each part for a micro-batch.
+
+        Returns:
+            Forward, backward, and gradients of parameters where they are apart.
+        """
         stages, chunks = self.table.num_stages, self.table.num_chunks
-        ahead, behind = [], []
+        ahead, behind, weight = [], [], []
         for place in range(self.table.num_places):
             stage = place % stages
             own = sum(self.paces[p] for p in places_of(stage, stages, chunks))
             share = self.paces[place] / own if own else 1 / chunks
             turn = self.turns[stage]
+            back = turn.both.step_seconds - turn.ahead.step_seconds
+            late = turn.weight_share if self.table.splits_backward else 0.0
             ahead.append(share * turn.ahead.step_seconds)
-            behind.append(share * (turn.both.step_seconds - turn.ahead.step_seconds))
-        return ahead, behind
+            behind.append(share * back * (1 - late))
+            weight.append(share * back * late)
+        return ahead, behind, weight
 
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""
@@ -407,7 +453,8 @@ class _Weighed:
         """In words."""
         each = dict.fromkeys(mesh_words(one.scored.mesh) for one in self.chosen)
         inner = f" × ({' | '.join(each)})" if [*each] != ["one device"] else ""
-        return f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
+        words = f"stage {self.table.num_stages}{inner}, {self.ask.count} micro-batches"
+        return f"{words}, {self.table.name}"
 
     def plan(
         self,

@@ -214,10 +214,15 @@ class Plan:
         return dict(self.axes)
 
     @property
+    def apart(self) -> tuple[Plan, ...]:
+        """The plans of stages with programs of their own; empty without such."""
+        return () if self.stages is None else self.stages.plans
+
+    @property
     def num_devices(self) -> int:
         """Devices the plan uses."""
-        if self.stages is not None and self.stages.plans:
-            return sum(plan.num_devices for plan in self.stages.plans)
+        if self.apart:
+            return sum(plan.num_devices for plan in self.apart)
         count = 1
         for _, size in self.axes:
             count *= size
@@ -250,7 +255,7 @@ class Plan:
         Args:
             path: of the parameter.
         """
-        for plan in self.stages.plans if self.stages is not None else ():
+        for plan in self.apart:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
         return self
@@ -401,7 +406,7 @@ class Plan:
         """
         from whalejax.meshes.build import build_mesh
 
-        if self.stages is not None and self.stages.plans:
+        if self.apart:
             raise PlanError(
                 "every stage of this plan has a mesh of its own. Take "
                 "plan.stages.plans[i].mesh(devices) with the devices of stage i"

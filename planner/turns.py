@@ -13,6 +13,7 @@ from whalejax.planner.cost import (
     row_ahead,
     row_hits,
 )
+from whalejax.planner.graph import Graph
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.shared import STAGE
@@ -27,11 +28,14 @@ class Turn:
         ahead: its forward pass.
         both: forward and backward.
         once: the update.
+        weight_share: part of the backward pass that makes gradients of parameters and
+            can be put off.
     """
 
     ahead: TimeTerms
     both: TimeTerms
     once: TimeTerms
+    weight_share: float
 
 
 def turn_of(search: Search, scored: Scored) -> Turn:
@@ -62,7 +66,31 @@ def turn_of(search: Search, scored: Scored) -> Turn:
         allocation_seconds=time.allocation_seconds,
         offload_seconds=time.offload_seconds,
     )
-    return Turn(ahead=ahead, both=times(less(time, once), 1 / count), once=once)
+    return Turn(
+        ahead=ahead,
+        both=times(less(time, once), 1 / count),
+        once=once,
+        weight_share=_weight_share(search.graph),
+    )
+
+
+def _weight_share(graph: Graph) -> float:
+    """How much of the backward pass's products can be put off.
+
+    Those are products of values with weights, but in loops and in regions that are
+    computed again, whose backward pass is one operation.
+    """
+    weight = graph.weight_tensors()
+    late = whole = 0
+    for op in graph.ops:
+        if op.matmul is None:
+            continue
+        flows = sum(graph.tensors[t].differentiable for t in op.operands[:2])
+        whole += op.flops * op.trip * flows
+        alone = op.trip == 1 and op.remat is None
+        if alone and flows > 1 and any(weight[t] for t in op.operands[:2]):
+            late += op.flops
+    return late / whole if whole else 0.0
 
 
 def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:

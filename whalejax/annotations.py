@@ -209,8 +209,9 @@ def pipeline(
         schedule: ``"auto"`` leaves it to the planner. ``"gpipe"`` does all forwards
             first, ``"1f1b"`` alternates and holds fewer activations, ``"1f1b-ahead"``
             holds one more and hides transfers, ``"interleaved"`` puts several parts of
-            the model on each stage, ``"zb-h1"`` splits the backward. The planner does
-            not weigh the last and refuses it.
+            the model on each stage, ``"zb-h1"`` splits the backward (estimates do not
+            weigh it). One program for all stages runs the first two; the others take
+            stages with programs of their own.
 
     Returns:
         A context manager that is also a decorator.

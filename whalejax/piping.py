@@ -140,6 +140,7 @@ def _asked(captured: Captured, request: Request) -> tuple[Asked, bool]:
     asked = Asked.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
     if marked:
+        _check_widths(graph)
         if count not in (None, len(marked)):
             raise PlanError(
                 f"{len(marked)} stages are marked, and {count} are asked for. Drop "
@@ -149,6 +150,21 @@ def _asked(captured: Captured, request: Request) -> tuple[Asked, bool]:
         return dataclasses.replace(asked, mesh=mesh), False
     pipelines = (m for g in graph.task_graphs for m in g.marks if m.kind == "pipeline")
     return asked, count is None and any(pipelines)
+
+
+def _check_widths(graph: Graph) -> None:
+    """Refuse stages of different numbers of devices."""
+    widths = {
+        str(mark): mark.devices
+        for task_graph in graph.task_graphs
+        for mark in task_graph.marks
+        if mark.kind == "stage"
+    }
+    if len(set(widths.values())) > 1:
+        raise PlanError(
+            f"{', '.join(widths)}: stages have equally many devices so far. Leave "
+            "devices= out, or give all the same"
+        )
 
 
 def _why_apart(captured: Captured, asked: Asked, marked: bool) -> str:

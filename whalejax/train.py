@@ -59,9 +59,7 @@ class TrainStep:
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer
         )
-        stages = plan.stages
-        make: Callable[..., Runner]
-        make = OneProgram if stages is None or not stages.plans else Apart
+        make: Callable[..., Runner] = Apart if plan.apart else OneProgram
         self._runner: Runner = make(
             plan, captured, extended, devices, batch_axes, self._origin
         )

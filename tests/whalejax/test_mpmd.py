@@ -315,7 +315,7 @@ def test_the_number_of_stages_is_found() -> None:
     tried = {c.layout.split(",")[0].split(" ×")[0] for c in plan.candidates}
     assert tried == {"stage 2", "stage 4"}
     best = min(c.step_seconds for c in plan.candidates if c.fits)
-    assert plan.time.step_seconds == best
+    assert plan.time.step_seconds <= 1.02 * best  # 1F1B unless another is surely faster
 
 
 def test_plans_are_saved_and_read(tmp_path: Path) -> None:
@@ -334,8 +334,14 @@ def test_plans_are_saved_and_read(tmp_path: Path) -> None:
     assert read == plan and read.hash == plan.hash
     assert "stages have programs of their own" in str(plan)
     assert "head.kernel" in plan.why("head.kernel")
-    with pytest.raises(wh.WhaleError, match="every stage of this plan has a mesh"):
-        plan.mesh()
+    for refused, text in {
+        plan.mesh: "every stage of this plan has a mesh",
+        plan.flax_rules: "layouts of their own",
+        plan.maxtext_flags: "layouts of their own",
+        plan.verify: "not verified yet",
+    }.items():
+        with pytest.raises(wh.WhaleError, match=text):
+            refused()
     step = wh.compile(
         read, job.loss_fn, model, optimizer=job.optimizer, devices=jax.devices()[:4]
     )
