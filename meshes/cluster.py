@@ -130,7 +130,7 @@ class Cluster:
         """The first devices of it, as one of the equal parts that it is cut into.
 
         Args:
-            num_devices: of a part; divides the devices.
+            num_devices: of a part; divides the devices, or those that are used.
 
         Raises:
             WhaleError: the links join no such number.
@@ -141,8 +141,11 @@ class Cluster:
             16×H100 (2 nodes of 8, nvlink + infiniband)
         """
         left, levels = num_devices, []
-        for level in self.levels:
+        for place, level in enumerate(self.levels):
             size = math.gcd(level.size, left)
+            last = all(outer.size == 1 for outer in self.levels[place + 1 :])
+            if last and not level.torus:  # any of them are joined as all are
+                size = min(level.size, left)
             levels.append(dataclasses.replace(level, size=size))
             left //= size
         nodes, left = [], num_devices

@@ -342,7 +342,9 @@ def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
         if row.product is not None:
             for slot in row.operands:
                 found -= slot.roles if slot.weight else frozenset()
-    usable = [r for r in found - batch if not dims.roles[r].unshardable]
+    # A frozen weight's own dimension may stand in no row: it is no values'.
+    inside = (found & met.keys()) - batch
+    usable = [r for r in inside if not dims.roles[r].unshardable]
     chosen: list[int] = []
     for role in sorted(usable, key=lambda r: (-dims.roles[r].size, r)):
         if met[role].isdisjoint(chosen):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.planner.collectives import axis_parts
-from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.layout import MESH_AXES, STAGE
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def flax_rules(plan: Plan) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
 
     A table of rules has one entry for each dimension, for activations and parameters
     alike. Parameters that ``fsdp`` stores in shards are named by the dimension that it
-    shards, which no activation may be sharded over at the same time.
+    shards, which no activation may be sharded over at the same time; stacked layers by
+    theirs, which ``stage`` shares out.
 
     Raises:
         PlanError: two regions, or computation and storage, want different axes.
@@ -56,7 +57,7 @@ def flax_rules(plan: Plan) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
         for names, compute, stored in zip(
             leaf.roles, leaf.compute_spec, leaf.param_spec, strict=True
         ):
-            if names and stored != compute:
+            if names and (stored != compute or STAGE in stored):
                 places = wanted[names[0]][stored]
                 if "storage" not in places:
                     places.append("storage")

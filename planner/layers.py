@@ -114,7 +114,8 @@ def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
         if op.kind == "scan" and op.trip == 1 and len(op.operands) == 1:
             stack, one = op.operands[0], op.results
             if weight[stack] and one and weight[one[0]]:
-                if graph.tensors[one[0]].shape == graph.tensors[stack].shape[1:]:
+                before, after = graph.tensors[stack].shape, graph.tensors[one[0]].shape
+                if len(before) == len(after) + 1 and before[1:] == after:
                     slicing.add(op.position)
     work: Counter[tuple[int, ...]] = Counter()
     for op in graph.ops:

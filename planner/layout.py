@@ -18,6 +18,9 @@ from whalejax.planner.dimensions import Layout
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Names of the mesh axes, outermost first."""
 
+STAGE = MESH_AXES[0]
+"""The mesh axis of stages, which shards layers and nothing else."""
+
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes of each dimension, outermost first; the plain form of a PartitionSpec."""
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.graph import Graph, Op
 from whalejax.planner.layers import stacked_loop
+from whalejax.planner.layout import STAGE as STAGE
 from whalejax.planner.layout import Spec
 from whalejax.planner.memory import CHEAP, SPREAD
 from whalejax.planner.plan import PlanError
 from whalejax.planner.waiting import FORMS
 
-
-STAGE = "stage"
-"""The mesh axis of stages."""
 
 NO_LAYERS = (
     "the model has no scan over stacked layers, which stages alike share out. Write "
@@ -64,15 +62,18 @@ class Shared:
         for op in graph.ops:
             if op.position[: len(position)] == position and op.position != position:
                 break
-            if op.kind in FORMS and op.operands[0] in source:
-                before, after = (op.operands[0], op.results[0])
-                if graph.tensors[before].shape[:1] == graph.tensors[after].shape[:1]:
-                    source[after] = source[before]
+            if op.kind in FORMS and op.operands and op.operands[0] in source:
+                stack, other = (op.operands[0], op.results[0])
+                if graph.tensors[stack].shape[:1] == graph.tensors[other].shape[:1]:
+                    source[other] = source[stack]
             if op.position != position or not op.results:
                 continue
             stack = op.operands[0] if op.operands else op.results[0]
-            sliced = graph.tensors[stack].shape[1:]
-            if stack != op.results[0] and sliced == graph.tensors[op.results[0]].shape:
+            before, after = (
+                graph.tensors[stack].shape,
+                graph.tensors[op.results[0]].shape,
+            )
+            if len(before) == len(after) + 1 and before[1:] == after:
                 if stack in source:
                     paths[source[stack].path] = source[stack].shape[0]
             else:

@@ -439,7 +439,8 @@ class Timeline:
                 continue
             leaf, before = same.get(op.operands[0]), shapes[op.operands[0]].shape
             after = shapes[op.results[0]].shape
-            if leaf is not None and op.kind in LOOPS and after == before[1:]:
+            slices = len(before) == len(after) + 1 and after == before[1:]
+            if leaf is not None and op.kind in LOOPS and slices:
                 sliced.add(leaf)
             elif leaf is not None and (op.elementwise or op.reshape):
                 if after[:1] == before[:1]:

@@ -37,6 +37,7 @@ from whalejax.options import (
     WhyCommand,
     by_task_graph,
     compiler_options,
+    mesh_sizes,
     named_values,
 )
 
@@ -133,12 +134,14 @@ def _plan(command: PlanCommand) -> None:
         if value is not None and value < 1:
             raise WhaleError(f"{name} is {value}; expected 1 or more")
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
+    mesh = mesh_sizes(command.mesh)
     job = find_job(command.model, named_values(command.set))
     plan = jobs.make_plan(
         job,
         jobs.abstract_model(job),
         job.batch_at(0, command.batch),
         jobs.machine(command.cluster),
+        mesh=mesh,
         micro_batches=command.micro_batches,
         runnable=not command.estimate,
         offload=command.offload,

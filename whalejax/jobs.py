@@ -52,6 +52,7 @@ def make_plan(
     *,
     precision: str | Mapping[str, str] | None,
     micro_batches: int | None,
+    mesh: Mapping[str, int] | None = None,
     runnable: bool = True,
     remat: str | Mapping[str, str] | None = None,
     offload: Sequence[str] = (),
@@ -64,6 +65,7 @@ def make_plan(
 
     Args:
         precision: as for ``wh.plan``; None is ``"f32"``.
+        mesh: sizes of axes that are fixed, or None.
         remat: what layers compute again; None leaves it to the planner.
         offload: what lies in host memory; ``"none"``, or nothing for the planner.
         attention: how it runs, or None for the planner.
@@ -79,6 +81,7 @@ def make_plan(
         cluster=cluster,
         precision=precision or "f32",
         num_micro_batches=micro_batches,
+        mesh=mesh,
         runnable=runnable,
         remat=remat,
         offload=() if tuple(offload) == ("none",) else offload or None,

@@ -46,6 +46,14 @@ Attention = Annotated[
         "them for each TaskGraph, as in --precision",
     ),
 ]
+Mesh = Annotated[
+    tuple[str, ...],
+    conf.arg(
+        metavar="AXIS=N",
+        help="sizes of mesh axes that are fixed, one or several: stage=2 tensor=4; the "
+        "planner chooses those left out, but for stage",
+    ),
+]
 Offload = Annotated[
     tuple[Literal["optimizer", "activations", "params", "none"], ...],
     conf.arg(
@@ -62,8 +70,8 @@ class TrainCommand:
     """Train a model on the devices of this machine.
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --precision, --micro-batches, --remat, --offload,
-    --attention, --loss-chunks and --compiler-options.
+    place of --cluster, --batch, --mesh, --precision, --micro-batches, --remat,
+    --offload, --attention, --loss-chunks and --compiler-options.
     """
 
     model: Model
@@ -82,6 +90,7 @@ class TrainCommand:
     """steps between checkpoints; there is one after the last step too"""
     resume: bool = False
     """go on from the latest checkpoint in the directory of --save, if there is one"""
+    mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
@@ -116,6 +125,7 @@ class PlanCommand:
     """samples in a global batch; the job's own number if left out"""
     output: Annotated[Path | None, conf.arg(aliases=["-o"], metavar="PLAN.json")] = None
     """write the plan to this file"""
+    mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
@@ -246,6 +256,28 @@ def named_values(
             found[name] = _value(text)
     problems.raise_if_any()
     return found
+
+
+def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
+    """Sizes of mesh axes from the words of ``--mesh``; None where none is fixed.
+
+    Args:
+        words: as given; whether there are such axes, ``wh.plan`` says.
+
+    Raises:
+        WhaleError: a word without ``=``, an axis twice, or a size that is no whole
+            number of 1 or more; all of them.
+
+    >>> mesh_sizes(["stage=2", "tensor=4"])
+    {'stage': 2, 'tensor': 4}
+    """
+    problems = Problems("--mesh")
+    found = named_values(words, "--mesh", "stage=2")
+    for axis, size in found.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            problems.add(f"{axis} is {size}; expected a whole number of 1 or more")
+    problems.raise_if_any()
+    return found or None
 
 
 BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring"}

@@ -22,7 +22,12 @@ from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import devices_of
 from whalejax.meshes.problems import Problems
-from whalejax.options import TrainCommand, by_task_graph, compiler_options
+from whalejax.options import (
+    TrainCommand,
+    by_task_graph,
+    compiler_options,
+    mesh_sizes,
+)
 from whalejax.planner.plan import Plan
 from whalejax.progress import Meter, make_console, progress_words
 from whalejax.report import Report, units_of, words_of
@@ -98,6 +103,7 @@ def check_options(options: TrainCommand) -> Path | None:
         for name, given in (
             ("--cluster", options.cluster),
             ("--batch", options.batch),
+            ("--mesh", " ".join(options.mesh) or None),
             ("--precision", " ".join(options.precision) or None),
             ("--micro-batches", options.micro_batches),
             ("--remat", " ".join(options.remat) or None),
@@ -139,6 +145,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         devices_of(plan, None)  # before the plan is shown as if it could run
         return plan
     xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
+    mesh = mesh_sizes(options.mesh)
     if options.cluster is None:
         console.print("planning; these devices are measured once, for at most 20 s")
     return jobs.make_plan(
@@ -146,6 +153,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
         model,
         job.batch_at(0, options.batch),
         jobs.machine(options.cluster),
+        mesh=mesh,
         micro_batches=options.micro_batches,
         offload=options.offload,
         loss_chunks=options.loss_chunks,

@@ -244,6 +244,29 @@ def test_an_interrupted_run(here: Path, capsys: Captured) -> None:
     assert capsys.readouterr().err == "whalejax: interrupted\n"
 
 
+def test_sizes_of_axes_are_fixed_by_mesh(here: Path, capsys: Captured) -> None:
+    words = ["plan", "gpt-test", "--set", "scan_layers=true", "--cluster", "h100:4"]
+    assert cli.main([*words, "--mesh", "stage=2", "tensor=2", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert dict(plan["axes"]) == {"stage": 2, "tensor": 2}
+    assert cli.main([*TRAIN, "--steps", "1", "--mesh", "fsdp=4", "data=2"]) == 0
+    assert "data 2 × fsdp 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["stage"], "'stage' is no NAME=VALUE, such as stage=2"),
+        (["stage=two", "data=0"], "2. data is 0; expected a whole number of 1 or more"),
+        (["rows=2"], "rows"),
+    ],
+)
+def test_sizes_of_axes_that_cannot_be(
+    here: Path, capsys: Captured, words: list[str], expected: str
+) -> None:
+    assert expected in refused(["plan", "mlp", "--mesh", *words], capsys)
+
+
 def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> None:
     (here / "run" / "step_000007").mkdir(parents=True)
     words = [*TRAIN, "--steps", "0", "--batch", "-1", "--save", "run", "--replay=-2"]

@@ -153,6 +153,48 @@ def test_a_loop_of_unknown_length_is_an_error_if_it_communicates() -> None:
     assert not hlo.collectives(program(quiet, before=LOOP)).instructions
 
 
+BRANCHES: Final = """
+%inner.1 (p: f32[4]) -> f32[8] {
+  %g = f32[8]{0} all-gather(%p), replica_groups={{0,1}}
+}
+
+%quiet.1 (p: f32[4]) -> f32[8] {
+  %s = f32[4]{0} all-reduce(%p), replica_groups={{0,1}}
+}
+
+%outer.1 (p: f32[4]) -> f32[8] {
+  %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%quiet.1, %inner.1}
+}
+
+%other.1 (p: f32[4]) -> f32[8] {
+  %t = f32[4]{0} all-to-all(%p), replica_groups={{0,1}}
+  %u = f32[3]{0} all-to-all(%p), replica_groups={{0,1}}
+}
+"""
+
+
+def test_of_a_conditional_the_largest_branch_counts() -> None:
+    one = "conditional(%i, %x, %x), branch_computations={%other.1, %outer.1}"
+    found = hlo.collectives(program(f"%c = f32[8]{{0}} {one}", before=BRANCHES))
+    assert found.counts == {"all-gather": 1}  # 32 bytes; the other branches 16 and 28
+    twice = program(f"%c = f32[8]{{0}} {one}", f"%d = f32[8]{{0}} {one}")
+    assert hlo.collectives(BRANCHES + twice).counts == {"all-gather": 2}
+
+
+def test_products_of_branches_are_not_added_up() -> None:
+    def made(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            x.sum() > 0,
+            lambda x: jnp.tanh(x @ w),
+            lambda x: jnp.tanh(jnp.tanh(x @ w) @ w),
+            x,
+        )
+
+    text = jax.jit(made).lower(jnp.ones((8, 16)), jnp.ones((16, 16))).compile()
+    module = hlo.read(text.as_text() or "")
+    assert hlo.product_flops(module) == 2 * (2 * 8 * 16 * 16)
+
+
 def test_text_without_an_entry_is_an_error() -> None:
     with pytest.raises(WhaleError, match="no ENTRY computation; expected HLO text"):
         hlo.collectives("module @jit_f { }")

@@ -21,6 +21,7 @@ from tests.equality import (
     build,
     check,
     compiled,
+    distance,
     on_one_device,
 )
 from whalejax import hlo, models
@@ -246,7 +247,7 @@ def test_clipping_sees_all_stages() -> None:
 def test_narrow_types(precision: str) -> None:
     job = models.job("gpt-test", scan_layers=True, layers=4, batch_size=BATCH)
     model = build(job)
-    losses = []
+    losses, gradients = [], []
     for mesh, devices in (({"stage": 2}, 2), ({"data": 1}, 1)):
         step = compiled(
             job,
@@ -258,8 +259,11 @@ def test_narrow_types(precision: str) -> None:
         )
         state, metrics = step(step.init_from(model), job.batch_at(0))
         losses.append(float(metrics["loss"]))
+        leaves = jax.tree.leaves(state.opt_state["gradient"])
+        gradients.append([np.asarray(g) for g in leaves])
         assert precision == "bf16" or int(metrics["skipped_steps"]) == 0
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert distance(*gradients) <= 0.05
 
 
 def test_the_planner_chooses_the_micro_batches_and_says_so() -> None:

@@ -1,7 +1,9 @@
 """Through which values a gradient flows, and what the backward pass reads.
 
 It is apart from the walk because it needs the whole program: a loop's carry may depend
-on parameters only through the end of the loop's body.
+on parameters only through the end of the loop's body. What has a derivative rule of its
+own may lead gradients from any of its inputs to any result, whatever is inside, as a
+straight-through estimator does past a rounding.
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ def _forward(walk: Walk) -> list[bool]:
             if any(reached[t] for t in op.operands):
                 for t in op.results:
                     reached[t] = inexact[t]
+        for given, results in walk.ruled:
+            if any(reached[t] for t in given):
+                for t in results:
+                    if inexact[t] and not reached[t]:
+                        reached[t] = changed = True
         for produced, consumed in walk.loops:
             if reached[produced] and inexact[consumed] and not reached[consumed]:
                 reached[consumed] = changed = True
@@ -65,6 +72,11 @@ def _backward(walk: Walk, loss: int, reached: Sequence[bool]) -> list[bool]:
             if any(needed[t] for t in op.results):
                 for t in op.operands:
                     needed[t] = needed[t] or reached[t]
+        for given, results in walk.ruled:
+            if any(needed[t] for t in results):
+                for t in given:
+                    if reached[t] and not needed[t]:
+                        needed[t] = changed = True
         for produced, consumed in walk.loops:
             if needed[consumed] and reached[produced] and not needed[produced]:
                 needed[produced] = changed = True

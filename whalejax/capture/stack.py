@@ -7,7 +7,7 @@ parameters it slices, or why its turns cannot be shared out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters_leaves import dtype_of
+from whalejax.capture.counters import advances
 from whalejax.planner.layers import stacked_loop
 from whalejax.planner.plan import PlanError
 from whalejax.planner.shared import NO_LAYERS
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from whalejax.capture.trace import Captured
 
 
+NOT_TRAINED = (
+    "no parameter of the scan over layers is trained, and stages share out trained "
+    "layers. Let trainable= choose some of them, or leave the axis stage out"
+)
+"""Why frozen layers are not shared out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """A scan over layers.
@@ -34,11 +42,13 @@ class Stack:
         position: where it stands.
         params: numbers of the parameters that it slices.
         length: how many layers.
+        advances: what a micro-batch adds to each leaf of what is not trained.
     """
 
     position: tuple[int, ...]
     params: frozenset[int]
     length: int
+    advances: tuple[int, ...] = ()
 
 
 def stack_of(captured: Captured) -> Stack:
@@ -52,7 +62,7 @@ def stack_of(captured: Captured) -> Stack:
     """
     position = stacked_loop(captured.graph)
     if position is None:
-        raise PlanError(NO_LAYERS)
+        raise PlanError(NOT_TRAINED if _frozen(captured) else NO_LAYERS)
     if len(position) != 1:
         raise PlanError(
             "the scan over layers stands inside a jit, a remat or another loop; stages "
@@ -76,6 +86,7 @@ def stack_of(captured: Captured) -> Stack:
         position=position,
         params=frozenset(i for i in found if i < count),
         length=parts.length,
+        advances=tuple(n or 0 for n in _advances(captured, jaxpr)),
     )
 
 
@@ -90,8 +101,7 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> str:
             "their scan carries values that are no floating-point numbers beside the "
             "activations. Give those as slices"
         )
-    used = {v for e in jaxpr.eqns for v in e.invars if not _compat.is_literal(v)}
-    used |= {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    used = _read_by_loss(captured, jaxpr)
     given = sum(v in used for v in equation.outvars[parts.num_carries :])
     if given:
         return (
@@ -165,12 +175,41 @@ def _weights(captured: Captured, jaxpr: Any) -> set[Any]:
 
 
 def _changed(captured: Captured, jaxpr: Any) -> Iterator[str]:
-    """Leaves of what is not trained that a step changes, but for random keys."""
+    """Leaves of what is not trained that a step changes, but for keys and counters."""
+    leaves = jax.tree.leaves(captured.adapter.rest)
+    added = _advances(captured, jaxpr)
+    for path, leaf, n in zip(captured.adapter.rest_paths, leaves, added, strict=True):
+        if n is None:
+            yield f"{path} ({dtype_of(leaf)}{list(jnp.shape(leaf))})"
+
+
+def _advances(captured: Captured, jaxpr: Any) -> tuple[int | None, ...]:
     adapter = captured.adapter
-    leaves, _ = jax.tree_util.tree_flatten_with_path(adapter.rest)
-    first = len(adapter.param_paths)
-    before = jaxpr.invars[first : first + len(leaves)]
-    after: Sequence[Any] = jaxpr.outvars[len(jaxpr.outvars) - len(leaves) :]
-    for (path, leaf), old, new in zip(leaves, before, after, strict=True):
-        if new is not old and not is_key(leaf):
-            yield jax.tree_util.keystr(path)
+    return advances(adapter.rest, jaxpr, len(adapter.param_paths))
+
+
+def _read_by_loss(captured: Captured, jaxpr: Any) -> set[Any]:
+    """Variables that the loss, its weight and its metrics depend on."""
+    count = len(jaxpr.outvars) - len(captured.adapter.rest_paths)
+    wanted = {v for v in jaxpr.outvars[:count] if not _compat.is_literal(v)}
+    for equation in reversed(jaxpr.eqns):
+        if not wanted.isdisjoint(equation.outvars):
+            wanted |= {v for v in equation.invars if not _compat.is_literal(v)}
+    return wanted
+
+
+def _frozen(captured: Captured) -> bool:
+    """Whether a scan slices weights that are not trained."""
+    jaxpr, _ = _compat.open_jaxpr(captured.jaxpr)
+    first = len(captured.adapter.param_paths)
+    rest = jaxpr.invars[first : first + len(captured.adapter.rest_paths)]
+    pairs = zip(rest, captured.adapter.frozen, strict=True)
+    weights = {v for v, frozen in pairs if frozen}
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    for equation in jaxpr.eqns:
+        if _compat.recursion(equation) == "scan":
+            parts = _compat.scan_parts(equation)
+            slices = equation.invars[parts.num_consts + parts.num_carries :]
+            if any(_source(v, made) in weights for v in slices):
+                return True
+    return False

@@ -53,6 +53,8 @@ class Walk:
             ids of its results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
         loops: (carry as produced, carry as consumed) pairs of every loop.
+        ruled: operands and results of calls with a derivative rule of their own, which
+            may lead gradients past what has none.
         stacked: what the turns of outermost scans keep for their backward pass.
         notes: what could not be counted, in words.
     """
@@ -65,6 +67,7 @@ class Walk:
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     given: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     loops: list[tuple[int, int]] = field(default_factory=list)
+    ruled: list[tuple[list[int], list[int]]] = field(default_factory=list)
     stacked: list[Stacked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _constants: dict[int, tuple[Any, int]] = field(default_factory=dict)
@@ -270,7 +273,13 @@ class Walk:
         here: Context,
     ) -> tuple[Value, ...]:
         (inner,) = inner_jaxprs(equation)
-        return self._body(inner, operands, here.inside(position, 0))
+        results = self._body(inner, operands, here.inside(position, 0))
+        if recursion(equation) == "opaque":
+            given, found = (
+                [t for t in values if t is not None] for values in (operands, results)
+            )
+            self.ruled.append((given, found))
+        return results
 
     def _remat(
         self,

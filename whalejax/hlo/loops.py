@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,11 @@ class _Compared:
     right: Any
 
 
+Branch = tuple[tuple[int, int], ...]
+"""The branches around an instruction, outermost first: numbers of the conditional, one
+for each time that it is entered, and of its branch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """An instruction, how often it runs, and where.
@@ -63,6 +69,7 @@ class Execution:
         visits: a number for each computation entered around it, outermost first;
             another number each time.
         loop: the loop whose trip count is not known, or empty.
+        branch: the branches of conditionals that it stands in.
     """
 
     line: Line
@@ -71,19 +78,51 @@ class Execution:
     caller: str
     visits: tuple[int, ...]
     loop: str = ""
+    branch: Branch = ()
 
 
 def executions(module: Module) -> Iterator[Execution]:
     """Every instruction that the entry computation reaches, with its executions.
 
-    All branches of a conditional are given, although one of them runs. What reductions,
-    sorts and scatters apply to scalars is left out.
+    All branches of a conditional are given, although one of them runs; see
+    ``largest_branches``. What reductions, sorts and scatters apply to scalars is left
+    out.
 
     Args:
         module: from ``read``.
     """
     start = module.computation(module.entry)
     yield from _Visits(module).of(start, 1, "", (start.name, (0,)))
+
+
+def largest_branches(work: Mapping[Branch, float]) -> set[Branch]:
+    """Of every conditional the branch that does most: no run does more than these.
+
+    Args:
+        work: what stands directly in each branch does, in any unit.
+
+    Returns:
+        Those that count, with ``()`` for what stands in none.
+
+    >>> one, other = ((1, 0),), ((1, 1),)
+    >>> largest_branches({(): 5.0, one: 2.0, other: 3.0}) == {(), other}
+    True
+    """
+    total: dict[Branch, float] = defaultdict(float, work)
+    depth = max(map(len, work), default=0)
+    largest: list[set[Branch]] = [{()}]
+    for length in range(depth, 0, -1):
+        cut = {path[:length] for path in work if len(path) >= length}
+        best: dict[tuple[Branch, int], Branch] = {}
+        for path in sorted(cut, key=lambda path: -total[path]):
+            best.setdefault((path[:-1], path[-1][0]), path)
+        for (outer, _), path in best.items():
+            total[outer] += total[path]
+        largest.insert(1, set(best.values()))
+    found: set[Branch] = {()}
+    for branches in largest[1:]:
+        found |= {path for path in branches if path[:-1] in found}
+    return found
 
 
 _Caller = tuple[str, tuple[int, ...]]
@@ -98,7 +137,12 @@ class _Visits:
         self.numbers = itertools.count(1)
 
     def of(
-        self, computation: Computation, count: int, loop: str, caller: _Caller
+        self,
+        computation: Computation,
+        count: int,
+        loop: str,
+        caller: _Caller,
+        branch: Branch = (),
     ) -> Iterator[Execution]:
         """The instructions of one, and of those that it calls."""
         module = self.module
@@ -110,6 +154,7 @@ class _Visits:
                 caller=caller[0],
                 visits=caller[1],
                 loop=loop,
+                branch=branch,
             )
             if line.opcode == "while":
                 times = trips(module, computation, line)
@@ -118,13 +163,16 @@ class _Visits:
                 for key, runs in (("body", inner), ("condition", inner + count)):
                     inside = module.computation(line.computation(key))
                     here = self._enter(inside, caller)
-                    yield from self.of(inside, runs, unknown, here)
+                    yield from self.of(inside, runs, unknown, here, branch)
                 continue
-            for name in _called(line):
+            entered = next(self.numbers)
+            for place, name in enumerate(_called(line)):
                 inside = module.computation(name)
                 fused = line.opcode == "fusion"
                 here = caller if fused else self._enter(inside, caller)
-                yield from self.of(inside, count, loop, here)
+                chosen = line.opcode == "conditional"
+                within = (*branch, (entered, place)) if chosen else branch
+                yield from self.of(inside, count, loop, here, within)
 
     def _enter(self, computation: Computation, caller: _Caller) -> _Caller:
         return computation.name, (*caller[1], next(self.numbers))

@@ -12,10 +12,11 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 
 import numpy as np
 
-from whalejax.hlo.loops import Execution, executions
+from whalejax.hlo.loops import Branch, Execution, executions, largest_branches
 from whalejax.hlo.text import HloError, Line, Module, Shape
 
 
@@ -48,6 +49,8 @@ _NO_PRODUCT = re.compile(
 def product_flops(module: Module) -> int:
     """FLOPs of all products on one device, loops multiplied out.
 
+    Of a conditional the branch with most of them counts.
+
     Args:
         module: from ``read``.
 
@@ -67,7 +70,7 @@ def product_flops(module: Module) -> int:
     ... )
     192
     """
-    total = 0
+    total: Counter[Branch] = Counter()
     for execution in executions(module):
         flops = _flops(execution)
         if flops and execution.loop:
@@ -75,8 +78,8 @@ def product_flops(module: Module) -> int:
                 f"the loop {execution.loop} holds products and its trip count is not "
                 "known; they cannot be counted"
             )
-        total += flops * execution.count
-    return total
+        total[execution.branch] += flops * execution.count
+    return sum(total[branch] for branch in largest_branches(total))
 
 
 def _flops(execution: Execution) -> int:

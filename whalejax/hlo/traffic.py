@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whalejax.hlo.groups import Groups, axes_between, axes_of, groups_of, pairs_of
-from whalejax.hlo.loops import Execution, executions
+from whalejax.hlo.loops import Branch, Execution, executions, largest_branches
 from whalejax.hlo.text import (
     COLLECTIVES,
     HloError,
@@ -108,8 +108,8 @@ def collectives(program: str | Module) -> Collectives:
 
     An asynchronous one counts once: where it starts, or, where a chain of fusions
     carries it on, in the first of them. A loop may carry on one that began before it,
-    beside what it computes: that is still one. All branches of a conditional count,
-    although one of them runs.
+    beside what it computes: that is still one. Of a conditional the branch counts
+    that sends most bytes.
 
     Args:
         program: ``compiled.as_text()``, or what ``read`` made of it.
@@ -130,7 +130,7 @@ def collectives(program: str | Module) -> Collectives:
     (Counter({'all-gather': 1}), 32)
     """
     module = read(program) if isinstance(program, str) else program
-    found: list[Instruction] = []
+    found: list[tuple[Branch, Instruction]] = []
     chains = _Chains()
     uncounted: Counter[str] = Counter()
     for execution in executions(module):
@@ -142,13 +142,17 @@ def collectives(program: str | Module) -> Collectives:
             continue
         if execution.loop:
             uncounted[execution.loop] += 1
-        found.append(_instruction(module, kind, execution))
+        found.append((execution.branch, _instruction(module, kind, execution)))
     for number in uncounted.values():
         raise HloError(
             f"a loop with {number} collectives has no known trip count; "
             "they cannot be counted"
         )
-    return Collectives(instructions=tuple(found))
+    sent: Counter[Branch] = Counter()
+    for branch, one in found:
+        sent[branch] += one.nbytes * one.count
+    largest = largest_branches(sent)
+    return Collectives(instructions=tuple(i for b, i in found if b in largest))
 
 
 class _Chains:

@@ -9,10 +9,12 @@ use. Positions are those of capture, so the evaluator finds each equation again.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from whalejax.lowering.lookups import INDEXED
 from whalejax.planner.decide import Analysed
 from whalejax.planner.graph import ATTENTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
@@ -41,6 +43,7 @@ class Constraints:
             they are used in: stored layout, then used layout.
         regathers: positions that gather them again for their backward pass.
         rings: positions of attention that runs in blocks, with layouts of operands.
+        lookups: positions of lookups, scatters and sorts, with layouts of operands.
         chunks: into how many the tokens of a device are cut in calls that make logits.
         waiting: what waits in host memory for the backward pass: position of a
             checkpointed region to numbers of its inputs, and of an equation inside one
@@ -59,6 +62,7 @@ class Constraints:
     )
     regathers: frozenset[Position] = frozenset()
     rings: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
+    lookups: Mapping[Position, tuple[Spec, ...]] = field(default_factory=dict)
     chunks: int = 1
     waiting: Waiting = field(default_factory=dict)
     carried: tuple[Spec, ...] = ()
@@ -98,7 +102,7 @@ class _Collector:
         self.gathers: dict[tuple[Position, int], tuple[Spec, ...]] = {}
         self.regathers: set[Position] = set()
         self.chunks = plan.loss_chunks
-        self.rings: dict[Position, tuple[Spec, ...]] = {}
+        self.read: dict[str, dict[Position, tuple[Spec, ...]]] = defaultdict(dict)
         self.home: dict[int, int] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
@@ -133,8 +137,9 @@ class _Collector:
                 for slot, tensor in enumerate(op.operands):
                     self._operand(index, slot, tensor, table)
             seen.add(op.position)
-            if op.kind == ATTENTION:
-                self.rings[op.position] = tuple(
+            kind = "lookup" if op.kind in INDEXED else op.kind
+            if kind in ("lookup", ATTENTION):
+                self.read[kind][op.position] = tuple(
                     self._read(index, slot, tensor, table)
                     for slot, tensor in enumerate(op.operands)
                 )
@@ -151,7 +156,8 @@ class _Collector:
             operands=self.operands,
             gathers=self.gathers,
             regathers=frozenset(self.regathers),
-            rings=self.rings,
+            rings=self.read[ATTENTION],
+            lookups=self.read["lookup"],
             chunks=self.chunks,
         )
 

@@ -245,8 +245,6 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = _scan(scope, equation, values, (*position, 0))
         elif kind == "cond":
             results = _cond(scope, equation, values, position)
-        elif scope.constraints.carried and (found := in_stages(equation, values)):
-            results = found
         else:
             results = _bound(scope, equation, values, slots, position)
     waits = scope.constraints.waiting.get(position, ()) if kind is None else ()
@@ -284,12 +282,12 @@ def _bound(
         name = GATHERED if scope.recomputed else MOVED
         atoms = zip(equation.invars, values, wanted, strict=True)
         whole = [scope.once(a, v, specs, name) if specs else v for a, v, specs in atoms]
-        return _compat.bind(equation, whole)
+        return _as_it_is(scope, equation, whole, slots, position)
 
     def run(*operands: Any) -> list[Any]:
         pairs = zip(operands, wanted, strict=True)
         whole = [scope.passed(operand, specs, GATHERED) for operand, specs in pairs]
-        return _compat.bind(equation, whole)
+        return _as_it_is(scope, equation, whole, slots, position)
 
     # In a loop nothing can take the first pass's parameter for the second's.
     again = jax.checkpoint(run, prevent_cse=not scope.looped)
@@ -300,6 +298,23 @@ def _bound(
         scope.once(a, v, specs[:1]) if _exchanges(specs) else v for a, v, specs in atoms
     ]
     return list(again(*stored))
+
+
+def _as_it_is(
+    scope: _Scope,
+    equation: Any,
+    values: Sequence[Any],
+    slots: Sequence[int | None],
+    position: Position,
+) -> list[Any]:
+    """One operation as it was traced, or as a stage has to compute it."""
+    if scope.constraints.carried:
+        laid = scope.constraints.lookups.get(position, ())
+        specs = [laid[s] if s is not None and laid else () for s in slots]
+        found = in_stages(equation, values, specs, scope.mesh)
+        if found is not None:
+            return found
+    return _compat.bind(equation, values)
 
 
 def _fetching(

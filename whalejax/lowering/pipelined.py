@@ -80,7 +80,7 @@ class _Layers:
             raise _Reached
         stacked = equation.outvars[parts.num_carries :]
         unread = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in stacked]
-        return [*self.results, *unread]
+        return [*map(self.beyond, self.results), *unread]
 
     def _run(self, equation: Any, values: list[Any], body: rebuild.Body) -> Carry:
         """What this stage's layers give."""
@@ -394,7 +394,8 @@ def pipelined_gradients(
     layers = tuple(_specs_of(len(params), stack))
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=layers)
     run = _on_stages(program, stack, trained, outputs)
-    return run(params, rest, batch, rng, step, scale), rest
+    sums = run(params, rest, batch, rng, step, scale)
+    return sums, _counted(rest, stack, program.plan.num_micro_batches)
 
 
 _WHOLE = PartitionSpec()
@@ -443,7 +444,10 @@ def _on_stages(
     function: Callable[[_Local], Sums],
     outputs: Any,
 ) -> Callable[..., Sums]:
-    """A function of one stage, run by all, from global arrays."""
+    """A function of one stage, run by all, from global arrays.
+
+    A micro-batch finds counters as those before it leave them.
+    """
     adapter, cut = program.adapter, program.batch_axes
 
     def run(
@@ -471,7 +475,8 @@ def _on_stages(
                     jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
                     for x in parts
                 ]
-                return adapter.fold_rest(at_step, number), whole(taken, others), key
+                counted = _counted(at_step, stack, number)
+                return adapter.fold_rest(counted, number), whole(taken, others), key
 
             return function(
                 _Local(
@@ -496,6 +501,17 @@ def _on_stages(
         return _dealt_out(program, stack, lambda own: mapped(own, given), params)
 
     return run
+
+
+def _counted(rest: Any, stack: Stack, number: Any) -> Any:
+    """What is not trained, with its counters as so many micro-batches leave them."""
+    if not any(stack.advances):
+        return rest
+    leaves = [
+        x + jnp.asarray(number * more, x.dtype) if more else x
+        for x, more in zip(jax.tree.leaves(rest), stack.advances, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(rest), leaves)
 
 
 def _dealt_out(
@@ -548,7 +564,8 @@ def pipelined_losses(
         return _summed(sums, stack)
 
     outputs = Sums(total=_WHOLE, weight=_WHOLE, metrics=_WHOLE, gradients=())
-    found: Sums = _on_stages(program, stack, evaluated, outputs)(
+    still = replace(stack, advances=())  # nothing is counted where nothing is trained
+    found: Sums = _on_stages(program, still, evaluated, outputs)(
         params, rest, batch, rng, step, None
     )
     return found

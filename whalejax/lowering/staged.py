@@ -11,30 +11,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode as Mode
+
+from whalejax.lowering.lookups import filling, in_parts, signed
+from whalejax.planner.layout import Spec
 
 
-def in_stages(equation: Any, values: Sequence[Any]) -> list[Any] | None:
+def in_stages(
+    equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Any
+) -> list[Any] | None:
     """The results of an operation, or None where it is computed as it was traced.
 
     Args:
         equation: the operation.
         values: its operands.
+        specs: layouts of these, where it looks something up.
+        mesh: the devices.
     """
-    name = equation.primitive.name
-    if name == "reshape" and values[0].shape != equation.invars[0].aval.shape:
+    before = equation.invars[0].aval.shape if values else ()
+    if equation.primitive.name == "reshape" and values[0].shape != before:
         (layers, *_), (_, *form) = values[0].shape, equation.outvars[0].aval.shape
         return [jnp.reshape(values[0], (layers, *form))]
-    if name == "gather" and _takes_one(equation):
-        return [_taken(*values)]
-    return None
+    if equation.primitive.name == "gather" and _takes_one(equation):
+        return [_taken(equation, *values)]
+    return in_parts(equation, values, specs, mesh)
 
 
 def _takes_one(equation: Any) -> bool:
-    """Whether a gather takes one element of the last dimension for each row.
-
-    XLA's partitioner ends the process at one whose operand is sharded there, where
-    some axes are manual and several are not.
-    """
+    """Whether a gather takes one element of the last dimension for each row."""
     operand, indices = (v.aval for v in equation.invars)
     numbers, last = equation.params["dimension_numbers"], operand.ndim - 1
     rows = tuple(range(last))
@@ -49,8 +53,18 @@ def _takes_one(equation: Any) -> bool:
     )
 
 
-def _taken(operand: Any, indices: Any) -> Any:
-    """The same as a sum over the dimension, of which all but one term are zero."""
-    places = jax.lax.broadcasted_iota(indices.dtype, operand.shape, operand.ndim - 1)
-    kept = jnp.where(places == indices[..., 0], operand, 0)
-    return kept.sum(-1, keepdims=True)
+def _taken(equation: Any, operand: Any, indices: Any) -> Any:
+    """The same as a sum over the dimension, of which all but one term are zero.
+
+    Unlike a lookup it fuses with what makes the rows, such as logits in 32 bits.
+    """
+    mode, size = Mode.from_any(equation.params["mode"]), operand.shape[-1]
+    place = signed(indices[..., 0])
+    if mode == Mode.CLIP:
+        place = jnp.clip(place, 0, size - 1)
+    places = jax.lax.broadcasted_iota(place.dtype, operand.shape, operand.ndim - 1)
+    found = jnp.where(places == place, operand, 0).sum(-1, keepdims=True)
+    if mode != Mode.FILL_OR_DROP:
+        return found
+    fill = filling(equation.params["fill_value"], operand.dtype)
+    return jnp.where((place >= 0) & (place < size), found, fill)

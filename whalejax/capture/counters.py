@@ -1,0 +1,102 @@
+"""Counters among what is not trained: what one micro-batch adds to each.
+
+Streams of random numbers count how often they were asked. Micro-batch m finds m times
+as much added, whoever computes it, so that stages need not hand counters on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from whalejax import _compat
+from whalejax.adapters_leaves import is_key
+
+
+_SAME = ("copy", "copy_p", "convert_element_type", "reshape")
+
+
+def advances(rest: Any, jaxpr: Any, first: int) -> tuple[int | None, ...]:
+    """What one micro-batch adds to each leaf of what is not trained.
+
+    Args:
+        rest: what is not trained.
+        jaxpr: the traced loss; the last of its outputs are the new leaves.
+        first: number of the input that is the first leaf.
+
+    Returns:
+        For each leaf a number: 0 where it stays as it is, as keys do in the end; None
+        where something else than a number is added.
+    """
+    leaves = jax.tree.leaves(rest)
+    count = len(leaves)
+    old = jaxpr.invars[first : first + count]
+    new = jaxpr.outvars[len(jaxpr.outvars) - count :]
+    found: list[int | None] = []
+    for leaf, before, after in zip(leaves, old, new, strict=True):
+        if after is before or is_key(leaf):
+            found.append(0)
+            continue
+        way = None if _compat.is_inexact(before.aval.dtype) else _added(jaxpr, after)
+        same = way is not None and jaxpr.invars[way[0]] is before
+        found.append(way[1] if way is not None and same else None)
+    return tuple(found)
+
+
+def _added(jaxpr: Any, atom: Any) -> tuple[int, int] | None:
+    """Which input a value is, and what was added to it; None where it is no such sum.
+
+    Args:
+        jaxpr: open or closed.
+        atom: a variable of it.
+    """
+    body, _ = _compat.open_jaxpr(jaxpr)
+    made = {v: (e, slot) for e in body.eqns for slot, v in enumerate(e.outvars)}
+    inputs = {v: place for place, v in enumerate(body.invars)}
+    total = 0
+    while not _compat.is_literal(atom) and atom not in inputs:
+        if atom not in made:
+            return None
+        step = _before(*made[atom])
+        if step is None:
+            return None
+        atom, more = step
+        total += more
+    return None if _compat.is_literal(atom) else (inputs[atom], total)
+
+
+def _before(equation: Any, slot: int) -> tuple[Any, int] | None:
+    """What a result of an equation is made of, and what the equation adds."""
+    name = equation.primitive.name
+    if (
+        name in _SAME
+        and equation.invars[0].aval.shape == equation.outvars[0].aval.shape
+    ):
+        return equation.invars[0], 0
+    if name == "add":
+        return _sum(*equation.invars)
+    kind = _compat.recursion(equation)
+    if kind not in ("inline", "remat", "scan"):
+        return None
+    (inner,) = _compat.inner_jaxprs(equation)
+    way = _added(inner, _compat.open_jaxpr(inner)[0].outvars[slot])
+    if way is None:
+        return None
+    place, more = way
+    if kind == "scan":
+        parts = _compat.scan_parts(equation)
+        if slot < parts.num_carries:
+            same = place == parts.num_consts + slot
+            return (equation.invars[place], more * parts.length) if same else None
+        if place < parts.num_consts + parts.num_carries:
+            return None
+    return equation.invars[place], more
+
+
+def _sum(one: Any, other: Any) -> tuple[Any, int] | None:
+    if _compat.is_literal(one):
+        one, other = other, one
+    if _compat.is_literal(one) or not _compat.is_literal(other):
+        return None
+    return (one, int(other.val)) if not other.aval.shape else None
