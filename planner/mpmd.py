@@ -32,7 +32,7 @@ from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search, ranked
 from whalejax.planner.segments import Segments
-from whalejax.planner.shared import STAGE
+from whalejax.planner.shared import STAGE, check_devices
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_models import places_of, stage_graph, tensors_of
 from whalejax.planner.stages import Stage, cut
@@ -189,13 +189,7 @@ def _remats(request: Request) -> list[Remat]:
 
 
 def _check(graph: Graph, request: Request, stages: int) -> None:
-    devices = request.num_devices
-    if devices % stages:
-        near = ", ".join(str(n) for n in divisors(devices) if n > 1)
-        raise PlanError(
-            f"stage is {stages}, and there are {devices} devices, of which every stage "
-            f"has as many; expected one of {near}"
-        )
+    check_devices(request.num_devices, stages, most=request.num_devices)
     if request.offload:
         raise PlanError(
             f"offload is {', '.join(request.offload)}: stages keep nothing in host "

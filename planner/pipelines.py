@@ -8,7 +8,6 @@ compute what stands before and behind the layers, as the first and the last must
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from whalejax.planner.decide import (
     Decided,
     decided_on,
 )
+from whalejax.planner.dimensions import roles_of
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Spec, divisors, shards, spec_of
@@ -36,11 +36,13 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
+from whalejax.planner.rows import Row, build_rows
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
-from whalejax.planner.shared import STAGE, Shared
+from whalejax.planner.shared import STAGE, Shared, check_devices
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.turns import less, times, turn_of
 from whalejax.planner.unequal import (
     Dealt,
     exchanged,
@@ -153,12 +155,7 @@ def _check(shared: Shared, stages: int, request: Request) -> None:
             f"stage is {stages}, and the model has {layers} layers, of which every "
             f"stage holds one or more; expected at most {layers}"
         )
-    if devices % stages:
-        near = ", ".join(str(n) for n in divisors(devices) if n > 1)
-        raise PlanError(
-            f"stage is {stages}, and there are {devices} devices, of which every stage "
-            f"has as many; expected one of {near}"
-        )
+    check_devices(devices, stages, most=layers)
     if request.offload:
         raise PlanError(
             f"offload is {', '.join(request.offload)}: stages keep nothing in host "
@@ -195,7 +192,7 @@ def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
         yield request.num_micro_batches
         return
     size = graph.batch_size * graph.num_micro_batches
-    yield from (n for n in divisors(size) if 1 < n <= MOST_ROUNDS * stages)
+    yield from [n for n in divisors(size) if 1 < n <= MOST_ROUNDS * stages] or [1]
 
 
 class _Weighed:
@@ -277,7 +274,8 @@ class _Weighed:
             table = self.best.tables[home.get(t, 0)]
             spec = spec_of(dims.layouts[t], dims.sizes[t], table, self.best.mesh)
             nbytes = graph.tensors[t].nbytes // shards(spec, self.best.mesh)
-            found += nbytes // int(s.num_micro_batches)
+            cut = roles_of(dims.layouts[t]) & s.batch_roles
+            found += nbytes // (int(s.num_micro_batches) if cut else 1)
         return int(found)
 
     def _between(self) -> list[Collective]:
@@ -329,28 +327,9 @@ class _Weighed:
 
     def _time(self) -> TimeTerms:
         """All turns of a step; those beyond the micro-batches' own are the bubble."""
-        stages, count = self.stages, self.best.num_micro_batches
-        time, s = self.best.time, self._setting()
-        rows = self.search.rows.ops
-        costs = [
-            row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)
-            for row in rows
-        ]
-        ahead = TimeTerms(
-            compute_seconds=float(sum(cost[0] for cost in costs)),
-            launch_seconds=float(sum(cost[1] for cost in costs))
-            * self.cluster.slowest.launch_seconds,
-        )
-        for c in self.best.collectives:
-            if c.phase == "forward":
-                term = "border_seconds" if c.what == "border" else "activation_seconds"
-                _, seconds = as_run(c, s)
-                ahead = replace(ahead, **{term: getattr(ahead, term) + seconds})
-        once = TimeTerms(
-            update_seconds=time.update_seconds,
-            allocation_seconds=time.allocation_seconds,
-            offload_seconds=time.offload_seconds,
-        )
+        stages, count, s = self.stages, self.best.num_micro_batches, self._setting()
+        turn = turn_of(self.search, self.best, self._ahead_rows())
+        ahead, once = turn.ahead, turn.once
         whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
         between = [c for c in self.collectives if STAGE in c.axes]
         handing, dealing, reducing = (
@@ -358,11 +337,10 @@ class _Weighed:
             for what in ("border", "parameter", "gradient")
         )
         spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
-        both = _less(_times(_less(time, once), 1 / count), spared)
-        passed = _times(ahead, stages.ahead + stages.back)
-        passed += _times(both, stages.back)
+        both = less(turn.both, spared)
+        passed = times(ahead, stages.ahead) + times(both, stages.back)
         passed += TimeTerms(border_seconds=handing * stages.turns)
-        useful = _times(ahead, 2 * count) + _times(both, count)
+        useful = times(ahead, count) + times(both, count)
         useful += TimeTerms(border_seconds=handing * count)
         waited = passed.step_seconds - useful.step_seconds
         return (
@@ -458,11 +436,21 @@ class _Weighed:
         s = self._setting()
         ahead = sum(
             row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)[2]
-            for row in self.search.rows.ops
+            for row in self._ahead_rows()
         )
         both = self.search.product_flops(self.best) / self.best.num_micro_batches
-        stages = self.stages
-        return int((stages.ahead + stages.back) * ahead + stages.back * both)
+        return int(self.stages.ahead * ahead + self.stages.back * both)
+
+    def _ahead_rows(self) -> tuple[Row, ...]:
+        """What a stage computes to hand on a micro-batch: up to the end of its layers.
+
+        The backward pass computes it again, with all that stands behind.
+        """
+        graph, place = self.decided.analysed.graph, self.shared.position
+        inside = [op.position[: len(place)] == place for op in graph.ops]
+        end = len(inside) - inside[::-1].index(True)
+        part = replace(graph, ops=graph.ops[:end])
+        return build_rows(part, self.decided.analysed.dims).ops
 
     def _candidates(self, weighed: Sequence[_Weighed]) -> tuple[Candidate, ...]:
         order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
@@ -484,16 +472,6 @@ class _Weighed:
             return f"needs {gigabytes(one.memory.total_bytes)} of memory"
         slower = one.time.step_seconds / self.time.step_seconds - 1
         return f"{slower:.1%} slower"
-
-
-def _times(terms: TimeTerms, number: float) -> TimeTerms:
-    return TimeTerms(
-        **{f.name: getattr(terms, f.name) * number for f in dataclasses.fields(terms)}
-    )
-
-
-def _less(terms: TimeTerms, other: TimeTerms) -> TimeTerms:
-    return terms + _times(other, -1)
 
 
 def _too_large(one: _Weighed) -> str:

@@ -151,6 +151,31 @@ def _spread(tensor: int, makers: Mapping[int, Op]) -> bool:
     return tensor in makers and makers[tensor].kind in SPREAD
 
 
+def check_devices(devices: int, stages: int, *, most: int) -> None:
+    """Refuse a number of stages that the devices do not divide into.
+
+    Args:
+        devices: in all.
+        stages: how many.
+        most: stages that there can be.
+
+    Raises:
+        PlanError: the numbers, and those that would do.
+    """
+    if devices % stages == 0:
+        return
+    near = [n for n in range(2, min(devices, most) + 1) if devices % n == 0]
+    remedy = (
+        f"expected one of {', '.join(map(str, near))}"
+        if near
+        else ("no number of stages above 1 can be had. Use other devices, or no stages")
+    )
+    raise PlanError(
+        f"stage is {stages}, and there are {devices} devices, of which every stage has "
+        f"as many; {remedy}"
+    )
+
+
 def of_stage(spec: Spec) -> Spec:
     """A layout as one stage sees it.
 

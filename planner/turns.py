@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
@@ -14,6 +14,7 @@ from whalejax.planner.cost import (
     row_hits,
 )
 from whalejax.planner.graph import Graph
+from whalejax.planner.rows import Row
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.shared import STAGE
@@ -38,18 +39,21 @@ class Turn:
     weight_share: float
 
 
-def turn_of(search: Search, scored: Scored) -> Turn:
+def turn_of(
+    search: Search, scored: Scored, ahead_rows: Sequence[Row] | None = None
+) -> Turn:
     """What a stage takes.
 
     Args:
         search: of its model.
         scored: its layout.
+        ahead_rows: what its forward pass computes; all of the model if left out.
     """
     time, count = scored.time, scored.num_micro_batches
     s = search.setting(scored.mesh, count)
     costs = [
         row_ahead(row, row_hits(row, scored.tables[row.task_graph], s), s)
-        for row in search.rows.ops
+        for row in (search.rows.ops if ahead_rows is None else ahead_rows)
     ]
     ahead = TimeTerms(
         compute_seconds=float(sum(cost[0] for cost in costs)),

@@ -373,3 +373,79 @@ def test_what_stages_cannot_do_is_said(
     with pytest.raises(wh.WhaleError) as caught:
         wh.plan(loss, model, x, optimizer=optax.adam(1e-3), **options)
     assert text in str(caught.value)
+
+
+def test_a_stage_computes_forward_twice_and_backward_once() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+        x, _ = jax.lax.scan(layer, x, (model["up"], model["down"]))
+        return (x**2).mean()
+
+    model = {
+        "up": jax.ShapeDtypeStruct((8, 4096, 16384), jnp.float32),
+        "down": jax.ShapeDtypeStruct((8, 16384, 4096), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((65536, 4096), jnp.float32)
+    one, two = (
+        wh.plan(
+            loss,
+            model,
+            x,
+            optimizer=optax.sgd(0.1),
+            cluster=f"h100:{stages}",
+            mesh={"stage": stages},
+            num_micro_batches=32,
+            remat="none",
+        )
+        for stages in (1, 2)
+    )
+    seconds = 2 * two.time.compute_seconds / one.time.compute_seconds
+    assert seconds == pytest.approx(4 / 3, rel=0.01)
+    flops = 2 * two.product_flops / one.product_flops
+    assert flops == pytest.approx(4 / 3 * 33 / 32, rel=0.01)  # one turn is a bubble
+
+
+def test_what_has_no_batch_is_handed_on_whole() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        def layer(carry: Any, w: Any) -> Any:
+            x, matrix = carry
+            return (x @ w, matrix + w), None
+
+        (x, matrix), _ = jax.lax.scan(layer, (x, jnp.zeros((64, 64))), model)
+        return (x**2).mean() + (matrix**2).mean()
+
+    model = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    handed = [
+        next(
+            c.payload_bytes for c in plan.collectives if c.kind == "collective-permute"
+        )
+        for count in (2, 8)
+        for plan in [
+            wh.plan(
+                loss,
+                model,
+                jax.ShapeDtypeStruct((64, 64), jnp.float32),
+                optimizer=optax.sgd(0.1),
+                cluster="h100:2",
+                mesh={"stage": 2},
+                num_micro_batches=count,
+            )
+        ]
+    ]
+    matrix, x = 64 * 64 * 4, 64 * 64 * 4
+    assert handed == [(matrix + x // count) // 2 for count in (2, 8)]
+
+
+@pytest.mark.parametrize("size", [1, 67])
+def test_batches_of_which_no_usual_number_of_parts_can_be_made(size: int) -> None:
+    plan = wh.plan(
+        scanned,
+        {"layers": jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)},
+        jax.ShapeDtypeStruct((size, 64), jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:2",
+        mesh={"stage": 2},
+    )
+    assert plan.num_micro_batches == 1
