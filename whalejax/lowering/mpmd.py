@@ -9,6 +9,7 @@ devices, and every stage goes on as soon as it has what it needs.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,6 +108,7 @@ class Apart:
         )
         self.division = _division(plan, captured)
         self._layouts: dict[int, dict[Value, Any]] = {}
+        self._handing: dict[tuple[Value, int], NamedSharding] = {}
         self.table: Schedule = schedule(
             plan.stages.schedule,
             len(self.plans),
@@ -335,6 +337,27 @@ class Apart:
         ]
 
     @functools.cached_property
+    def readers(self) -> list[dict[int, list[Value]]]:
+        """For each place, what it hands to which other."""
+        found: list[dict[int, list[Value]]] = []
+        for part in self.division.parts:
+            found.append(defaultdict(list))
+            for value in part.exports:
+                for reader in self.division.readers(value):
+                    found[-1][reader].append(value)
+        return found
+
+    @functools.cached_property
+    def makers(self) -> list[dict[int, list[Value]]]:
+        """For each place, whose values it was handed that a gradient flows through."""
+        found: list[dict[int, list[Value]]] = []
+        for site in self.sites:
+            found.append(defaultdict(list))
+            for value in site.place.received:
+                found[-1][self.division.made_at[value]].append(value)
+        return found
+
+    @functools.cached_property
     def one(self) -> Any:
         """The cotangent of the loss."""
         last = self.sites[-1].place
@@ -371,8 +394,10 @@ class Apart:
     def handing(self, value: Value, place: int) -> NamedSharding:
         """Where a value that places hand each other lies at one of them."""
         stage = place % len(self.plans)
-        spec = self._layouts[stage].get(value, ())
-        return named(spec, self.meshes[stage])
+        if (value, stage) not in self._handing:
+            spec = self._layouts[stage].get(value, ())
+            self._handing[value, stage] = named(spec, self.meshes[stage])
+        return self._handing[value, stage]
 
     def _finishing(self) -> tuple[Parted, Any]:
         """The update, cut by stages, and the structure of what it gives."""

@@ -126,10 +126,11 @@ class Parted:
         found = []
         for operand, where in zip(self._steps.outputs, self._outputs, strict=True):
             if isinstance(operand, Fixed):
-                value = operand.value
+                found.append(jax.device_put(operand.value, where.sharding))
+            elif stage_of[operand] == where.stage:
+                found.append(known[operand])  # Born, or given, as it is wanted.
             else:
-                value = on(operand, where.stage)
-            found.append(jax.device_put(value, where.sharding))
+                found.append(jax.device_put(known[operand], where.sharding))
         return found
 
     def _grouped(self) -> dict[int, Group]:

@@ -117,9 +117,10 @@ class Pass:
             [values[n] for n in piece.reads], self.sums[number]
         )
         count = len(place.part.exports)
-        for v, x in zip(place.part.exports, results[:count], strict=True):
-            for reader in self.apart.division.readers(v):
-                self.handed[reader, micro_batch][v] = self._sent(v, x, reader)
+        exports = dict(zip(place.part.exports, results[:count], strict=True))
+        for reader, values_of in self.apart.readers[number].items():
+            sent = self._sent(values_of, [exports[v] for v in values_of], reader)
+            self.handed[reader, micro_batch].update(zip(values_of, sent, strict=True))
         if not self.keeps:
             return
         self.rest.update(zip(place.part.fresh, results[count:], strict=False))
@@ -127,9 +128,13 @@ class Pass:
         values.update(zip(place.kept, kept, strict=True))
         self.live[key] = {n: values[n] for n in values if n in site.later}
 
-    def _sent(self, value: Value, array: Any, place: int) -> Any:
-        """An array on the devices of a place, as it has such a value."""
-        return jax.device_put(array, self.apart.handing(value, place))
+    def _sent(
+        self, values: Sequence[Value], arrays: Sequence[Any], place: int
+    ) -> list[Any]:
+        """Arrays on the devices of a place, as it has such values."""
+        there = [self.apart.handing(v, place) for v in values]
+        sent: list[Any] = jax.device_put(list(arrays), there)
+        return sent
 
     def backward(self, number: int, micro_batch: int) -> None:
         """A place takes a micro-batch backward."""
@@ -145,10 +150,11 @@ class Pass:
         results, added = site.backward.run(
             [values[n] for n in site.backward.reads], added
         )
-        for v, x in zip(place.received, results, strict=False):
-            maker = self.apart.division.made_at[v]
-            back = self._sent(v, x, maker)
-            self.returned[maker, micro_batch][v].append(back)
+        cotangents = dict(zip(place.received, results, strict=False))
+        for maker, values_of in self.apart.makers[number].items():
+            sent = self._sent(values_of, [cotangents[v] for v in values_of], maker)
+            for v, back in zip(values_of, sent, strict=True):
+                self.returned[maker, micro_batch][v].append(back)
         if site.weight is None:
             self.gradients[number] = added
             del self.live[key]
