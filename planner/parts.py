@@ -16,7 +16,7 @@ import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.graph import Graph
@@ -62,13 +62,17 @@ class Units:
         params: dotted paths of the trained parameters, which are the first inputs.
         results: the loss and what it is reported with; values or None for constants.
         fresh: by the number of an input that is not trained, the value that replaces it
-            after a step.
+            after a micro-batch.
+        others: dotted paths of what is not trained, the inputs that follow.
+        counters: by the number of such an input, what each micro-batch adds to it.
     """
 
     units: tuple[Unit, ...]
     params: tuple[str, ...]
     results: tuple[Value | None, ...]
     fresh: Mapping[int, Value]
+    others: tuple[str, ...] = ()
+    counters: Mapping[int, int] = field(default_factory=dict)
 
     @functools.cached_property
     def makers(self) -> dict[Value, int]:
@@ -299,20 +303,35 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
     for number, value in units.fresh.items():
         maker = units.makers.get(value)
         fresh[0 if maker is None else min(places[maker])].append(number)
-    return Division(
-        units=units,
-        parts=tuple(
-            Part(
-                units=tuple(members[place]),
-                inputs=_inputs(units, members[place], fresh[place], place, count),
-                imports=tuple(sorted(imports[place])),
-                exports=tuple(sorted(v for v, at in made_at.items() if at == place)),
-                fresh=tuple(fresh[place]),
-            )
-            for place in range(count)
-        ),
-        made_at=made_at,
+    parts = tuple(
+        Part(
+            units=tuple(members[place]),
+            inputs=_inputs(units, members[place], fresh[place], place, count),
+            imports=tuple(sorted(imports[place])),
+            exports=tuple(sorted(v for v, at in made_at.items() if at == place)),
+            fresh=tuple(fresh[place]),
+        )
+        for place in range(count)
     )
+    _check_changed(units, parts)
+    return Division(units=units, parts=parts, made_at=made_at)
+
+
+def _check_changed(units: Units, parts: Sequence[Part]) -> None:
+    """Refuse what one place changes and another reads."""
+    for place, part in enumerate(parts):
+        for number in part.fresh:
+            others = [
+                i for i, x in enumerate(parts) if number in x.inputs and i != place
+            ]
+            if others:
+                path = units.others[number - len(units.params)]
+                raise PlanError(
+                    f"{path} is changed in part {place} of the model and read in part "
+                    f"{others[0]}: every micro-batch would have to wait for the one "
+                    "before. Leave it as it is while training, or keep what reads it "
+                    "in one stage"
+                )
 
 
 def _places(units: Units, homes: Sequence[int], count: int) -> list[tuple[int, ...]]:

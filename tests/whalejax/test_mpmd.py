@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import whalejax as wh
 from tests.equality import (
@@ -205,6 +206,45 @@ def test_stages_may_be_laid_out_differently() -> None:
     first, second = (plan.axis_sizes for plan in stages_of(found).plans)
     assert "tensor" not in first and "tensor" in second
     assert found.error <= FLOAT64_TOLERANCE
+
+
+class Noisy(nnx.Module):
+    """Dropout on one stream in several stages, and running statistics."""
+
+    def __init__(self, key: Any) -> None:
+        rngs = nnx.Rngs(params=key, dropout=key)
+        kinds: Any = {"rngs": rngs, "param_dtype": jnp.float64}
+        self.first = nnx.Linear(16, 24, **kinds)
+        self.second = nnx.Linear(24, 24, **kinds)
+        self.third = nnx.Linear(24, 4, **kinds)
+        self.norm = nnx.BatchNorm(24, dtype=jnp.float64, **kinds)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        h = self.drop(jnp.tanh(self.first(x)))
+        h = self.norm(self.drop(jnp.tanh(self.second(h))))
+        return self.third(self.drop(h))
+
+
+def test_streams_of_random_numbers_and_statistics() -> None:
+    def batch(step: int, count: int) -> Any:
+        rng = np.random.default_rng(step)
+        return {"x": rng.normal(size=(count, 16)), "y": rng.normal(size=(count, 4))}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+    with jax.enable_x64(True):
+        job = wh.Job(loss, Noisy, batch, optax.sgd(0.1), batch_size=16)
+        one = on_one_device(job, 4)
+        found = check(one, steps=2, devices=3, mesh={"stage": 3})
+        plain = compiled(job, one.model, devices=1, num_micro_batches=4)
+        losses = [
+            float(step.eval(step.init_from(one.model, rng=one.key), one.batch)["loss"])
+            for step in (found.step, plain)
+        ]
+    assert found.error <= FLOAT64_TOLERANCE
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 class _Compiled(logging.Handler):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from whalejax import _compat
-from whalejax.adapters_leaves import is_key
+from whalejax.capture.counters import advances
 from whalejax.planner.graph import CONVOLUTION
 from whalejax.planner.parts import Position, Unit, Units, Value
 
@@ -33,17 +31,20 @@ def units_of(captured: Captured) -> Units:
     env.update((v, ((), i)) for i, v in enumerate(body.invars))
     _walk(captured.jaxpr, env, (), captured.outputs, found)
     outputs = [None if _compat.is_literal(v) else env[v] for v in body.outvars]
-    rest = jax.tree.leaves(captured.adapter.rest)
-    count = len(outputs) - len(rest)
-    first = len(captured.adapter.param_paths)
+    adapter = captured.adapter
+    first = len(adapter.param_paths)
+    added = advances(adapter.rest, body, first)
+    count = len(outputs) - len(added)
     fresh = {
         first + i: value
-        for i, (leaf, value) in enumerate(zip(rest, outputs[count:], strict=True))
-        if value is not None and value != ((), first + i) and not is_key(leaf)
+        for i, (more, value) in enumerate(zip(added, outputs[count:], strict=True))
+        if value is not None and more is None
     }
     return Units(
         units=_live(found, [*outputs[:count], *fresh.values()]),
-        params=captured.adapter.param_paths,
+        params=adapter.param_paths,
+        others=adapter.rest_paths,
+        counters={first + i: more for i, more in enumerate(added) if more},
         results=tuple(outputs[:count]),
         fresh=fresh,
     )

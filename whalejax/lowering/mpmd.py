@@ -357,6 +357,24 @@ class Apart:
                 found[-1][self.division.made_at[value]].append(value)
         return found
 
+    @property
+    def counters(self) -> Mapping[int, int]:
+        """By the number of an input, what a micro-batch adds to it."""
+        return self.division.units.counters
+
+    def counted(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
+        """Counters after a step.
+
+        Args:
+            leaves: as they were before, by number.
+        """
+        count = self.table.num_micro_batches
+        return {n: self._add(x, count * self.counters[n]) for n, x in leaves.items()}
+
+    @functools.cached_property
+    def _add(self) -> Callable[..., Any]:
+        return jax.jit(lambda x, more: x + jnp.asarray(more, x.dtype))
+
     @functools.cached_property
     def one(self) -> Any:
         """The cotangent of the loss."""

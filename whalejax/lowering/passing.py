@@ -105,7 +105,10 @@ class Pass:
         site = self.apart.sites[number]
         place, names, key = site.place, site.place.names, (number, micro_batch)
         values = dict(self.common[number])
-        values[names.number] = self.apart.numbers[site.stage][micro_batch]
+        numbers = self.apart.numbers[site.stage]
+        values[names.number] = numbers[micro_batch]
+        # Nothing is counted where nothing is trained.
+        values[names.counted] = numbers[micro_batch if self.keeps else 0]
         whole = self.apart.whole[site.stage]
         for n, at in zip(place.rest, names.rest, strict=True):
             values[at] = self._on(site.stage, self.rest[n], whole)
@@ -196,4 +199,6 @@ class Pass:
     def rest_after(self) -> Any:
         """What is not trained, after all micro-batches."""
         tree: Any = jax.tree.structure(self.state.rest)
-        return tree.unflatten([self.rest[n] for n in sorted(self.rest)])
+        counted = self.apart.counted({n: self.rest[n] for n in self.apart.counters})
+        rest = {**self.rest, **counted}
+        return tree.unflatten([rest[n] for n in sorted(rest)])

@@ -70,6 +70,7 @@ class Names:
         imports: of what it is handed, in the order of the part's.
         rng, step, number, scale: of the run's key, the step's and the micro-batch's
             numbers, and what losses are multiplied by; None where there are none.
+        counted: of how many micro-batches counters have counted.
         cotangents: of what it hands on that a gradient flows through; behind it that
             of the loss, at the last place.
         exports: what it hands on, in the order of the part's.
@@ -86,6 +87,7 @@ class Names:
     rng: int | None
     step: int
     number: int
+    counted: int
     scale: int | None
     cotangents: list[int]
     exports: list[Operand]
@@ -254,6 +256,7 @@ class _Tracer:
             "rng": None if self.key is None else self._aval(self.key),
             "step": scalar,
             "number": scalar,
+            "counted": scalar,
             "scale": _compat.abstract((), jnp.float32) if self.facts.scales else None,
             "cotangents": cotangents,
         }
@@ -309,6 +312,9 @@ class _Tracer:
         values: dict[int, Any] = dict(zip(self.params, params, strict=True))
         step, number = given["step"], given["number"]
         for n, leaf in zip(self.rest, given["rest"], strict=True):
+            added = units.counters.get(n)
+            if added:
+                leaf = leaf + (given["counted"] * added).astype(leaf.dtype)
             values[n] = fold_key(fold_key(leaf, step), number)
         for n, leaf in zip(self.batch, given["batch"], strict=True):
             values[n] = self._micro_batch(n, leaf, number)
