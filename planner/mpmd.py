@@ -15,7 +15,7 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
-from whalejax.planner.decide import Analysed, searches
+from whalejax.planner.cuts import Cut, Cuts, Laid, laid_out
 from whalejax.planner.explain import gigabytes, mesh_words
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
@@ -23,19 +23,14 @@ from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.parts import (
     Division,
     Units,
-    divided,
-    divided_by_marks,
 )
 from whalejax.planner.plan import BatchLeaf, Candidate, Plan, PlanError, Stages
-from whalejax.planner.refusals import refusal
 from whalejax.planner.schedules import Schedule, schedule
-from whalejax.planner.scored import Request, Scored
-from whalejax.planner.search import Search, ranked
-from whalejax.planner.segments import Segments
+from whalejax.planner.scored import Request
+from whalejax.planner.search import ranked
 from whalejax.planner.shared import STAGE, check_devices
 from whalejax.planner.simulate import simulate
-from whalejax.planner.stage_models import places_of, stage_graph, tensors_of
-from whalejax.planner.stages import Stage, cut
+from whalejax.planner.stage_models import places_of, tensors_of
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
 from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
 from whalejax.planner.written import written
@@ -53,51 +48,11 @@ SURE = 0.02
 CHUNKS = 2
 """Parts of the model on each stage, where a schedule interleaves them."""
 
-COUNTS = (1, 2, 4, 8)
+COUNTS = (2, 4, 8)
 """Micro-batches that are weighed, for each stage."""
-
-ROOM = 1000
-"""How often the memory of a device stages are searched with: whether they fit is said
-of all of them together."""
 
 Traced = Callable[[Remat], tuple[Graph, Units]]
 """The captured loss with some TaskGraphs computed again, and its units."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
-    """A model, or a stage's part of it, in one layout.
-
-    Attributes:
-        analysed: the model.
-        search: which found the layout.
-        scored: the layout.
-    """
-
-    analysed: Analysed
-    search: Search
-    scored: Scored
-
-
-def laid_out(graph: Graph, cluster: Cluster, request: Request) -> list[Laid]:
-    """Every layout of a model, however much memory it takes.
-
-    Args:
-        graph, cluster, request: as for ``decide``.
-
-    Raises:
-        PlanError: there is none.
-    """
-    roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
-    pairs = searches(graph, roomy, request, None)
-    found = [
-        Laid(analysed=analysed, search=search, scored=scored)
-        for analysed, search in pairs
-        for scored in search.scored
-    ]
-    if not found:
-        raise refusal(pairs[-1][1], open_remat=False)
-    return found
 
 
 def decide_mpmd(
@@ -128,11 +83,18 @@ def decide_mpmd(
     del again
     stages = piped.mesh[STAGE]
     _check(graph, request, stages)
+    if marked and piped.schedule == "interleaved":
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "marks give it one. Drop the marks and give num_stages, or take another "
+            "schedule"
+        )
     found: list[_Weighed] = []
     problem: PlanError | None = None
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:
         program = traced(remat)
+        cuts = Cuts(graph=program[0], units=program[1], cluster=cluster, marked=marked)
         if remat and request.remat is None and program[0] is graph:
             continue
         for count in _counts(graph, request, piped):
@@ -142,7 +104,7 @@ def decide_mpmd(
                 stages=stages,
                 schedule=piped.schedule or "1f1b",
                 program=program,
-                marked=marked,
+                cuts=cuts,
                 remat=remat,
                 count=count,
                 batch=batch,
@@ -179,7 +141,9 @@ def _other_schedules(best: _Weighed) -> Iterator[_Weighed]:
     """The same under other schedules, where they can be."""
     for name in AUTO:
         ask = replace(best.ask, schedule=name)
-        if not (name == "interleaved" and (ask.marked or ask.count % ask.stages)):
+        if name != "interleaved":
+            yield ask.of(best)
+        elif not (ask.cuts.marked or ask.count % ask.stages):
             with contextlib.suppress(PlanError):
                 yield ask.weighed()
 
@@ -189,6 +153,7 @@ def _remats(request: Request) -> list[Remat]:
 
 
 def _check(graph: Graph, request: Request, stages: int) -> None:
+    """Refuse what stages cannot be asked for."""
     check_devices(request.num_devices, stages, most=request.num_devices)
     if request.offload:
         raise PlanError(
@@ -226,7 +191,7 @@ class _Ask:
         stages: how many.
         schedule: its name.
         program: the loss, and its units.
-        marked: ``stage`` marks say where to cut.
+        cuts: of it into parts.
         remat: what of it is computed again.
         count: micro-batches.
         batch: leaves of the global batch.
@@ -237,7 +202,7 @@ class _Ask:
     stages: int
     schedule: str
     program: tuple[Graph, Units]
-    marked: bool
+    cuts: Cuts
     remat: Remat
     count: int
     batch: Sequence[BatchLeaf]
@@ -265,65 +230,31 @@ class _Ask:
     def weighed(self) -> _Weighed:
         """The plan: of each stage the fastest layout that fits."""
         table, part = self.table, self.cluster.part(self.one.num_devices)
-        division, paces = self._division(part)
+        found = self.cuts.of(table, self.one)
         limit = self.cluster.memory_bytes
         chosen = []
         for stage in range(table.num_stages):
-            laid = self._stage(division, stage, part)
+            laid = self._stage(found, stage, part)
             fitting = [x for x in laid if x.scored.memory.total_bytes <= limit]
             if fitting:
                 best = ranked([one.scored for one in fitting])[0]
                 chosen.append(next(one for one in fitting if one.scored is best))
             else:
                 chosen.append(min(laid, key=lambda x: x.scored.memory.total_bytes))
-        return _Weighed(self, division, paces, chosen)
+        return _Weighed(self, found.division, found.paces, chosen)
 
-    def _division(self, part: Cluster) -> tuple[Division, tuple[float, ...]]:
-        """The model in parts, and about how long each takes."""
-        graph, units = self.program
+    def of(self, other: _Weighed) -> _Weighed:
+        """The same layouts under another schedule of as many parts."""
         table = self.table
-        laid = laid_out(graph, part, self.one)
-        best = min(laid, key=lambda one: one.scored.time.step_seconds)
-        mesh = {STAGE: table.num_stages, **best.scored.mesh}
-        segments = Segments(
-            units,
-            best.analysed,
-            best.search,
-            best.scored,
-            lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
-        )
-        if self.marked:
-            division = divided_by_marks(units, units.labels(graph))
-            return division, segments.seconds_of(division)
-        held = 1 if table.num_chunks > 1 else None
-        places = [
-            Stage(
-                memory_bytes=float("inf") if held else part.memory_bytes,
-                in_flight=held or table.in_flight[place],
-            )
-            for place in range(table.num_places)
-        ]
-        layers = segments.layers
-        if len(layers) < len(places):
-            raise PlanError(
-                f"stage is {table.num_stages}"
-                + (f" with {table.num_chunks} parts each" if held else "")
-                + f", and the model can be cut into at most {len(layers)} parts that "
-                "read parameters of their own (loops and checkpointed regions are not "
-                f"cut). Use at most {max(1, len(layers) // table.num_chunks)}"
-            )
-        try:
-            found = cut(layers, places)
-        except PlanError:
-            # What fits is said by the search of each stage, which knows more.
-            found = cut(layers, [Stage()] * len(places))
-        return divided(units, segments.starts(found.counts)), found.seconds
+        chosen = []
+        for laid, held in zip(other.chosen, table.in_flight, strict=True):
+            memory = laid.search.memory_of(laid.scored, max(1.0, held))
+            chosen.append(replace(laid, scored=replace(laid.scored, memory=memory)))
+        return _Weighed(self, other.division, other.paces, chosen)
 
-    def _stage(self, division: Division, stage: int, part: Cluster) -> list[Laid]:
+    def _stage(self, found: Cut, stage: int, part: Cluster) -> list[Laid]:
         """The layouts of one stage on its devices."""
-        table = self.table
-        places = places_of(stage, table.num_stages, table.num_chunks)
-        graph = stage_graph(self.program[0], division, places)
+        table, graph, division = self.table, found.graphs[stage], found.division
         owned = {
             graph.tensors[i].path
             for i, path in enumerate(division.units.params)
@@ -571,10 +502,10 @@ def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf
 
 def _too_large(one: _Weighed) -> str:
     need, room = one.memory.total_bytes, one.ask.cluster.memory_bytes
+    name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
     return (
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
-        f"{gigabytes(room)}, {gigabytes(need - room)} short: "
-        f"{gigabytes(one.memory.activations_bytes)} are activations of the "
-        "micro-batches in flight. Use more micro-batches or stages, or shard more "
-        "inside a stage (fsdp, tensor)"
+        f"{gigabytes(room)}, {gigabytes(need - room)} short; "
+        f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
+        "shard more inside a stage (fsdp, tensor)"
     )

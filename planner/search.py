@@ -478,6 +478,20 @@ class Search:
             host_bytes=found.host_bytes + moved,
         )
 
+    def memory_of(self, scored: Scored, in_flight: float) -> MemoryTerms:
+        """What a plan takes with so many micro-batches' activations at once.
+
+        Args:
+            scored: one of this search.
+            in_flight: how many.
+        """
+        s = self.setting(scored.mesh, scored.num_micro_batches)
+        asked = self.request
+        self.request = dataclasses.replace(asked, in_flight=in_flight)
+        found = self._memory(scored.layouts, scored.tables, s, scored.offload)
+        self.request = asked
+        return found
+
     def _batch_bytes(self, tables: Mapping[int, Table], mesh: Mapping[str, int]) -> int:
         if not self.request.batch_bytes:
             return 0

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whalejax.planner.decide import analyse_graph
+from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Graph
 from whalejax.planner.parts import Division, Units, Value
 
 
-def stage_graph(graph: Graph, division: Division, places: Sequence[int]) -> Graph:
+def stage_graph(
+    graph: Graph, dims: Dimensions, division: Division, places: Sequence[int]
+) -> Graph:
     """The model of one stage: its operations, and what it is handed as inputs.
 
     Args:
         graph: the captured loss.
+        dims: its logical dimensions.
         division: in parts.
         places: the parts of the stage.
     """
@@ -27,13 +30,15 @@ def stage_graph(graph: Graph, division: Division, places: Sequence[int]) -> Grap
         units, [v for place in places for v in division.parts[place].exports]
     )
     read = {t for op in ops for t in op.operands}
-    dims = analyse_graph(graph).dims
+    # What no stage reads lies on the first.
+    everywhere = {n for part in division.parts for n in part.inputs}
+    unread = {t.id for t in graph.params} - everywhere if 0 in places else set()
     batch = {role.index for role in dims.batch}
     tensors = []
     for t in graph.tensors:
         if t.id in handed:
             t = replace(t, kind="batch", path=f"handed.{t.id}")
-        elif t.kind in ("param", "batch") and t.id not in read:
+        elif t.kind in ("param", "batch") and t.id not in {*read, *unread}:
             t = replace(t, kind="const", differentiable=False)
         tensors.append(t)
     carried = [

@@ -113,7 +113,7 @@ class Timeline:
             found += [
                 Span(at, min(end, at + step), False) for at in range(first, end, step)
             ]
-        return found
+        return found or [Span(0, 0, False)]
 
     # What is kept.
 

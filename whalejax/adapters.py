@@ -317,8 +317,11 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
         make_model: takes a key as its one required argument, or under a name such as
             ``rng`` or ``key``; or nothing.
     """
+    # Of a class its own constructor says it, whatever its metaclass takes.
+    made = isinstance(make_model, type)
     try:
-        parameters = list(inspect.signature(make_model).parameters.values())
+        signature = inspect.signature(make_model.__init__ if made else make_model)
+        parameters = list(signature.parameters.values())[made:]
     except (TypeError, ValueError):
         return False
     first = next((p for p in parameters if p.kind < p.VAR_POSITIONAL), None)

@@ -250,7 +250,7 @@ def nesting_problem(outer: tuple[Mark, ...], inner: Mark) -> str | None:
     culprit: Mark | None = None
     if "split" in kinds and inner.kind != "split":
         culprit = outer[kinds.index("split")]
-    elif "stage" in kinds and inner.kind in ("replicate", "pipeline"):
+    elif "stage" in kinds and inner.kind in ("replicate", "pipeline", "stage"):
         culprit = outer[kinds.index("stage")]
     elif "pipeline" in kinds and inner.kind == "pipeline":
         culprit = outer[kinds.index("pipeline")]

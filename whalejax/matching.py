@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from whalejax import _compat
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.meshes.cluster import Cluster
@@ -88,6 +89,8 @@ def _is_part(leaf: Any) -> bool:
 
 def _problem(leaf: Any, planned: BatchLeaf) -> str:
     name = f"batch{planned.path}"
+    if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
+        return f"{name} is being traced; the step is compiled: call it outside jax.jit"
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"{name} is a shape without values; give arrays"
     shape = np.shape(leaf)

@@ -12,6 +12,7 @@ from whalejax.capture.stack import stack_of
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.planner.asked import Asked
+from whalejax.planner.cuts import TooFewParts
 from whalejax.planner.decide import check_marks, decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import Graph
@@ -82,9 +83,7 @@ class _Staging:
                 marked=marked,
                 **options,
             )
-        except PlanError as error:
-            if marked:
-                raise
+        except TooFewParts as error:
             said = str(error).rstrip(".")
             raise PlanError(f"{said}. One program for all stages: {why}") from error
         note = f"stages have programs of their own: {why}"
@@ -106,10 +105,10 @@ class _Staging:
             except PlanError as error:
                 problem = problem or error
         if not found:
-            raise problem or PlanError(
-                f"there is {request.num_devices} device, and a pipeline needs two. Use "
-                "more, or drop the mark"
-            )
+            raise PlanError(
+                f"no number of stages that {request.num_devices} devices divide into "
+                f"can be had: {problem or 'a pipeline needs two'}"
+            ) from problem
         best = min(found, key=lambda plan: plan.time.step_seconds)
         others = sorted(
             (c for plan in found for c in plan.candidates),
@@ -141,6 +140,12 @@ def _asked(captured: Captured, request: Request) -> tuple[Asked, bool]:
     count = asked.mesh.get(STAGE)
     if marked:
         _check_widths(graph)
+        if len(marked) == 1:
+            raise PlanError(
+                "one stage is marked, and a pipeline needs two. A mark inside a scan "
+                "marks the whole loop: put marks around loops, or leave them out, and "
+                "give num_stages"
+            )
         if count not in (None, len(marked)):
             raise PlanError(
                 f"{len(marked)} stages are marked, and {count} are asked for. Drop "

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
@@ -26,9 +27,14 @@ class Origin:
 
     It stands in the tree of every state, which JAX's caches keep for ever; hence it is
     not the step itself.
+
+    Attributes:
+        adapter: how the model divides.
+        mesh: all devices, where stages hold leaves on devices of their own; else None.
     """
 
     adapter: Adapter
+    mesh: Mesh | None = None
 
 
 @functools.partial(
@@ -63,10 +69,23 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model in the user's own type and tree, in the devices' memory."""
+        """The model in the user's own type and tree, in the devices' memory.
+
+        What lies on devices of several stages is copied to all of them together, in
+        shards where its first dimension divides, so that one function can take it.
+        """
         check_alive(self)
-        params = jax.tree.map(out_of_host, self.params)
-        return self.origin.adapter.rebuild(params, self.rest)
+        parts = jax.tree.map(out_of_host, self.params), self.rest
+        if self.origin.mesh is not None:
+            parts = jax.tree.map(functools.partial(_spread, self.origin.mesh), parts)
+        return self.origin.adapter.rebuild(*parts)
+
+
+def _spread(mesh: Mesh, leaf: Any) -> Any:
+    """A leaf on all devices of a mesh."""
+    divides = leaf.ndim and leaf.shape[0] % mesh.size == 0 and not is_key(leaf)
+    spec = PartitionSpec(mesh.axis_names) if divides else PartitionSpec()
+    return jax.device_put(leaf, NamedSharding(mesh, spec))
 
 
 def check_alive(state: TrainState) -> None:

@@ -17,7 +17,7 @@ from whalejax.adapters import Adapter, adapt, wants_key
 from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
-from whalejax.lowering.mpmd import Apart
+from whalejax.lowering.mpmd import Apart, stages_mesh
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
@@ -54,7 +54,8 @@ class TrainStep:
     ) -> None:
         self.plan = plan
         self.adapter = adapter
-        self._origin = Origin(adapter)
+        mesh = stages_mesh(plan, devices) if plan.apart else None
+        self._origin = Origin(adapter, mesh)
         self._trains = optimizer is not None
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer

@@ -279,6 +279,25 @@ def test_every_program_is_compiled_once() -> None:
     assert handler.names["_finish"] == 2  # of each stage
 
 
+def test_stages_that_only_look_up_and_parameters_that_nothing_reads() -> None:
+    def loss(model: Any, tokens: Any) -> Any:
+        with wh.pipeline(num_micro_batches=2):
+            with wh.stage():
+                hidden = model["table"][tokens]
+            with wh.stage():
+                return jnp.tanh(hidden @ model["out"]).mean()
+
+    def make(key: Any) -> Any:
+        table, out = jax.random.normal(key, (40, 16)), jnp.ones((16, 4))
+        return {"out": out, "table": table, "unread": jnp.ones(8)}
+
+    with jax.enable_x64(True):
+        job = wh.Job(loss, make, lambda i, n: np.arange(n) % 40, optax.sgd(0.1), 16)
+        found = check(on_one_device(job, 2), devices=4)
+    assert found.error <= FLOAT64_TOLERANCE
+    assert "unread" in str(found.plan)
+
+
 @pytest.mark.parametrize("schedule", [full("gpipe"), "1f1b", "zb-h1"])
 def test_what_waits_is_what_the_table_says(
     schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -339,6 +358,10 @@ def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) ->
             for a, b in _pairs(kept, found):
                 np.testing.assert_array_equal(a, b)
             target(read, job.batch_at(2))
+        whole_loss = jax.jit(job.loss_fn)(state.model, job.batch_at(0))
+        assert float(whole_loss) == pytest.approx(
+            float(jax.jit(job.loss_fn)(expected.model, job.batch_at(0))), rel=1e-9
+        )
         apart(state, job.batch_at(0))
         with pytest.raises(wh.WhaleError, match="was consumed by a step"):
             apart(state, job.batch_at(0))
@@ -451,6 +474,34 @@ def one_mark(model: Any, x: Any) -> Any:
         return jnp.tanh(x @ model["a"] @ model["b"]).mean()
 
 
+def two_marks(model: Any, x: Any) -> Any:
+    with wh.pipeline(schedule="interleaved"):
+        with wh.stage():
+            h = x @ model["a"]
+        with wh.stage():
+            return jnp.tanh(h @ model["b"]).mean()
+
+
+def wide_marks(model: Any, x: Any) -> Any:
+    with wh.pipeline():
+        with wh.stage(devices=1):
+            h = x @ model["a"]
+        with wh.stage(devices=3):
+            return jnp.tanh(h @ model["b"]).mean()
+
+
+def nested_marks(model: Any, x: Any) -> Any:
+    with wh.pipeline(), wh.stage():
+        h = x @ model["a"]
+        with wh.stage():
+            return jnp.tanh(h @ model["b"]).mean()
+
+
+def any_number(model: Any, x: Any) -> Any:
+    with wh.pipeline():
+        return plain(model, x)
+
+
 def plain(model: Any, x: Any) -> Any:
     return jnp.tanh(x @ model["a"] @ model["b"]).mean()
 
@@ -463,7 +514,11 @@ def plain(model: Any, x: Any) -> Any:
             {},
             ("values flow backwards between stages", "test_mpmd.py:", "stage 1"),
         ),
-        (one_mark, {"mesh": {"stage": 2}}, ("1 stages are marked, and 2 are asked",)),
+        (one_mark, {}, ("one stage is marked, and a pipeline needs two",)),
+        (two_marks, {}, ("marks give it one", "take another schedule")),
+        (wide_marks, {}, ("stages have equally many devices so far",)),
+        (nested_marks, {}, ("stands inside stage", "not allowed")),
+        (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),
         (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
         (plain, {"mesh": {"stage": 2}, "num_micro_batches": 5}, ("5 micro-batches",)),
         (plain, {"mesh": {"stage": 2}, "offload": "optimizer"}, ("host memory",)),

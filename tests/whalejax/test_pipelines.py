@@ -353,7 +353,7 @@ def contradicting(model: Any, x: Any) -> Any:
         (scanned, {"offload": "optimizer"}, "stages keep nothing in host memory yet"),
         (matching, {"loss_chunks": 2}, "stages make all logits of a micro-batch at"),
         (scanned, {"num_micro_batches": 5}, "do not divide into 5 micro-batches"),
-        (staged, {}, "1 stages are marked, and 2 are asked for"),
+        (staged, {}, "one stage is marked, and a pipeline needs two"),
         (contradicting, {}, "asks for num_stages 4, and mesh={'stage': 2} for 2"),
         (
             contradicting,

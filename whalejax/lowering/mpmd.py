@@ -31,7 +31,8 @@ from whalejax.lowering.passing import Pass
 from whalejax.lowering.pieces import Site, site_of
 from whalejax.lowering.places import Facts, place_of
 from whalejax.lowering.spmd import Program, Sums, sums_of, wide
-from whalejax.planner.decide import analysed_for
+from whalejax.planner.decide import analyse_graph, analysed_for
+from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.parts import Division, Value, divided, divided_by_marks
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Schedule, schedule
@@ -103,9 +104,7 @@ class Apart:
         self.meshes = _meshes(self.plans, devices)
         self.whole = [NamedSharding(m, PartitionSpec()) for m in self.meshes]
         check_compiler_options(self._options, self.whole[0], devices[0].platform)
-        self.mesh = Mesh(
-            np.array(devices).reshape(len(self.plans), -1), ("stage", "device")
-        )
+        self.mesh = stages_mesh(plan, devices)
         self.division = _division(plan, captured)
         self._layouts: dict[int, dict[Value, Any]] = {}
         self._handing: dict[tuple[Value, int], NamedSharding] = {}
@@ -280,7 +279,7 @@ class Apart:
     ) -> tuple[Program, dict[Value, Any]]:
         """A stage's program, and the layouts of what it is handed and hands on."""
         plan, places = self.plans[stage], self._places(stage)
-        graph = stage_graph(self.captured.graph, self.division, places)
+        graph = stage_graph(self.captured.graph, self._dims, self.division, places)
         captured = replace(self.captured, graph=graph)
         analysed = analysed_for(plan, graph)
         parts = [self.division.parts[place] for place in places]
@@ -356,6 +355,10 @@ class Apart:
             for value in site.place.received:
                 found[-1][self.division.made_at[value]].append(value)
         return found
+
+    @functools.cached_property
+    def _dims(self) -> Dimensions:
+        return analyse_graph(self.captured.graph).dims
 
     @property
     def counters(self) -> Mapping[int, int]:
@@ -483,6 +486,17 @@ class Apart:
             gradients=tuple(kept),
         )
         return state, sums, state.rest
+
+
+def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
+    """All devices of a plan in stages, each of which has a mesh of its own.
+
+    Args:
+        plan: one whose stages have programs of their own.
+        devices: in node order.
+    """
+    together = np.array(devices).reshape(len(plan.apart), -1)
+    return Mesh(together, ("stage", "device"))
 
 
 def _meshes(plans: Sequence[Plan], devices: Sequence[Any]) -> list[Mesh]:
