@@ -14,7 +14,7 @@ from whalejax.planner.schedules import Schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
 from whalejax.planner.segments import Segments
-from whalejax.planner.shared import STAGE
+from whalejax.planner.shared import STAGE, devices_of_stage
 from whalejax.planner.stage_models import places_of, stage_graph
 from whalejax.planner.stages import Stage, cut
 from whalejax.planner.turns import handed_seconds
@@ -112,7 +112,8 @@ class Cuts:
         return self._found[key]
 
     def _cut(self, table: Schedule, request: Request) -> Cut:
-        part = self.cluster.part(request.num_devices)
+        stages = table.num_stages
+        part = devices_of_stage(self.cluster, request.num_devices, stages)
         laid = laid_out(self.graph, part, request)
         best = min(laid, key=lambda one: one.scored.time.step_seconds)
         mesh = {STAGE: table.num_stages, **best.scored.mesh}
@@ -124,7 +125,7 @@ class Cuts:
             lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
         )
         division, paces = self._division(segments, table, part)
-        stages, chunks = table.num_stages, table.num_chunks
+        chunks = table.num_chunks
         return Cut(
             division=division,
             paces=paces,

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError
 from whalejax.planner.asked import Asked
 from whalejax.planner.cost import Collective, Setting, as_run, row_ahead, row_hits
 from whalejax.planner.decide import (
@@ -40,7 +39,7 @@ from whalejax.planner.rows import Row, build_rows
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
-from whalejax.planner.shared import STAGE, Shared, check_devices
+from whalejax.planner.shared import STAGE, Shared, check_devices, devices_of_stage
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
 from whalejax.planner.turns import less, times, turn_of
 from whalejax.planner.unequal import (
@@ -92,7 +91,8 @@ def decide_stages(
         dealt = Dealt(length=shared.length, stages=stages)
         if shared.length % stages and one.num_devices == 1:
             dealt = replace(dealt, seconds=seconds_of(graph, shared, cluster, count))
-        part, most = _part(cluster, one.num_devices, stages), max(dealt.layers)
+        part = devices_of_stage(cluster, one.num_devices, stages)
+        most = max(dealt.layers)
         program = None if again is None else functools.partial(_again, again, most)
         try:
             decided = decided_on(own(most), part, one, program)
@@ -172,18 +172,6 @@ def _check(shared: Shared, stages: int, request: Request) -> None:
             'attention is "ring": stages do not run attention in blocks yet. Leave '
             "attention out, or the axis stage"
         )
-
-
-def _part(cluster: Cluster, devices: int, stages: int) -> Cluster:
-    """The devices of one stage."""
-    try:
-        return cluster.part(devices)
-    except WhaleError as error:
-        raise PlanError(
-            f"stage is {stages}, and {cluster.describe()} has no {stages} equal parts "
-            f"of {devices} devices that links join alike. Take another number of "
-            "stages, or of devices"
-        ) from error
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:

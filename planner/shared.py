@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.graph import Graph, Op
 from whalejax.planner.layers import stacked_loop
@@ -174,6 +176,27 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         f"stage is {stages}, and there are {devices} devices, of which every stage has "
         f"as many; {remedy}"
     )
+
+
+def devices_of_stage(cluster: Cluster, devices: int, stages: int) -> Cluster:
+    """The devices of one stage.
+
+    Args:
+        cluster: all devices.
+        devices: of a stage.
+        stages: how many there are.
+
+    Raises:
+        PlanError: links join no such number.
+    """
+    try:
+        return cluster.part(devices)
+    except WhaleError as error:
+        raise PlanError(
+            f"stage is {stages}, and {cluster.describe()} has no {stages} equal parts "
+            f"of {devices} devices that links join alike. Take another number of "
+            "stages, or of devices"
+        ) from error
 
 
 def of_stage(spec: Spec) -> Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -93,12 +94,11 @@ def test_values_that_flow_backwards_name_both_lines() -> None:
     )
 
 
-def test_what_a_step_changes_is_made_at_one_place() -> None:
-    units = chain()
-    changed = Units(
-        units=units.units,
-        params=units.params,
-        results=units.results,
-        fresh={3: made(3)[0]},
+def test_what_a_step_changes_is_made_where_it_is_read() -> None:
+    units = dataclasses.replace(
+        chain(), fresh={4: made(3)[0]}, others=("data", "statistics")
     )
-    assert [part.fresh for part in divided(changed, ["c"]).parts] == [(3,), ()]
+    assert [part.fresh for part in divided(units, ["c"]).parts] == [(4,), ()]
+    both = dataclasses.replace(units, fresh={3: made(3)[0]})
+    with pytest.raises(PlanError, match="data is changed in part 0 of the model"):
+        divided(both, ["c"])

@@ -397,7 +397,7 @@ def test_the_number_of_stages_is_found() -> None:
     tried = {c.layout.split(",")[0].split(" ×")[0] for c in plan.candidates}
     assert tried == {"stage 2", "stage 4"}
     best = min(c.step_seconds for c in plan.candidates if c.fits)
-    assert plan.time.step_seconds <= 1.02 * best  # 1F1B unless another is surely faster
+    assert plan.time.step_seconds <= 1.1 * best  # 1F1B unless another is surely faster
 
 
 def test_plans_are_saved_and_read(tmp_path: Path) -> None:

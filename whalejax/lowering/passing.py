@@ -60,7 +60,7 @@ class Pass:
         adapter = apart.captured.adapter
         self.first = len(adapter.param_paths)
         self.rest = dict(enumerate(jax.tree.leaves(state.rest), start=self.first))
-        self.copies: dict[tuple[int, Any], Any] = {}
+        self.copies: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.common = [self._common(site) for site in apart.sites]
         made = [zeros() for zeros in apart.zeros]
         self.sums = [sums for sums, _ in made]
@@ -70,8 +70,9 @@ class Pass:
         """A value on a stage, copied there once."""
         key = stage, id(value)
         if key not in self.copies:
-            self.copies[key] = jax.device_put(value, sharding)
-        return self.copies[key]
+            # Both are held: what is forgotten might lend its id to another.
+            self.copies[key] = value, jax.device_put(value, sharding)
+        return self.copies[key][1]
 
     def _common(self, site: Site) -> dict[int, Any]:
         apart, place, stage = self.apart, site.place, site.stage
