@@ -64,6 +64,7 @@ TPU: Final = [
 ]
 
 
+@pytest.mark.full
 @needs_tpu_compiler
 @pytest.mark.relaxed_promotion
 def test_compiler_options_are_planned_with_and_compiled_with() -> None:
