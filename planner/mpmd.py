@@ -24,13 +24,14 @@ from whalejax.planner.parts import (
     Division,
     Units,
 )
-from whalejax.planner.plan import BatchLeaf, Candidate, Plan, PlanError, Stages
+from whalejax.planner.plan import BatchLeaf, Plan, PlanError, Stages
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.search import ranked
-from whalejax.planner.shared import STAGE, check_devices, devices_of_stage
+from whalejax.planner.shared import STAGE, devices_of_stage
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_models import places_of, tensors_of
+from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
 from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
 from whalejax.planner.written import written
@@ -83,7 +84,7 @@ def decide_mpmd(
     """
     del again
     stages = piped.mesh[STAGE]
-    _check(graph, request, stages)
+    check_stages(request, stages, most=request.num_devices)
     if marked and piped.schedule == "interleaved":
         raise PlanError(
             "the schedule interleaved gives each stage several parts of the model, and "
@@ -151,26 +152,6 @@ def _other_schedules(best: _Weighed) -> Iterator[_Weighed]:
 
 def _remats(request: Request) -> list[Remat]:
     return [(("*", p),) for p in request.policies if p != "none"]
-
-
-def _check(graph: Graph, request: Request, stages: int) -> None:
-    """Refuse what stages cannot be asked for."""
-    check_devices(request.num_devices, stages, most=request.num_devices)
-    if request.offload:
-        raise PlanError(
-            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
-            "memory yet. Leave offload out, or the axis stage"
-        )
-    if (request.loss_chunks or 1) > 1:
-        raise PlanError(
-            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
-            "micro-batch at once. Leave loss_chunks out, or the axis stage"
-        )
-    if any(kind == "ring" for _, kind in request.attention or ()):
-        raise PlanError(
-            'attention is "ring": stages do not run attention in blocks yet. Leave '
-            "attention out, or the axis stage"
-        )
 
 
 def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[int]:
@@ -435,7 +416,7 @@ class _Weighed:
             ),
             time=self.time,
             memory=self.memory,
-            candidates=self._candidates(weighed),
+            candidates=candidates(weighed, self),
             notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         )
 
@@ -467,27 +448,6 @@ class _Weighed:
             own,
         )
         return replace(plan, candidates=(), question=None)
-
-    def _candidates(self, weighed: Sequence[_Weighed]) -> tuple[Candidate, ...]:
-        order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
-        return tuple(
-            Candidate(
-                layout=one.layout,
-                time=one.time,
-                memory=one.memory,
-                fits=one.fits,
-                verdict=self._verdict(one),
-            )
-            for one in order[:12]
-        )
-
-    def _verdict(self, one: _Weighed) -> str:
-        if one is self:
-            return "chosen"
-        if not one.fits:
-            return f"needs {gigabytes(one.memory.total_bytes)} of memory"
-        slower = one.time.step_seconds / self.time.step_seconds - 1
-        return f"{slower:.1%} slower"
 
 
 def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf, ...]:

@@ -29,7 +29,6 @@ from whalejax.planner.layout import Spec, divisors, shards, spec_of
 from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.plan import (
     BatchLeaf,
-    Candidate,
     LeafPlan,
     Plan,
     PlanError,
@@ -39,7 +38,8 @@ from whalejax.planner.rows import Row, build_rows
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
-from whalejax.planner.shared import STAGE, Shared, check_devices, devices_of_stage
+from whalejax.planner.shared import STAGE, Shared, devices_of_stage
+from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
 from whalejax.planner.turns import less, times, turn_of
 from whalejax.planner.unequal import (
@@ -149,29 +149,13 @@ def _again(again: Again, layers: int, remat: Remat, *kinds: Any) -> Graph:
 
 
 def _check(shared: Shared, stages: int, request: Request) -> None:
-    layers, devices = shared.length, request.num_devices
+    layers = shared.length
     if stages > layers:
         raise PlanError(
             f"stage is {stages}, and the model has {layers} layers, of which every "
             f"stage holds one or more; expected at most {layers}"
         )
-    check_devices(devices, stages, most=layers)
-    if request.offload:
-        raise PlanError(
-            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
-            "memory yet. Leave offload out, or the axis stage"
-        )
-    if (request.loss_chunks or 1) > 1:
-        raise PlanError(
-            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
-            "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
-            "micro-batches make fewer logits at once"
-        )
-    if any(kind == "ring" for _, kind in request.attention or ()):
-        raise PlanError(
-            'attention is "ring": stages do not run attention in blocks yet. Leave '
-            "attention out, or the axis stage"
-        )
+    check_stages(request, stages, most=layers)
 
 
 def _counts(graph: Graph, request: Request, stages: int) -> Iterator[int]:
@@ -390,7 +374,7 @@ class _Weighed:
             stages=self.stages,
             time=self.time,
             memory=self.memory,
-            candidates=self._candidates(weighed),
+            candidates=candidates(weighed, self),
             notes=(*plan.notes, *unequal_notes(self.dealt, alone=self.alone)),
             product_flops=self._product_flops(),
         )
@@ -439,27 +423,6 @@ class _Weighed:
         end = len(inside) - inside[::-1].index(True)
         part = replace(graph, ops=graph.ops[:end])
         return build_rows(part, self.decided.analysed.dims).ops
-
-    def _candidates(self, weighed: Sequence[_Weighed]) -> tuple[Candidate, ...]:
-        order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
-        return tuple(
-            Candidate(
-                layout=one.layout,
-                time=one.time,
-                memory=one.memory,
-                fits=one.fits,
-                verdict=self._verdict(one),
-            )
-            for one in order
-        )
-
-    def _verdict(self, one: _Weighed) -> str:
-        if one is self:
-            return "chosen"
-        if not one.fits:
-            return f"needs {gigabytes(one.memory.total_bytes)} of memory"
-        slower = one.time.step_seconds / self.time.step_seconds - 1
-        return f"{slower:.1%} slower"
 
 
 def _too_large(one: _Weighed) -> str:

@@ -1,0 +1,86 @@
+"""What plans in stages share, whoever runs them: what they refuse and remember."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.plan import Candidate, PlanError
+from whalejax.planner.scored import Request
+from whalejax.planner.shared import check_devices
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+from whalejax.planner.written import KEPT_CANDIDATES
+
+
+class Weighed(Protocol):
+    """A plan in stages that was weighed."""
+
+    time: TimeTerms
+    memory: MemoryTerms
+    fits: bool
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        ...
+
+
+def check_stages(request: Request, stages: int, *, most: int) -> None:
+    """Refuse what stages cannot be asked for.
+
+    Args:
+        request: what is asked.
+        stages: how many.
+        most: stages that there can be.
+
+    Raises:
+        PlanError: what it is, and the remedy.
+    """
+    check_devices(request.num_devices, stages, most=most)
+    if request.offload:
+        raise PlanError(
+            f"offload is {', '.join(request.offload)}: stages keep nothing in host "
+            "memory yet. Leave offload out, or the axis stage"
+        )
+    if (request.loss_chunks or 1) > 1:
+        raise PlanError(
+            f"loss_chunks is {request.loss_chunks}: stages make all logits of a "
+            "micro-batch at once. Leave loss_chunks out, or the axis stage; more "
+            "micro-batches make fewer logits at once"
+        )
+    if any(kind == "ring" for _, kind in request.attention or ()):
+        raise PlanError(
+            'attention is "ring": stages do not run attention in blocks yet. Leave '
+            "attention out, or the axis stage"
+        )
+
+
+def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:
+    """Plans in stages for a plan to remember, best first.
+
+    Args:
+        weighed: all of them.
+        best: the one that is taken.
+    """
+    order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
+    return tuple(
+        Candidate(
+            layout=one.layout,
+            time=one.time,
+            memory=one.memory,
+            fits=one.fits,
+            verdict=_verdict(one, best),
+        )
+        for one in order
+        if one is best or one in order[:KEPT_CANDIDATES]
+    )
+
+
+def _verdict(one: Weighed, best: Weighed) -> str:
+    if one is best:
+        return "chosen"
+    if not one.fits:
+        return f"needs {gigabytes(one.memory.total_bytes)} of memory"
+    slower = one.time.step_seconds / best.time.step_seconds - 1
+    return f"{slower:.1%} slower" if slower >= 0 else f"{-slower:.1%} faster"
