@@ -10,11 +10,12 @@ there was an all-reduce (Korthikanti et al., 2022).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.dimensions import Dimensions, op_roles
-from whalejax.planner.graph import Graph, TaskGraph
+from whalejax.planner.graph import Graph, Op, TaskGraph
 from whalejax.planner.layout import Table
 
 
@@ -68,38 +69,67 @@ def split_between(graph: Graph, dims: Dimensions, shared: frozenset[int]) -> Spl
         dims: its logical dimensions.
         shared: the roles.
     """
-    weight = graph.weight_tensors()
+    return next(splits_between(graph, dims, [shared]))
+
+
+def splits_between(
+    graph: Graph, dims: Dimensions, several: Iterable[frozenset[int]]
+) -> Iterator[Split]:
+    """``split_between`` for one set of roles after another.
+
+    Args:
+        graph, dims: as there.
+        several: the sets.
+    """
     batch = frozenset(r.index for r in dims.batch)
-    children: dict[int, int] = {}
-    homes: list[int] = []
-    known: dict[frozenset[int], bool] = {}
-    for index, op in enumerate(graph.ops):
-        roles = op_roles(index, op, dims)
-        if roles not in known:
-            known[roles] = bool(roles & batch) and not roles & shared
-        home = op.task_graph
-        mark = graph.task_graphs[home].strategy
-        lends = mark is not None and mark.kind == "replicate"
-        if known[roles] and not lends:
-            home = children.setdefault(home, len(graph.task_graphs) + len(children))
-        homes.append(home)
+    roles = [op_roles(index, op, dims) for index, op in enumerate(graph.ops)]
+    follows = _followed(graph)
+    # Most operations stand in the same TaskGraph in all of them.
+    moved = functools.cache(lambda op, home: _moved(graph.ops[op], home))
+    for shared in several:
+        known = {own: bool(own & batch) and not own & shared for own in {*roles}}
+        children: dict[int, int] = {}
+        homes: list[int] = []
+        for op, own in zip(graph.ops, roles, strict=True):
+            home = op.task_graph
+            mark = graph.task_graphs[home].strategy
+            lends = mark is not None and mark.kind == "replicate"
+            if known[own] and not lends:
+                place = len(graph.task_graphs) + len(children)
+                home = children.setdefault(home, place)
+            homes.append(home)
+        for index, reader in follows:
+            homes[index] = homes[reader]
+        new = tuple(
+            TaskGraph(index=child, name=graph.task_graphs[parent].name + SUFFIX)
+            for parent, child in children.items()
+        )
+        whole = dataclasses.replace(
+            graph,
+            ops=tuple(map(moved, range(len(homes)), homes)),
+            task_graphs=(*graph.task_graphs, *new),
+        )
+        parents = {child: parent for parent, child in children.items()}
+        yield Split(graph=whole, parents=parents, shared=shared)
+
+
+def _moved(op: Op, home: int) -> Op:
+    return op if op.task_graph == home else dataclasses.replace(op, task_graph=home)
+
+
+def _followed(graph: Graph) -> list[tuple[int, int]]:
+    """Operations with weights alone, the last first, each with its first reader.
+
+    What is done with weights alone stands where their first reader does.
+    """
+    weight = graph.weight_tensors()
     reader: dict[int, int] = {}
+    found = []
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
         if op.results and all(weight[t] for t in op.results):
-            # What is done with weights alone stands where their first reader does.
-            homes[index] = reader.get(op.results[0], homes[index])
+            if op.results[0] in reader:
+                found.append((index, reader[op.results[0]]))
         for t in op.operands:
-            reader[t] = homes[index]
-    ops = tuple(
-        dataclasses.replace(op, task_graph=home)
-        for op, home in zip(graph.ops, homes, strict=True)
-    )
-    new = tuple(
-        TaskGraph(index=child, name=graph.task_graphs[parent].name + SUFFIX)
-        for parent, child in children.items()
-    )
-    whole = dataclasses.replace(graph, ops=ops, task_graphs=(*graph.task_graphs, *new))
-    return Split(
-        graph=whole, parents={c: p for p, c in children.items()}, shared=shared
-    )
+            reader[t] = index
+    return found

@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
-from whalejax.planner.between import SUFFIX, Split, shared_roles, split_between
+from whalejax.planner.between import (
+    SUFFIX,
+    Split,
+    shared_roles,
+    split_between,
+    splits_between,
+)
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import ATTENTION, Graph
 from whalejax.planner.plan import (
@@ -231,14 +237,9 @@ class _Searches:
         Returns:
             Whether there is such a program.
         """
-        graph = self.graph
-        if self.again is not None and (remat or attention or chunks > 1):
-            graph = self.again(remat, attention, chunks)
-            rings = any(op.kind == ATTENTION for op in graph.ops)
-            cut = any(op.chunks > 1 for op in graph.ops)
-            missing = (attention and not rings) or (chunks > 1 and not cut)
-            if graph is self.graph or missing:
-                return False
+        graph = self._program(remat, attention, chunks)
+        if graph is None:
+            return False
         analysed = analyse_graph(graph)
         asked = dataclasses.replace(
             self.request, remat=remat, attention=attention, loss_chunks=chunks
@@ -263,6 +264,20 @@ class _Searches:
             apart.run()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
         return True
+
+    def _program(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
+        """The graph of one program, or None where there is none such."""
+        if self.again is None or not (remat or attention or chunks > 1):
+            return self.graph
+        graph = self.graph
+        # Where nothing runs in blocks or chunks, none of it has to be computed again.
+        for policy in dict.fromkeys(((), remat)):
+            graph = self.again(policy, attention, chunks)
+            rings = any(op.kind == ATTENTION for op in graph.ops)
+            cut = any(op.chunks > 1 for op in graph.ops)
+            if (attention and not rings) or (chunks > 1 and not cut):
+                return None
+        return None if graph is self.graph else graph
 
 
 LEAST_SCORES = 0.1
@@ -300,8 +315,7 @@ def _splits(analysed: Analysed, plain: Search) -> Iterator[Split]:
         enough = len(tried) >= MOST_SPLITS and not plain.request.sequence_parallel
         if scored.mesh["tensor"] > 1 and not enough:
             tried[shared_roles(scored.tables, options.batch)] = None
-    for shared in filter(None, tried):
-        yield split_between(analysed.graph, analysed.dims, shared)
+    yield from splits_between(analysed.graph, analysed.dims, filter(None, tried))
 
 
 def _no_sequence(search: Search) -> str:

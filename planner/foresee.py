@@ -17,7 +17,6 @@ from whalejax.planner.cost import Collective
 from whalejax.planner.decide import Again, Analysed, analyse_graph, check_marks, decide
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
-from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec, Table
@@ -255,7 +254,7 @@ def _plan(
     facts = LeafFacts.of(
         search.graph,
         search.dims,
-        reading(search.graph, search.dims),
+        search.views.reading,
         request.optimizer,
         narrowed=request.narrowed,
     )

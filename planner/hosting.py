@@ -15,17 +15,15 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import RowCost
-from whalejax.planner.graph import Graph
 from whalejax.planner.layout import shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
+from whalejax.planner.program import Program
 from whalejax.planner.rows import Row
 from whalejax.planner.scored import Hosted, Request
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.waiting import (
     exposed_seconds,
     hosts_known,
-    sliced_leaves,
-    waiting_values,
 )
 
 
@@ -43,21 +41,16 @@ class Hosting:
     """Host memory, as one search asks for it.
 
     Attributes:
-        graph: what is planned.
+        program: what is planned.
         cluster: the machine.
         request: what the user fixed.
         facts: the parameters.
     """
 
-    graph: Graph
+    program: Program
     cluster: Cluster
     request: Request
     facts: LeafFacts
-
-    @functools.cached_property
-    def waiting(self) -> dict[int, int]:
-        """Copies of activations that may wait in host memory, by tensor."""
-        return waiting_values(self.graph)
 
     @functools.cached_property
     def streamed(self) -> Hosted:
@@ -72,7 +65,7 @@ class Hosting:
     @functools.cached_property
     def leaves(self) -> list[bool]:
         """For each parameter: it may lie in host memory itself."""
-        sliced, streamed = sliced_leaves(self.graph), self.streamed.params
+        sliced, streamed = self.program.sliced, self.streamed.params
         return [t.id in sliced and t.path in streamed for t in self.facts.tensors]
 
     @property
@@ -84,7 +77,7 @@ class Hosting:
     def nothing(self) -> str:
         """Of what the user wants there, what the model has none of; empty if it has."""
         asked = self.request.offload or ()
-        if "activations" in asked and not self.waiting:
+        if "activations" in asked and not self.program.waiting:
             return NOTHING_WAITS
         return NOTHING_IS_SLICED if "params" in asked and not any(self.leaves) else ""
 
@@ -105,7 +98,7 @@ class Hosting:
         # Some optimizers need their state as a whole.
         there = {
             "optimizer": any(self.state),
-            "activations": bool(self.waiting),
+            "activations": bool(self.program.waiting),
             "params": any(self.leaves),
         }
         each = [name for name in OFFLOADS if there[name]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.dimensions import Dimensions, Layout
@@ -129,36 +129,46 @@ class LeafFacts:
         multiplied = graph.only_multiplied()
         read = read_bytes(graph, reading.weight) if narrowed else {}
         rank = {role: place for place, role in enumerate(storage)}
-        groups: dict[LeafGroup, int] = {}
-        counts: Counter[int] = Counter()
-        group_of = []
+        groups = []
         for t in tensors:
             pinned = next((dim for dim, axis in pins_of(t) if axis == "fsdp"), None)
-            fused = reading.fused.get(t.id)
-            group = LeafGroup(
-                shape=t.shape,
-                layout=dims.layouts[t.id],
-                sizes=dims.sizes[t.id],
-                fused=fused,
-                home=homes.get(t.id, 0),
-                order=_order(pinned, dims.layouts[t.id], rank),
-                pinned=pinned,
-                gathers=gathers[t.id],
-                multiplied=multiplied[t.id],
-                nbytes=t.nbytes,
-                optimizer_bytes=optimizer.by_path.get(t.path, 0),
-                narrowed=read.get(t.id, 1.0),
+            groups.append(
+                LeafGroup(
+                    shape=t.shape,
+                    layout=dims.layouts[t.id],
+                    sizes=dims.sizes[t.id],
+                    fused=reading.fused.get(t.id),
+                    home=homes.get(t.id, 0),
+                    order=_order(pinned, dims.layouts[t.id], rank),
+                    pinned=pinned,
+                    gathers=gathers[t.id],
+                    multiplied=multiplied[t.id],
+                    nbytes=t.nbytes,
+                    optimizer_bytes=optimizer.by_path.get(t.path, 0),
+                    narrowed=read.get(t.id, 1.0),
+                )
             )
-            group_of.append(groups.setdefault(group, len(groups)))
-            counts[group_of[-1]] += 1
+        counted, group_of = _counted(groups)
         return cls(
             tensors=tensors,
-            groups=tuple((group, counts[index]) for group, index in groups.items()),
-            group_of=tuple(group_of),
+            groups=counted,
+            group_of=group_of,
             role_names=tuple(_role_names(t, dims) for t in tensors),
             storage=storage,
             optimizer_other_bytes=optimizer.other_bytes,
         )
+
+    def at(self, homes: Mapping[int, int]) -> LeafFacts:
+        """The same parameters, where other TaskGraphs compute with them.
+
+        Args:
+            homes: from ``weight_homes``.
+        """
+        pairs = zip(self.tensors, self.group_of, strict=True)
+        groups, group_of = _counted(
+            [replace(self.groups[i][0], home=homes.get(t.id, 0)) for t, i in pairs]
+        )
+        return replace(self, groups=groups, group_of=group_of)
 
     def leaves(self, layouts: Sequence[LeafLayout]) -> tuple[LeafPlan, ...]:
         """The plan of every parameter from the layouts of the groups."""
@@ -177,6 +187,15 @@ class LeafFacts:
                 self.tensors, self.role_names, self.group_of, strict=True
             )
         )
+
+
+def _counted(
+    groups: Sequence[LeafGroup],
+) -> tuple[tuple[tuple[LeafGroup, int], ...], tuple[int, ...]]:
+    """Equal groups once, with how often each is there; and for each which it is."""
+    counts = Counter(groups)
+    places = {group: place for place, group in enumerate(counts)}
+    return tuple(counts.items()), tuple(places[group] for group in groups)
 
 
 def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:

@@ -6,7 +6,9 @@ checkpointed regions are one unit each. A border between two parts is named by t
 parameter whose reading begins the second: that name means the same in another trace.
 
 Cheap units that read data and parameters alone (masks, keys, casts) are run wherever
-something reads them, so that nobody waits for them.
+something reads them, so that nobody waits for them. Two are not, because a parameter
+would have to be there too: what data look up in a parameter, and what a parameter is
+summed to, as in a penalty on its size.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import functools
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.problems import Problems
@@ -30,6 +32,13 @@ Value = tuple[Position, int]
 program stand at the position ``()``."""
 
 
+LOOKUPS = frozenset(("gather", "dynamic_slice"))
+"""Operations that take some of a table."""
+
+SUMS = frozenset(("reduce_sum", "reduce_max"))
+"""Operations that leave little of what they read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """An equation that runs at one place.
@@ -42,6 +51,7 @@ class Unit:
         sizes: bytes of each.
         cheap: it does no products and no loops.
         line: where the user wrote it.
+        kind: name of the operation.
     """
 
     position: Position
@@ -51,6 +61,7 @@ class Unit:
     sizes: tuple[int, ...]
     cheap: bool
     line: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +92,23 @@ class Units:
 
     @functools.cached_property
     def free(self) -> tuple[bool, ...]:
-        """For each unit: it is cheap, and reads nothing that is not."""
+        """For each unit: it is cheap, reads nothing that is not, and is no lookup."""
         found: list[bool] = []
+        behind: list[frozenset[int]] = []
         for unit in self.units:
-            makers = (self.makers.get(v) for v in unit.reads)
-            found.append(unit.cheap and all(m is None or found[m] for m in makers))
+            makers = [self.makers.get(v) for v in unit.reads]
+            direct = {v[1] for v in unit.reads if v not in self.makers}
+            others = (behind[m] for m in makers if m is not None)
+            behind.append(frozenset(direct).union(*others))
+            free = unit.cheap and all(m is None or found[m] for m in makers)
+            found.append(free and not (unit.kind in LOOKUPS and self._mix(behind[-1])))
         return tuple(found)
+
+    def _mix(self, inputs: Collection[int]) -> bool:
+        """There are parameters among them, and data."""
+        trained = len(self.params)
+        data = trained + len(self.others)
+        return any(n < trained for n in inputs) and any(n >= data for n in inputs)
 
     @functools.cached_property
     def inputs(self) -> tuple[frozenset[int], ...]:
@@ -206,13 +228,14 @@ class Division:
         return tuple(i for i, part in enumerate(self.parts) if value in part.imports)
 
     def owner(self, number: int, stages: int) -> int:
-        """The first stage that reads an input; the first of all if none does.
+        """The first stage that reads or makes an input; the first of all if none does.
 
         Args:
             number: of the input.
             stages: how many there are; parts are dealt out to them in turn.
         """
-        places = (i for i, part in enumerate(self.parts) if number in part.inputs)
+        parts = enumerate(self.parts)
+        places = (i for i, x in parts if number in x.inputs or number in x.fresh)
         return min((place % stages for place in places), default=0)
 
 
@@ -277,7 +300,8 @@ def divided_by_marks(units: Units, labels: Sequence[int | None]) -> Division:
 
 def _division(units: Units, homes: Sequence[int], count: int) -> Division:
     """Parts by the place of each unit; free ones run where they are read."""
-    places = _places(units, homes, count)
+    readers = _readers(units, homes, count)
+    places = _places(units, homes, count, readers)
     members: list[list[int]] = [[] for _ in range(count)]
     for index, several in enumerate(places):
         for place in several:
@@ -289,7 +313,7 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
     def read(value: Value, place: int) -> None:
         maker = units.makers.get(value)
         if maker is not None and place not in places[maker]:
-            made_at[value] = homes[maker]
+            (made_at[value],) = places[maker]
             imports[place][value] = None
 
     for place, indices in enumerate(members):
@@ -302,7 +326,8 @@ def _division(units: Units, homes: Sequence[int], count: int) -> Division:
     fresh: dict[int, list[int]] = defaultdict(list)
     for number, value in units.fresh.items():
         maker = units.makers.get(value)
-        fresh[0 if maker is None else min(places[maker])].append(number)
+        there = readers[number] if maker is None else places[maker]
+        fresh[min(there, default=0)].append(number)
     parts = tuple(
         Part(
             units=tuple(members[place]),
@@ -334,21 +359,65 @@ def _check_changed(units: Units, parts: Sequence[Part]) -> None:
                 )
 
 
-def _places(units: Units, homes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+def _readers(units: Units, homes: Sequence[int], count: int) -> dict[int, set[int]]:
+    """By the number of an input, the places that cannot do without it."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for index, inputs in enumerate(units.inputs):
+        if not units.free[index]:
+            for number in inputs:
+                found[number].add(homes[index])
+    for value in units.results:
+        if value is not None:
+            maker = units.makers.get(value)
+            if maker is None or units.free[maker]:
+                for number in (value[1],) if maker is None else units.inputs[maker]:
+                    found[number].add(count - 1)
+    return found
+
+
+def _places(
+    units: Units,
+    homes: Sequence[int],
+    count: int,
+    readers: Mapping[int, Collection[int]],
+) -> list[tuple[int, ...]]:
     """Where each unit runs."""
     wanted: list[set[int]] = [set() for _ in units.units]
     for value in units.results:
         if value is not None and value in units.makers:
             wanted[units.makers[value]].add(count - 1)
+    for number, value in units.fresh.items():
+        maker = units.makers.get(value)
+        if maker is not None and units.free[maker]:
+            # Beside who reads it; else beside who reads what it is made of.
+            others = (p for n in units.inputs[maker] for p in readers.get(n, ()))
+            there = readers.get(number) or {*others}
+            wanted[maker].add(min(there, default=0))
     for index in reversed(range(len(units.units))):
         if not units.free[index]:
             wanted[index] = {homes[index]}
-        elif not wanted[index]:
-            wanted[index] = {0}
+        else:
+            wanted[index] = _kept(units, index, wanted[index], readers)
         for value in units.units[index].reads:
             if value in units.makers:
                 wanted[units.makers[value]] |= wanted[index]
     return [tuple(sorted(w)) for w in wanted]
+
+
+def _kept(
+    units: Units,
+    index: int,
+    wanted: set[int],
+    readers: Mapping[int, Collection[int]],
+) -> set[int]:
+    """Where a free unit runs: where it is read, or a sum where its parameter lies."""
+    inputs = units.inputs[index]
+    if units.units[index].kind not in SUMS or not inputs or not wanted:
+        return wanted or {0}
+    if max(inputs) >= len(units.params):
+        return wanted
+    first = max(min(readers.get(n, ()), default=0) for n in inputs)
+    return {first} if min(wanted) >= first else wanted
 
 
 def _inputs(

@@ -8,178 +8,19 @@ span they are not told apart.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost import Setting
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import CONVOLUTION, Graph
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout
-from whalejax.planner.memory import Kept, kept_bytes
+from whalejax.planner.memory import kept_bytes
+from whalejax.planner.moments import Moments
 from whalejax.planner.plan import MemoryTerms
 from whalejax.planner.terms import FETCHED
-from whalejax.planner.timeline import Entry, Timeline, Works
 from whalejax.planner.update import reduced_whole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
-    """What memory holds in each span: of the forward pass, then of the backward pass.
-
-    Attributes:
-        kinds: the different tensors.
-        saved: for each span, how many of each kind are kept.
-        working: for each span, what it may work with, how many of each kind: one of
-            the rows at a time, before the gradients that the span itself makes.
-        making: the same while it makes them.
-        gradients: for each span, how many parameters of each group have their gradient.
-        held: for each span and group, whether it computes with such a parameter, which
-            is there whole at a time if it lies in shards.
-        made: for each span and group, whether it makes such a parameter's gradient.
-        turns: for each group, by how many turns of a loop its parameters are shared
-            out, one part to each.
-        cast: for each group, how many of its parameters are there in the type that
-            they are computed with, all the time: all beside loops over layers, and
-            those that checkpointed regions are given. Others are cast where they are
-            read.
-        waiting: how many of each kind wait in host memory.
-    """
-
-    kinds: tuple[Kept, ...]
-    saved: np.ndarray
-    working: tuple[np.ndarray, ...]
-    making: tuple[np.ndarray, ...]
-    gradients: np.ndarray
-    held: np.ndarray
-    made: np.ndarray
-    turns: np.ndarray
-    cast: np.ndarray
-    waiting: np.ndarray
-
-
-def moments(
-    graph: Graph,
-    dims: Dimensions,
-    weight: Sequence[bool],
-    facts: LeafFacts,
-    *,
-    compiler: CompilerProfile,
-    waiting: Mapping[int, int] | None = None,
-) -> Moments:
-    """Find what memory holds.
-
-    Args:
-        graph: the captured loss.
-        dims: its logical dimensions.
-        weight: for every tensor, whether it depends on parameters alone.
-        facts: the parameters.
-        compiler: what it computes inside products, and in which type.
-        waiting: copies of values that wait in host memory, by tensor.
-    """
-    timeline = Timeline(graph, weight, compiler, waiting)
-    found = _Kinds(graph, dims)
-    spans = timeline.spans
-    saved = [found.count(timeline.made_before(span.end)) for span in spans]
-    saved += [found.count(timeline.saved_before(span.end)) for span in spans]
-    works: list[tuple[Works, Works]]
-    works = [(list(timeline.ahead(span)), []) for span in spans]
-    works += [timeline.behind(span) for span in spans]
-    working, making = (
-        [[found.count(row) for row in pair[which]] for pair in works]
-        for which in (0, 1)
-    )
-    away = found.count(timeline.waits())
-    last, users = timeline.parameters(facts)
-    gradients = np.zeros((2 * len(spans), len(facts.groups)))
-    for leaf, group in enumerate(facts.group_of):
-        for place, span in enumerate(spans, start=len(spans)):
-            gradients[place, group] += last[leaf] >= span.first
-    turns = np.array(timeline.turns(facts))
-    cast, looped = np.zeros(len(facts.groups)), bool((turns > 1).any())
-    for leaf, group in enumerate(facts.group_of):
-        given = any(graph.ops[at].remat is not None for at in users[leaf])
-        cast[group] += given or looped
-    held = np.zeros((2 * len(spans), len(facts.groups)))
-    made = np.zeros_like(held)
-    for leaf, group in enumerate(facts.group_of):
-        for place, span in enumerate(spans):
-            here = [graph.ops[at] for at in users[leaf] if span.first <= at < span.end]
-            if here:
-                held[place, group] = 1
-                # Behind a product it is read again, and its gradient is made.
-                if any(op.matmul is not None for op in here):
-                    held[place + len(spans), group] = 1
-                made[place + len(spans), group] = 1
-    return Moments(
-        kinds=tuple(found.kinds),
-        saved=np.array([found.full(row) for row in saved]),
-        working=found.tables(working),
-        making=found.tables(making),
-        gradients=gradients,
-        held=held,
-        made=made,
-        turns=turns,
-        cast=cast,
-        waiting=found.full(away),
-    )
-
-
-@dataclass
-class _Kinds:
-    """Different kinds of tensors, in order of appearance."""
-
-    graph: Graph
-    dims: Dimensions
-    kinds: list[Kept] = field(default_factory=list)
-    places: dict[Any, int] = field(default_factory=dict)
-
-    @functools.cached_property
-    def ends(self) -> bool:
-        """Convolutions decide the layouts: batch or channels lie in lanes."""
-        return any(op.kind == CONVOLUTION for op in self.graph.ops)
-
-    def count(self, entries: Mapping[Entry, float]) -> dict[int, float]:
-        """How many of each kind."""
-        found: dict[int, float] = {}
-        for (tensor, nbytes, home), times in entries.items():
-            key = self.dims.layouts[tensor], self.dims.sizes[tensor], nbytes, home
-            if key not in self.places:
-                self.places[key] = len(self.kinds)
-                self.kinds.append(
-                    Kept(
-                        layout=key[0],
-                        sizes=key[1],
-                        nbytes=nbytes,
-                        task_graph=home,
-                        count=1,
-                        ends=self.ends,
-                    )
-                )
-            place = self.places[key]
-            found[place] = found.get(place, 0.0) + times
-        return found
-
-    def full(self, row: Mapping[int, float]) -> np.ndarray:
-        """The same with a place for every kind."""
-        found = np.zeros(len(self.kinds))
-        for place, times in row.items():
-            found[place] = times
-        return found
-
-    def tables(
-        self, rows: Sequence[Sequence[Mapping[int, float]]]
-    ) -> tuple[np.ndarray, ...]:
-        """Rows of several spans, one table for each."""
-        return tuple(
-            np.array([self.full(row) for row in table] or [self.full({})])
-            for table in rows
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

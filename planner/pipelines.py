@@ -34,7 +34,7 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.rows import Row, build_rows
+from whalejax.planner.rows import Row
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
@@ -51,6 +51,7 @@ from whalejax.planner.unequal import (
     stored_bytes,
     unequal_notes,
 )
+from whalejax.planner.views import build_rows
 from whalejax.planner.written import written
 
 

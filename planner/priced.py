@@ -8,8 +8,9 @@ inside a stage (links, shards of storage, micro-batches in flight) is kept apart
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +25,15 @@ from whalejax.planner.cost import (
     hits_of,
     row_seconds,
 )
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.fused import lying
+from whalejax.planner.dimensions import Layout
+from whalejax.planner.fused import Fused, lying
 from whalejax.planner.layers import kind_of
-from whalejax.planner.layout import MESH_AXES, Spec, spec_of
+from whalejax.planner.layout import MESH_AXES, Spec
 from whalejax.planner.leaves import LeafFacts, LeafGroup, OptimizerBytes
 from whalejax.planner.memory import Kept, Residents, fold_kept, kept_bytes, residents
-from whalejax.planner.rows import Flow, Row, Rows, Slot, build_rows
+from whalejax.planner.rows import Flow, Row, Rows
 from whalejax.planner.variants import Array, Variant
+from whalejax.planner.views import Views
 
 
 REMATS = ("none", "dots", "named", "full")
@@ -92,20 +94,28 @@ class Stacked:
 
 
 class Links:
-    """What a chain needs to be priced, worked out once."""
+    """What a chain needs to be priced, worked out once.
+
+    Args:
+        chain: the layers.
+        views: its operations, wherever they stand.
+        optimizer: bytes of its state.
+        compiler: what it makes of the operations.
+        narrowed: only some TaskGraphs compute in 16 bits.
+    """
 
     def __init__(
         self,
         chain: Chain,
-        dims: Dimensions,
+        views: Views,
         optimizer: OptimizerBytes,
         compiler: CompilerProfile,
         *,
         narrowed: bool = False,
     ) -> None:
         self.chain = chain
-        self.dims = dims
-        self.rows: Rows = build_rows(chain.graph, dims)
+        self.dims = dims = views.dims
+        self.rows: Rows = views.rows(chain.graph)
         self.residents: Residents = residents(
             chain.graph,
             dims,
@@ -217,7 +227,11 @@ class Pricer:
         self.batch = frozenset(r.index for r in links.dims.batch)
         self.likes = [self._like(rows) for rows in self.rows_of]
         self._settings: dict[tuple[int, ...], tuple[Array, Setting]] = {}
-        self._hits: dict[tuple[int, int, frozenset[int]], dict[str, int]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self.hits = functools.cache(self._hits)
+        self.specs = functools.cache(self._specs)
+        self.alike_in_hits = functools.cache(self._alike_in_hits)
+        self.alike_in_specs = functools.cache(self._alike_in_specs)
 
     def _mesh(self, batch_size: int) -> dict[str, Array]:
         c, one = self.columns, np.ones(self.number)
@@ -241,20 +255,43 @@ class Pricer:
             self._settings[variants] = rows, s
         return self._settings[variants]
 
-    def alike(self, signature: Callable[[int], Any]) -> list[tuple[int, ...]]:
-        """Variants by some signature."""
-        found: dict[Any, list[int]] = {}
-        for index in range(len(self.variants)):
-            found.setdefault(signature(index), []).append(index)
-        return [tuple(group) for group in found.values()]
+    def _hits(self, spot: int, present: frozenset[int]) -> list[dict[str, int]]:
+        """``hits_of`` under every variant where these roles are present."""
+        settings = (self.setting((v,))[1] for v in range(len(self.variants)))
+        return [
+            hits_of(present, variant.spots[spot], s)
+            for variant, s in zip(self.variants, settings, strict=True)
+        ]
 
-    def hits(self, variant: int, spot: int, present: frozenset[int]) -> dict[str, int]:
-        """``hits_of`` where these roles are present."""
-        key = (variant, spot, present)
-        if key not in self._hits:
-            _, s = self.setting((variant,))
-            self._hits[key] = hits_of(present, self.variants[variant].spots[spot], s)
-        return self._hits[key]
+    def _specs(
+        self, layout: Layout, sizes: Layout, spot: int, fused: Fused | None = None
+    ) -> list[Spec]:
+        """Layouts of a value, or of a parameter as it lies, under every variant."""
+        return [
+            lying(layout, sizes, fused, variant.spots[spot], like)
+            for variant, like in zip(self.variants, self.likes, strict=True)
+        ]
+
+    def _alike_in_hits(self, spot: int, present: frozenset[int]) -> list[int]:
+        """A number for every variant, the same for those with the same hits."""
+        return self._numbered(tuple(h.items()) for h in self.hits(spot, present))
+
+    def _alike_in_specs(
+        self, layout: Layout, sizes: Layout, spot: int, fused: Fused | None = None
+    ) -> list[int]:
+        """The same for those that lay a value out alike."""
+        return self._numbered(self.specs(layout, sizes, spot, fused))
+
+    def _numbered(self, values: Iterable[Hashable]) -> list[int]:
+        numbers = self._numbers
+        return [numbers.setdefault(value, len(numbers)) for value in values]
+
+    def alike(self, *signatures: Sequence[int]) -> list[tuple[int, ...]]:
+        """Variants by some numbers of each."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, key in enumerate(zip(*signatures, strict=True)):
+            found.setdefault(key, []).append(index)
+        return [tuple(group) for group in found.values()]
 
     def add(self, column: Column, rows: Array, values: Any) -> None:
         """Add to a column at some cells."""
@@ -284,9 +321,9 @@ class Pricer:
             present |= slot.roles
         home, place = self.where(spot)
         attention = self.links.meets_itself(row, self.variants[0].spots[0]["context"])
-        for group in self.alike(lambda v: tuple(self.hits(v, spot, present).items())):
+        for group in self.alike(self.alike_in_hits(spot, present)):
             rows, s = self.setting(group)
-            hits = self.hits(group[0], spot, present)
+            hits = self.hits(spot, present)[group[0]]
             launches = 0.0
             for kind, device in enumerate(self.cluster.kinds):
                 ahead, behind, launches = row_seconds(row, hits, s, device)
@@ -305,32 +342,19 @@ class Pricer:
                 column = Column("gradient", 0, place, axes=c.axes)
                 self.add(column, rows, c.payload_bytes * float(c.count))
 
-    def _flow_signature(self, flow: Flow, variant: int) -> tuple[Any, ...]:
+    def _flow_signatures(self, flow: Flow) -> Iterator[list[int]]:
         """What decides the collectives of a flow under a variant, but for sizes."""
-        tables, like = self.variants[variant].spots, self.likes[variant]
-        source = flow.source
-
-        def spec(slot: Slot, spot: int) -> Spec:
-            return spec_of(slot.layout, slot.sizes, tables[spot], like)
-
-        made = tuple(self.hits(variant, flow.task_graph, flow.present).items())
-        table = tables[flow.task_graph]
-        return (
-            lying(source.layout, source.sizes, flow.fused, table, like),
-            made,
-            *(
-                (
-                    spec(use.view, use.task_graph),
-                    tuple(self.hits(variant, use.task_graph, use.present).items()),
-                )
-                for use in flow.uses
-            ),
-        )
+        source, home = flow.source, flow.task_graph
+        yield self.alike_in_specs(source.layout, source.sizes, home, flow.fused)
+        yield self.alike_in_hits(home, flow.present)
+        for use in flow.uses:
+            yield self.alike_in_specs(use.view.layout, use.view.sizes, use.task_graph)
+            yield self.alike_in_hits(use.task_graph, use.present)
 
     def _traffic(self, flow: Flow) -> None:
         """Collectives on a value, by where they run."""
         home, place = self.where(_reader(flow))
-        for group in self.alike(lambda v: self._flow_signature(flow, v)):
+        for group in self.alike(*self._flow_signatures(flow)):
             rows, s = self.setting(group)
             for c in flow_cost(flow, self.variants[group[0]].spots, s):
                 column = Column(
@@ -348,14 +372,9 @@ class Pricer:
 
     def _kept(self, entry: Kept) -> Array:
         """Bytes of a kept value at every cell."""
-        spot = entry.task_graph
-
-        def signature(variant: int) -> Spec:
-            table = self.variants[variant].spots[spot]
-            return spec_of(entry.layout, entry.sizes, table, self.likes[variant])
-
         found = np.zeros(self.number)
-        for group in self.alike(signature):
+        specs = self.alike_in_specs(entry.layout, entry.sizes, entry.task_graph)
+        for group in self.alike(specs):
             rows, s = self.setting(group)
             tables = self.variants[group[0]].spots
             found[rows] = kept_bytes((entry,), tables, s)[0]
@@ -394,10 +413,8 @@ class Pricer:
         """Into how many parts the computation cuts each dimension of the leaves."""
         for index, leaf in enumerate(self.links.leaves):
             group = leaf.group
-            for variant, rows in enumerate(self.rows_of):
-                table = self.variants[variant].spots[group.home]
-                like = self.likes[variant]
-                spec = lying(group.layout, group.sizes, group.fused, table, like)
+            specs = self.specs(group.layout, group.sizes, group.home, group.fused)
+            for rows, spec in zip(self.rows_of, specs, strict=True):
                 for dim, axes in enumerate(spec):
                     if axes:
                         column = Column("parts", index, dim)

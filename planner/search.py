@@ -35,8 +35,6 @@ from whalejax.planner.cost import (
     RowCost,
     Setting,
     as_run,
-    flow_cost,
-    row_cost,
     row_flops,
     row_hits,
 )
@@ -57,10 +55,14 @@ from whalejax.planner.memory import (
     Residents,
     residents,
 )
-from whalejax.planner.peaks import Moments, moments, peak_of
+from whalejax.planner.moments import Moments, moments
+from whalejax.planner.peaks import peak_of
 from whalejax.planner.pins import pinned_axes
+from whalejax.planner.prices import Prices
+from whalejax.planner.program import Program
 from whalejax.planner.ranking import best_first
-from whalejax.planner.rows import Rows, build_rows
+from whalejax.planner.regions import weight_homes
+from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Request as Request
 from whalejax.planner.scored import Scored as Scored
 from whalejax.planner.terms import MemoryTerms, TimeTerms
@@ -133,6 +135,8 @@ class Search:
 
     Attributes:
         graph, dims, rows: what is planned.
+        program: its operations, wherever they stand.
+        prices: costs of the rows.
         hosting: what may lie in host memory.
         split: what stands between products is set apart in the graph, for sequence
             parallelism; the options are those of the search ``beside`` without.
@@ -159,15 +163,25 @@ class Search:
         self.dims = dims
         self.cluster = cluster
         self.request = request
-        self.rows: Rows = build_rows(graph, dims)
-        self.facts = LeafFacts.of(
-            graph,
-            dims,
-            self.rows.reading,
-            request.optimizer,
-            narrowed=request.narrowed,
+        self.program: Program = (
+            Program(graph, dims, cluster.compiler) if beside is None else beside.program
         )
-        self.hosting = Hosting(graph, cluster, request, self.facts)
+        self.rows: Rows = self.program.views.rows(graph)
+        self.prices: Prices = Prices(
+            self.rows, None if beside is None else beside.prices
+        )
+        self.facts: LeafFacts = (
+            LeafFacts.of(
+                graph,
+                dims,
+                self.rows.reading,
+                request.optimizer,
+                narrowed=request.narrowed,
+            )
+            if beside is None
+            else beside.facts.at(weight_homes(graph, self.rows.weight))
+        )
+        self.hosting = Hosting(self.program, cluster, request, self.facts)
         self.options: Options = (
             choices(graph, dims, self.rows, request.default)
             if beside is None
@@ -192,22 +206,12 @@ class Search:
     @functools.cached_property
     def moments(self) -> Moments:
         """What memory holds when."""
-        return self._moments()
+        return moments(self.graph, self.facts, self.program.course)
 
     @functools.cached_property
     def _apart(self) -> Moments:
         """The same with activations in host memory."""
-        return self._moments(self.hosting.waiting)
-
-    def _moments(self, waiting: Mapping[int, int] | None = None) -> Moments:
-        return moments(
-            self.graph,
-            self.dims,
-            self.rows.weight,
-            self.facts,
-            compiler=self.cluster.compiler,
-            waiting=waiting,
-        )
+        return moments(self.graph, self.facts, self.program.course_apart)
 
     def run(self) -> list[Scored]:
         """Evaluate everything.
@@ -364,7 +368,7 @@ class Search:
     ) -> tuple[TimeTerms, tuple[Collective, ...]]:
         s = self.setting(case.mesh, count)
         if count not in case.costs:
-            case.costs[count] = tuple(self._costs(case.tables, s))
+            case.costs[count] = self.prices.of(case.tables, s)
         return self._time(case.layouts, case.zero, count, case.costs[count], s)
 
     def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
@@ -579,12 +583,6 @@ class Search:
             for row in self.rows.ops
         )
         return int(round(total * scored.num_micro_batches))
-
-    def _costs(self, tables: Mapping[int, Table], s: Setting) -> Iterator[RowCost]:
-        for row in self.rows.ops:
-            yield row_cost(row, row_hits(row, tables[row.task_graph], s), s)
-        for flow in self.rows.flows:
-            yield RowCost(compute_seconds=0.0, collectives=flow_cost(flow, tables, s))
 
 
 def ranked(scored: Sequence[Scored]) -> list[Scored]:

@@ -25,10 +25,10 @@ from whalejax.planner.graph import Graph, TaskGraph
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.memory import kept_bytes, residents
 from whalejax.planner.parts import Division, Units
-from whalejax.planner.rows import build_rows
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.stages import Layer
+from whalejax.planner.views import build_rows
 
 
 class Segments:

@@ -30,6 +30,8 @@ def stage_graph(
         units, [v for place in places for v in division.parts[place].exports]
     )
     read = {t for op in ops for t in op.operands}
+    # What is only reported is read by no operation.
+    read |= {n for place in places for n in division.parts[place].inputs}
     # What no stage reads lies on the first.
     everywhere = {n for part in division.parts for n in part.inputs}
     unread = {t.id for t in graph.params} - everywhere if 0 in places else set()

@@ -15,7 +15,6 @@ from typing import Any
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
-from whalejax.planner.leaves import LeafFacts
 from whalejax.planner.memory import CHEAP, SPREAD
 from whalejax.planner.terms import FETCHED
 
@@ -44,13 +43,18 @@ class Span:
 
 
 Entry = tuple[int, int, int]
-"""A tensor, its bytes (unsharded), and the TaskGraph that lays it out."""
+"""A tensor, its bytes (unsharded), and the operation whose TaskGraph lays it out."""
+
+NOWHERE = -1
+"""Stands for that operation where there is none."""
 
 Works = list[dict[Entry, float]]
 
 
 class Timeline:
     """What the forward pass keeps and when it is let go.
+
+    It does not depend on the TaskGraphs of operations.
 
     Args:
         graph: the captured loss.
@@ -211,7 +215,7 @@ class Timeline:
         return found
 
     def _saved(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """(Tensor, copy) to first reader, bytes and TaskGraph, outside regions."""
+        """(Tensor, copy) to first reader, bytes and home, outside regions."""
         ops = self.graph.ops
         kept: dict[int, int] = {}
         stacked = bool(self.graph.stacked)
@@ -237,13 +241,13 @@ class Timeline:
         found = {}
         for t, first in kept.items():
             times = ops[self.maker[t]].trip if t in self.maker else 1
-            found[t, 0] = first, self._nbytes(t) * times, home.get(t, 0)
+            found[t, 0] = first, self._nbytes(t) * times, home.get(t, NOWHERE)
         for i, op in enumerate(ops if self.compiler.copies_kernels else ()):
             turned = op.kind == CONVOLUTION and op.remat is None
             if turned and self.graph.tensors[op.operands[0]].differentiable:
                 kernel = op.operands[1]
                 nbytes = self._nbytes(kernel) * op.trip
-                found[kernel, -1 - i] = i, nbytes, home.get(kernel, 0)
+                found[kernel, -1 - i] = i, nbytes, home.get(kernel, NOWHERE)
         loop = next((s.first for s in self.spans if s.loop), 0)
         for copy, one in enumerate(self._stacked(), start=1):
             at = max(self.maker.get(one.tensor, loop), loop)
@@ -256,14 +260,14 @@ class Timeline:
         return found
 
     def _kept_by(self, one: Stacked) -> int:
-        """The TaskGraph as which a loop keeps a value: the reader's, or the maker's."""
+        """The operation as whose a loop keeps a value: its reader, or its maker."""
         shape = self.graph.tensors[one.tensor].shape
-        for op in self.graph.ops if one.gathered else ():
+        for i, op in enumerate(self.graph.ops if one.gathered else ()):
             if op.trip > 1 and op.matmul is not None:
                 for t in op.operands[:2]:
                     if self._value(t) and self.graph.tensors[t].shape == shape:
-                        return op.task_graph
-        return self.homes.get(one.tensor, 0)
+                        return i
+        return self.homes.get(one.tensor, NOWHERE)
 
     def _stacked(self) -> list[Stacked]:
         """What loops keep on the device."""
@@ -290,7 +294,7 @@ class Timeline:
             if op.remat is not None
         }
         for t, copies in self.waiting.items():
-            nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, 0)
+            nbytes, home = self.graph.tensors[t].nbytes, self.homes.get(t, NOWHERE)
             found[t, nbytes, home] += copies * trips[t]
         return found
 
@@ -305,11 +309,11 @@ class Timeline:
         return {region: [*tensors] for region, tensors in found.items()}
 
     def _homes(self) -> dict[int, int]:
-        """The TaskGraph of each tensor: of its maker, or of its first reader."""
+        """The operation where each tensor is at home: its maker, or first reader."""
         found: dict[int, int] = {}
-        for op in self.graph.ops:
+        for i, op in enumerate(self.graph.ops):
             for t in (*op.results, *op.operands):
-                found.setdefault(t, op.task_graph)
+                found.setdefault(t, i)
         return found
 
     def saved_before(self, end: int) -> Counter[Entry]:
@@ -382,7 +386,7 @@ class Timeline:
         return 0.75 if self.halves and wide and not self.narrow[tensor] else 1.0
 
     def _entry(self, tensor: int) -> Entry:
-        return tensor, self._nbytes(tensor), self.homes.get(tensor, 0)
+        return tensor, self._nbytes(tensor), self.homes.get(tensor, NOWHERE)
 
     def _nbytes(self, tensor: int) -> int:
         made = self.maker.get(tensor)
@@ -410,7 +414,7 @@ class Timeline:
         if not span.loop or not self._stacked():
             return []
         largest = max(self._stacked(), key=lambda s: s.nbytes)
-        home = self.homes.get(largest.tensor, 0)
+        home = self.homes.get(largest.tensor, NOWHERE)
         return [(largest.tensor, self._kept_bytes(largest), home)]
 
     def _rebuilt(self, region: int) -> dict[int, int]:
@@ -429,33 +433,29 @@ class Timeline:
 
     # Parameters.
 
-    def turns(self, facts: LeafFacts) -> list[int]:
-        """For each group of parameters, the length of the loop that slices them."""
-        shapes = self.graph.tensors
-        same = {t.id: t.id for t in facts.tensors}
+    def sliced(self) -> frozenset[int]:
+        """Parameters that loops slice."""
+        tensors, params = self.graph.tensors, self.graph.params
+        same = {t.id: t.id for t in params}
         sliced: set[int] = set()
         for op in self.graph.ops:
             if len(op.operands) != 1 or len(op.results) != 1:
                 continue
-            leaf, before = same.get(op.operands[0]), shapes[op.operands[0]].shape
-            after = shapes[op.results[0]].shape
+            leaf, before = same.get(op.operands[0]), tensors[op.operands[0]].shape
+            after = tensors[op.results[0]].shape
             slices = len(before) == len(after) + 1 and after == before[1:]
             if leaf is not None and op.kind in LOOPS and slices:
                 sliced.add(leaf)
             elif leaf is not None and (op.elementwise or op.reshape):
                 if after[:1] == before[:1]:
                     same[op.results[0]] = leaf
-        found = [1] * len(facts.groups)
-        for tensor, group in zip(facts.tensors, facts.group_of, strict=True):
-            if tensor.id in sliced:
-                found[group] = tensor.shape[0]
-        return found
+        return frozenset(sliced)
 
-    def parameters(self, facts: LeafFacts) -> tuple[list[int], list[list[int]]]:
+    def parameters(self) -> tuple[list[int], list[list[int]]]:
         """For each parameter: its last reader, and all that are no weights' own."""
-        place = {t.id: i for i, t in enumerate(facts.tensors)}
-        of: dict[int, set[int]] = {t: {i} for t, i in place.items()}
-        users: list[list[int]] = [[] for _ in facts.tensors]
+        params = self.graph.params
+        of: dict[int, set[int]] = {t.id: {i} for i, t in enumerate(params)}
+        users: list[list[int]] = [[] for _ in params]
         for i, op in enumerate(self.graph.ops):
             leaves = {leaf for t in op.operands for leaf in of.get(t, ())}
             if not leaves:

@@ -17,8 +17,8 @@ from whalejax.planner.decide import analyse_graph
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import extend_spec, shards
 from whalejax.planner.plan import LeafPlan, Plan
-from whalejax.planner.rows import build_rows
 from whalejax.planner.shared import STAGE, Shared
+from whalejax.planner.views import build_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

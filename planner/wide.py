@@ -42,11 +42,11 @@ from whalejax.planner.ranking import TIE, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
-from whalejax.planner.rows import build_rows
 from whalejax.planner.search import Request
 from whalejax.planner.simulate import any_cut_share
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array, Points, Variant, Variants
+from whalejax.planner.views import Views
 from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
@@ -134,7 +134,8 @@ class WideSearch:
         self.cluster = cluster
         self.request = request
         self.batch = graph.batch_size * graph.num_micro_batches
-        options = choices(graph, dims, build_rows(graph, dims), request.default)
+        self.views = Views(graph, dims)
+        options = choices(graph, dims, self.views.rows(graph), request.default)
         self.variants = Variants(graph, dims, layers, options)
         self.experts = any(
             c.experts or c.pinned_to("expert") for c in options.choices.values()
@@ -183,7 +184,7 @@ class WideSearch:
         chain, optimizer = self.served[0].chain, self.request.optimizer
         first = Links(
             chain,
-            self.dims,
+            self.views,
             optimizer,
             self.cluster.compiler,
             narrowed=self.request.narrowed,

@@ -29,8 +29,9 @@ from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Table
 from whalejax.planner.memory import Residents, kept_bytes, residents
-from whalejax.planner.rows import Row, Rows, build_rows
+from whalejax.planner.rows import Row, Rows
 from whalejax.planner.runs import Run
+from whalejax.planner.views import build_rows
 
 
 EMBED, LAYER, HEAD = 0, 1, 2

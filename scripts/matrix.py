@@ -1,6 +1,7 @@
 """Compares every strategy with one device: the whole matrix of ``tests/cases.py``.
 
-The pairs of features of ``tests/features.py`` are at its end: ``--only features``.
+The pairs of features of ``tests/features.py`` and the pipelines of ``tests/stages.py``
+are at its end: ``--only features``, ``--only stages``.
 Each case appends one line of JSON to a file, and a case that passed there under the
 same code is not run again, so an interrupted run is taken up where it stopped. Fails if
 any case does, and stops if the code changes meanwhile. The last line printed is one
@@ -33,7 +34,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import cases, features, workers  # noqa: E402
+from tests import cases, features, stages, workers  # noqa: E402
 
 
 PRODUCT: Final = ("whalejax", "planner", "meshes", "models")
@@ -43,6 +44,7 @@ MEASURE: Final = (
     "equality.py",
     "features.py",
     "linen_job.py",
+    "stages.py",
 )
 
 
@@ -122,7 +124,7 @@ def main() -> None:
         "passed": len(records) - len(failed),
         "failed": len(failed),
         "left": len(chosen) - len(records),
-        "skipped": cases.skipped(),
+        "skipped": {**cases.skipped(), **stages.skipped()},
         "worst": max(exact, default=None),
         "seconds": round(time.monotonic() - start, 1),
     }

@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ import optax
 from flax import nnx
 
 import whalejax as wh
-from tests.cases import MODELS, Case, Dtype, Precision, expected_axes
+from tests import cases, stages
+from tests.cases import Case, Dtype, Precision
 from whalejax.adapters import adapt
 from whalejax.losses import Job
 from whalejax.lowering import streamed
@@ -39,6 +42,7 @@ FLOAT32_TOLERANCE: Final = 1e-5
 NOISE_FACTOR: Final = 3.0
 NARROW_FACTOR: Final = 1.5
 PIECE_BYTES: Final = 4096  # of state in host memory: several pieces at test size
+_MODELS: Final = {m.name: m for m in (*cases.MODELS, *stages.MODELS)}
 LEARNING_RATE: Final = 0.125  # a power of two: multiplying by it rounds nothing
 
 
@@ -87,7 +91,9 @@ class Outcome:
             of the measure.
         update_error: the largest of a parameter after the update, against the update
             computed from the gradients that the step itself reports.
-        compilations: programs compiled over the steps.
+        compilations: how often the step's programs were compiled over the steps: the
+            one of all stages, or of those of each stage the one that was most often.
+        recompiled: what was compiled after the first step.
         step: the compiled step.
     """
 
@@ -100,6 +106,7 @@ class Outcome:
     rest_error: float
     update_error: float
     compilations: int
+    recompiled: tuple[str, ...]
     step: TrainStep
 
     @property
@@ -255,11 +262,19 @@ def distance(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
 class _Compiles(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.names: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self.count += text.startswith("Compiling jit(_advance)")
+        found = re.match(r"Compiling jit\((\w+)\)", record.getMessage())
+        if found:
+            self.names[found[1]] += 1
+
+    @property
+    def count(self) -> int:
+        """How often the step's program was; of several, the one that was most often."""
+        own = re.compile(r"_advance|(forward|backward|weight)_\d+")
+        counts = [n for name, n in self.names.items() if own.fullmatch(name)]
+        return max(counts, default=0)
 
 
 @contextmanager
@@ -344,6 +359,7 @@ def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
         state, metrics = step(state, one.batch)
         got = [np.asarray(g) for g in jax.tree.leaves(state.opt_state["gradient"])]
         after, rest = numbers(state.params), numbers(state.rest)
+        first = compiles.names.copy()
         for _ in range(steps - 1):
             state, _ = step(state, one.batch)
     worst, worst_path = worst_leaf(got, one.gradients, one.paths)
@@ -360,6 +376,7 @@ def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
         rest_error=worst_leaf(rest, one.rest, [""] * len(rest))[0] if rest else 0.0,
         update_error=worst_leaf(after, updated, one.paths)[0],
         compilations=compiles.count,
+        recompiled=tuple(compiles.names - first),
         step=step,
     )
 
@@ -417,9 +434,12 @@ def run_case(case: Case, *, steps: int = 5) -> Verdict:
         jax.enable_x64(dtype == "float64"),
         mock.patch.object(streamed, "PIECE_BYTES", PIECE_BYTES),
     ):
+        job, strategy = _job(name, dtype, **changes), case.strategy
+        if strategy.schedule:
+            job = stages.scheduled(job, strategy.stages, strategy.schedule)
         one = dataclasses.replace(
             _reference(name, dtype, count),
-            job=_job(name, dtype, **changes),
+            job=job,
             model=_model(name, dtype, **changes),
         )
         limits = _limits(name, dtype, count, case.precision)
@@ -428,6 +448,8 @@ def run_case(case: Case, *, steps: int = 5) -> Verdict:
     problems += _unsharded(case, outcome.plan)
     if outcome.compilations != 1:
         problems.append(f"{outcome.compilations} compilations in {steps} steps")
+    if outcome.recompiled:
+        problems.append(f"compiled again after a step: {outcome.recompiled}")
     return Verdict(case=case, outcome=outcome, limits=limits, problems=tuple(problems))
 
 
@@ -480,6 +502,7 @@ def _unlike(case: Case, step: TrainStep) -> list[str]:
         "something in host memory": (plan.memory.host_bytes > 0, bool(case.offload)),
         "state in host memory": ("pinned_host" in kinds, "optimizer" in case.offload),
         "parameters there": ("pinned_host" in hosted, "params" in case.offload),
+        **stages.unlike(case, plan),
     }
     return [
         f"{what} is {found}, expected {wanted}"
@@ -499,7 +522,7 @@ def _unsharded(case: Case, plan: wh.Plan) -> list[str]:
         "optimizer": [leaf.optimizer_spec for leaf in plan.leaves],
     }
     problems = []
-    for what, wanted in expected_axes(case).items():
+    for what, wanted in stages.expected_axes(case).items():
         found = specs[what]
         axes = {axis for spec in found for dim in spec for axis in dim}
         if wanted is not None and axes != wanted:
@@ -516,8 +539,7 @@ def _follows(precision: Precision) -> dict[str, bool]:
 
 @functools.cache
 def _job(name: str, dtype: Dtype, **changes: Any) -> Job:
-    model = next(m for m in MODELS if m.name == name)
-    return model.job(dtype, **{"annotated": False, **changes})
+    return _MODELS[name].job(dtype, **{"annotated": False, **changes})
 
 
 @functools.cache
@@ -551,7 +573,7 @@ def _noise(name: str, count: int) -> float:
     Between two runs whose samples are permuted; without dropout, whose masks go by the
     sample's place and would be other ones.
     """
-    quiet = dict(next(m for m in MODELS if m.name == name).quiet)
+    quiet = dict(_MODELS[name].quiet)
     job, model = _job(name, "float32", **quiet), _model(name, "float32", **quiet)
     one = _reference(name, "float32", count)
     if quiet:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Final
 
-from tests import cases
+from tests import cases, stages
 from tests.cases import Case, Dtype, Model, Precision, Strategy
 from tests.covering import cover
 
@@ -201,5 +201,5 @@ def pairwise() -> tuple[Case, ...]:
 
 
 def whole() -> tuple[Case, ...]:
-    """The whole matrix, with these at its end."""
-    return (*cases.full_matrix(), *covering())
+    """The whole matrix, with these and those of stages at its end."""
+    return (*cases.full_matrix(), *covering(), *stages.whole())

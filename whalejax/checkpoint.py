@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from whalejax import _compat
 from whalejax.adapters import dotted
@@ -33,6 +34,7 @@ from whalejax.checkpoint_record import (
     unfinished,
     write_record,
 )
+from whalejax.lowering.spread import collected, dealt, spread
 from whalejax.meshes.problems import WhaleError
 from whalejax.precision import LossScale
 
@@ -75,6 +77,9 @@ def save(path: str | os.PathLike[str], state: Any, plan: Plan) -> None:
         building.mkdir(parents=True)
     _wait_for_all_processes(f"{target.name} begun")
     leaves = _leaves(state, plan)
+    mesh = _between(state)
+    if mesh is not None:
+        leaves = [(leaf, spread(x, mesh)) for leaf, x in leaves]
     _write_arrays(
         building / _ARRAYS, _nested([(leaf, _raw(array)) for leaf, array in leaves])
     )
@@ -114,7 +119,11 @@ def restore(path: str | os.PathLike[str], abstract_state: Any, plan: Plan) -> An
         scales = []
     known = {place: x for place, x in saved.items() if x not in scales}
     check_same(target, known, {leaf.place: leaf for leaf, _ in wanted})
-    entries = [(saved[leaf.place], array.sharding) for leaf, array in wanted]
+    mesh = _between(abstract_state)
+    entries = [
+        (saved[leaf.place], array.sharding if mesh is None else dealt(leaf.shape, mesh))
+        for leaf, array in wanted
+    ]
     # Orbax reads all or nothing.
     unused = [(leaf, abstract_state.step.sharding) for leaf in scales]
     requests = [
@@ -122,11 +131,23 @@ def restore(path: str | os.PathLike[str], abstract_state: Any, plan: Plan) -> An
     ]
     found = _read_arrays(target, _nested(requests))
     values = [_typed(leaf, found, sharding) for leaf, sharding in entries]
+    if mesh is not None:
+        pairs = zip(values, wanted, strict=True)
+        values = [collected(x, array.sharding, mesh) for x, (_, array) in pairs]
     values += fresh
     return jax.tree.unflatten(jax.tree.structure(abstract_state), values)
 
 
 # What is in a state.
+
+
+def _between(state: Any) -> Mesh | None:
+    """All devices, where a state lies in parts on several processes' alone.
+
+    Orbax writes and reads only what lies on devices of all processes.
+    """
+    mesh: Mesh | None = state.origin.mesh
+    return mesh if mesh is not None and mesh.is_multi_process else None
 
 
 def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:

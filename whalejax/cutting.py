@@ -95,13 +95,17 @@ class Steps:
         return found
 
     def needed(
-        self, wanted: Sequence[Operand], given: Collection[int]
+        self,
+        wanted: Sequence[Operand],
+        given: Collection[int],
+        also: Collection[Step] = (),
     ) -> tuple[list[Step], list[int]]:
         """The steps that make some values out of others.
 
         Args:
             wanted: what is to be made.
             given: what is there.
+            also: steps that run in any case.
 
         Returns:
             The steps in order, and the numbers among the given, and among the inputs,
@@ -111,7 +115,7 @@ class Steps:
         chosen, read = [], set[int]()
         for step in reversed(self.steps):
             making = open_.intersection(step.writes).difference(given)
-            if making:
+            if making or step in also:
                 chosen.append(step)
                 open_.update(step.sources)
         made = {n for step in chosen for n in step.writes}
@@ -120,15 +124,21 @@ class Steps:
                 read.add(number)
         return chosen[::-1], sorted(read)
 
-    def run(self, wanted: Sequence[Operand], values: Mapping[int, Any]) -> list[Any]:
+    def run(
+        self,
+        wanted: Sequence[Operand],
+        values: Mapping[int, Any],
+        also: Collection[Step] = (),
+    ) -> list[Any]:
         """Make some values out of others.
 
         Args:
             wanted: what is to be made.
             values: what is there, by number.
+            also: steps that run in any case.
         """
         known = dict(values)
-        steps, _ = self.needed(wanted, values.keys())
+        steps, _ = self.needed(wanted, values.keys(), also)
         for step in steps:
             operands = [_read(x, known) for x in step.reads]
             with _compat.equation_context(step.equation):

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from whalejax import _compat
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
+from whalejax.lowering.ways import absent, is_here
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
@@ -124,6 +125,8 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
         same = leaf.sharding == sharding
         return leaf if same else jax.device_put(leaf, sharding)
     array = np.asarray(leaf, jnp.dtype(planned.dtype))
+    if not is_here(sharding):
+        return absent(jax.ShapeDtypeStruct(planned.shape, array.dtype), sharding)
     if _is_part(leaf):
         return jax.make_array_from_process_local_data(sharding, array, planned.shape)
     # A loader may fill its buffer again while the step still runs.

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import is_key
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.away import out_of_host
+from whalejax.lowering.spread import spread
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import PlanError
 from whalejax.precision import LossScale
@@ -72,20 +73,14 @@ class TrainState:
         """The model in the user's own type and tree, in the devices' memory.
 
         What lies on devices of several stages is copied to all of them together, in
-        shards where its first dimension divides, so that one function can take it.
+        shards where a dimension divides, so that one function can take it.
         """
         check_alive(self)
         parts = jax.tree.map(out_of_host, self.params), self.rest
         if self.origin.mesh is not None:
-            parts = jax.tree.map(functools.partial(_spread, self.origin.mesh), parts)
+            mesh = self.origin.mesh
+            parts = jax.tree.map(lambda leaf: spread(leaf, mesh), parts)
         return self.origin.adapter.rebuild(*parts)
-
-
-def _spread(mesh: Mesh, leaf: Any) -> Any:
-    """A leaf on all devices of a mesh."""
-    divides = leaf.ndim and leaf.shape[0] % mesh.size == 0 and not is_key(leaf)
-    spec = PartitionSpec(mesh.axis_names) if divides else PartitionSpec()
-    return jax.device_put(leaf, NamedSharding(mesh, spec))
 
 
 def check_alive(state: TrainState) -> None:

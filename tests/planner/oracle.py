@@ -70,7 +70,7 @@ class Oracle:
     def __init__(self, search: WideSearch) -> None:
         self.search = search
         chain, optimizer = search.served[0].chain, search.request.optimizer
-        self.links = Links(chain, search.dims, optimizer, search.cluster.compiler)
+        self.links = Links(chain, search.views, optimizer, search.cluster.compiler)
         self.homes = sorted({s.task_graph for s in self.links.chain.spots})
         self.layers = self.links.chain.layers
         self.cluster = search.cluster

@@ -21,7 +21,7 @@ from whalejax.planner.choices import choices
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import Graph
 from whalejax.planner.regions import expert_roles
-from whalejax.planner.rows import build_rows
+from whalejax.planner.views import build_rows
 
 
 pytestmark = pytest.mark.relaxed_promotion

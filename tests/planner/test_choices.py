@@ -24,7 +24,7 @@ from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import Graph, Mark, Tensor
 from whalejax.planner.pins import unplanned_pins, written
 from whalejax.planner.plan import PlanError
-from whalejax.planner.rows import build_rows
+from whalejax.planner.views import build_rows
 
 
 def mark(kind: str, **attributes: str) -> Mark:

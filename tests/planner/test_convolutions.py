@@ -15,7 +15,7 @@ from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import CONVOLUTION, Graph
 from whalejax.planner.layout import Table
 from whalejax.planner.memory import kept_bytes, residents
-from whalejax.planner.rows import build_rows
+from whalejax.planner.views import build_rows
 
 
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}

@@ -25,7 +25,7 @@ from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph, Mark
 from whalejax.planner.layout import Table, extend_spec, local_bytes, shards, spec_of
 from whalejax.planner.leaves import LeafFacts, OptimizerBytes
-from whalejax.planner.rows import build_rows
+from whalejax.planner.views import build_rows
 
 
 Z = Sizes()

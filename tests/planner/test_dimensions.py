@@ -12,7 +12,8 @@ from tests.planner.graphs import Program, Sizes, gpt, mlp
 from whalejax.planner.dimensions import Dimensions, analyse, starred
 from whalejax.planner.graph import Graph
 from whalejax.planner.regions import expert_roles
-from whalejax.planner.rows import Flow, build_rows
+from whalejax.planner.rows import Flow
+from whalejax.planner.views import build_rows
 
 
 HUMAN = {

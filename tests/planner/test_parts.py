@@ -16,7 +16,12 @@ def inputs(*numbers: int) -> list[Value]:
 
 
 def unit(
-    index: int, reads: Sequence[Value], nbytes: int = 8, *, cheap: bool = False
+    index: int,
+    reads: Sequence[Value],
+    nbytes: int = 8,
+    *,
+    cheap: bool = False,
+    kind: str = "",
 ) -> Unit:
     return Unit(
         position=(index,),
@@ -26,6 +31,7 @@ def unit(
         sizes=(nbytes,),
         cheap=cheap,
         line=f"model.py:{index}",
+        kind=kind,
     )
 
 
@@ -102,3 +108,60 @@ def test_what_a_step_changes_is_made_where_it_is_read() -> None:
     both = dataclasses.replace(units, fresh={3: made(3)[0]})
     with pytest.raises(PlanError, match="data is changed in part 0 of the model"):
         divided(both, ["c"])
+
+
+def looked_up(indices: Value) -> Units:
+    """A table, looked up by data or by constants and read by two layers."""
+    units = (
+        unit(0, [*inputs(0), indices], cheap=True, kind="gather"),
+        unit(1, [*inputs(1), *made(0)]),
+        unit(2, [*inputs(2), *made(1, 0)]),
+    )
+    return Units(units=units, params=("table", "b", "c"), results=(*made(2),), fresh={})
+
+
+def test_what_data_look_up_in_a_parameter_is_handed_on() -> None:
+    by_data = divided(looked_up(((), 3)), ["b", "c"])
+    assert [part.units for part in by_data.parts] == [(0,), (1,), (2,)]
+    assert [part.inputs for part in by_data.parts] == [(0, 3), (1,), (2,)]
+    # Positions, say, are no data: every stage can look them up.
+    by_constants = divided(looked_up(((), 0)), ["c"])
+    assert [part.units for part in by_constants.parts] == [(0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_parameter_is_summed_where_it_is_read(position: int) -> None:
+    """A penalty on the first layer, added to the loss, written first or last."""
+    layers = [inputs(0, 2), [*inputs(1)]]
+    order = [0, 1, 2, 3] if position else [1, 2, 0, 3]
+    a, b, penalty, loss = order
+    found = [
+        unit(a, layers[0]),
+        unit(b, [*layers[1], *made(a)]),
+        unit(penalty, inputs(0), cheap=True, kind="reduce_sum"),
+        unit(loss, made(b, penalty)),
+    ]
+    units = Units(
+        units=tuple(sorted(found, key=lambda u: u.position)),
+        params=("a", "b"),
+        results=(*made(loss),),
+        fresh={},
+    )
+    division = divided(units, ["b"])
+    assert [part.inputs for part in division.parts] == [(0, 2), (1,)]
+    assert made(penalty)[0] in division.parts[0].exports
+
+
+def test_what_a_step_changes_cheaply_is_made_beside_its_reader() -> None:
+    """A counter that no layer changes, and that the second part reads."""
+    first, *others = chain().units
+    second = dataclasses.replace(others[3], reads=(*others[3].reads, *inputs(4)))
+    counts = unit(6, inputs(4), cheap=True)
+    units = dataclasses.replace(
+        chain(),
+        units=(first, *others[:3], second, others[4], counts),
+        others=("data", "counter"),
+        fresh={4: made(6)[0]},
+    )
+    division = divided(units, ["b", "c"])
+    assert [part.fresh for part in division.parts] == [(), (), (4,)]

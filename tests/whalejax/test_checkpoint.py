@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -30,6 +29,7 @@ from tests.whalejax.runs import (
     step_of,
 )
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.state import Origin
 from whalejax.train import TrainState, TrainStep
 
 
@@ -148,20 +148,8 @@ def test_random_keys_and_statistics_come_back(tmp_path: Path, impl: str) -> None
 
 
 def test_odd_leaves_come_back(tmp_path: Path) -> None:
-    @dataclasses.dataclass(frozen=True)
-    class State:
-        params: Any
-        rest: Any
-        opt_state: Any
-        step: Any
-        rng: Any
-        loss_scale: Any = None
-
-    jax.tree_util.register_dataclass(
-        State, ["params", "rest", "opt_state", "step", "rng", "loss_scale"], []
-    )
     plan = shared_step().plan
-    state = State(
+    state = TrainState(
         params={leaf.path: jnp.arange(3.0) for leaf in plan.leaves},
         rest={
             "bf16": jnp.arange(5, dtype=jnp.bfloat16),
@@ -174,6 +162,8 @@ def test_odd_leaves_come_back(tmp_path: Path) -> None:
         opt_state=(),
         step=jnp.int32(2**31 - 1),
         rng=jax.random.key(0),
+        loss_scale=None,
+        origin=Origin(shared_step().adapter),
     )
     from whalejax import checkpoint
 

@@ -264,7 +264,8 @@ def test_sizes_of_axes_are_fixed_by_mesh(here: Path, capsys: Captured) -> None:
 def test_sizes_of_axes_that_cannot_be(
     here: Path, capsys: Captured, words: list[str], expected: str
 ) -> None:
-    assert expected in refused(["plan", "mlp", "--mesh", *words], capsys)
+    plan = ["plan", "mlp", "--cluster", "h100:8"]
+    assert expected in refused([*plan, "--mesh", *words], capsys)
 
 
 def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> None:

@@ -68,22 +68,28 @@ def meshes() -> list[Mesh]:
     return [Mesh(np.array([d]), ("data",)) for d in jax.devices()[:2]]
 
 
-def parted(function: Any, owners: Any, *arguments: Any) -> tuple[Parted, Any]:
+def parted(
+    function: Any, owners: Any, *arguments: Any, consumed: bool = False
+) -> tuple[Parted, Any]:
     """A program of two stages whose outputs lie where its inputs do."""
     whole = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes()]
+    both = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("stage", "device"))
+    where = {0: whole[0], 1: whole[1], None: NamedSharding(both, PartitionSpec())}
     steps = written(function, *arguments)
-    inputs = [Where(owner=o, stage=o or 0) for o in owners]
-    outputs = [
-        Where(owner=o, stage=o or 0, sharding=whole[o or 0])
-        for o in owners[: len(steps.outputs)]
-    ]
+    inputs = [Where(owner=o, consumed=consumed) for o in owners]
+    outputs = [Where(owner=o, sharding=where[o]) for o in owners[: len(steps.outputs)]]
     values = [
-        jax.device_put(x, whole[o or 0]) for x, o in zip(arguments, owners, strict=True)
+        jax.device_put(x, where[o]) for x, o in zip(arguments, owners, strict=True)
     ]
     return Parted(steps, inputs, outputs, whole), values
 
 
-def test_numbers_of_several_stages_are_joined_once() -> None:
+def groups(program: Parted) -> list[tuple[int, int]]:
+    """When and where each part runs."""
+    return [part.group for parts in program._parts.values() for part in parts]
+
+
+def test_numbers_of_several_stages_are_joined() -> None:
     def clipped(a: Any, b: Any, rate: Any) -> Any:
         norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
         return a * rate / norm, b * rate / norm, rate + 1
@@ -92,8 +98,8 @@ def test_numbers_of_several_stages_are_joined_once() -> None:
     program, values = parted(clipped, [0, 1, None], a, b, jnp.float32(0.5))
     for x, y in zip(program(values), clipped(a, b, 0.5), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
-    # Each sums its own, the first joins them and counts, then each clips.
-    assert [part.stage for part in program._parts] == [0, 1, 0, 0, 1]
+    # Each sums its own and tells it; then each joins both, clips and counts.
+    assert groups(program) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_stages_do_not_wait_for_what_is_not_theirs() -> None:
@@ -103,7 +109,7 @@ def test_stages_do_not_wait_for_what_is_not_theirs() -> None:
     program, values = parted(
         step, [0, 1, None], jnp.ones(3), jnp.ones(5), jnp.float32(1)
     )
-    assert len(program._parts) == 2
+    assert groups(program) == [(0, 0), (0, 1)]
     assert float(program(values)[1][0]) == 0.5
 
 
@@ -128,3 +134,56 @@ def test_adam_of_two_stages() -> None:
     program, values = parted(step, owners, *leaves)
     for x, y in zip(program(values), step(*leaves), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_one_value_for_two_outputs_is_two_buffers() -> None:
+    """A step consumes both, and an array that the optimizer holds must outlive it."""
+    held = jnp.arange(3.0)
+
+    def step(a: Any, b: Any, c: Any) -> Any:
+        new = a + b * c
+        return new, new, held
+
+    ones = [jnp.full(3, x) for x in (1.0, 2.0, 3.0)]
+    program, values = parted(step, [0, 0, 0], *ones, consumed=True)
+    for _ in range(3):
+        expected = step(*values)
+        values = program(values)
+        for x, y in zip(values, expected, strict=True):
+            np.testing.assert_allclose(x, y)
+        buffers = {x.unsafe_buffer_pointer() for x in (*values, held)}
+        assert len(buffers) == 4
+
+
+def test_numbers_that_are_laid_out_on_a_stage_run_there() -> None:
+    """A parameter without dimensions is as much a number as a norm is."""
+    there = NamedSharding(meshes()[1], PartitionSpec())
+
+    def step(weight: Any, scale: Any) -> Any:
+        fresh = jax.lax.with_sharding_constraint(scale / weight, there)
+        return weight + 1.0, jax.lax.with_sharding_constraint(fresh * 2.0, there)
+
+    program, values = parted(step, [0, 1], jnp.float32(2.0), jnp.float32(3.0))
+    found = program(values)
+    assert [float(x) for x in found] == [3.0, 3.0]
+    assert found[1].devices() == {jax.devices()[1]}
+
+
+def test_what_parts_made_makes_room_where_it_is_read_last() -> None:
+    """Of a state and its gradient nothing is there twice while norms are joined."""
+
+    def clipped(a: Any, b: Any) -> Any:
+        one, other = a * 2.0, b * 3.0
+        norm = jnp.sqrt(jnp.sum(one**2) + jnp.sum(other**2))
+        return one / norm, other / norm
+
+    a, b = jnp.arange(4.0), jnp.arange(6.0)
+    expected = clipped(a, b)
+    program, values = parted(clipped, [0, 1], a, b, consumed=True)
+    for x, y in zip(program(values), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    avals = program._steps.avals
+    for parts in program._parts.values():
+        for part in parts:
+            assert not [n for n in part.reads if avals[n].shape], part.group
+    assert all(x.is_deleted() for x in values)

@@ -1,8 +1,8 @@
 """Every lowering against one device: gradients, loss, statistics, updates, state.
 
 The cases are a subset of the matrix in ``tests/cases.py`` that makes every pair of
-choices, and one of the features in ``tests/features.py``; ``scripts/matrix.py`` runs
-all of both.
+choices, one of the features in ``tests/features.py`` and one of the pipelines in
+``tests/stages.py``; ``scripts/matrix.py`` runs all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 import whalejax as wh
 import whalejax.models as models
-from tests import cases, features, workers
+from tests import cases, features, stages, workers
 from tests.cases import Case
 from tests.equality import (
     OneDevice,
@@ -80,7 +80,9 @@ def records(request: pytest.FixtureRequest) -> Iterator[Records]:
 
 
 @pytest.mark.parametrize(
-    "case", (*cases.pairwise(), *features.pairwise()), ids=lambda case: case.id
+    "case",
+    (*cases.pairwise(), *features.pairwise(), *stages.subset()),
+    ids=lambda case: case.id,
 )
 def test_equals_one_device(case: Case, records: Records) -> None:
     record = records.of(case)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import logging
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +24,7 @@ from tests.equality import (
     compiled,
     on_one_device,
 )
+from tests.stages import scheduled
 from whalejax import models
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.passing import Pass
@@ -44,7 +42,7 @@ def full(*values: Any) -> Any:
 
 
 class Marked:
-    """Stages as marked: skips, a tied table, keys, weights, shapes that differ."""
+    """As marked: skips, a tied table, a scalar, keys, weights, shapes that differ."""
 
     def __init__(self, schedule: str = "auto") -> None:
         self.pipeline = wh.pipeline(schedule=schedule)
@@ -60,6 +58,7 @@ class Marked:
             "up": weights(16, 24),
             "down": weights(24, 16),
             "mid": weights(16, 32),
+            "gain": jnp.asarray(0.7),
             "back": weights(32, 16),
             "bias": jnp.zeros(40),
         }
@@ -72,7 +71,7 @@ class Marked:
                 h = jnp.where(jax.random.bernoulli(rng, 0.8, h.shape), h, 0)
             with wh.stage():
                 y = h @ model["down"] + x
-                z = jnp.tanh(y @ model["mid"])
+                z = jnp.tanh(y @ model["mid"]) * model["gain"]
             with wh.stage():
                 out = z @ model["back"] + x * y.mean()
                 logits = jax.nn.log_softmax(out @ model["table"].T + model["bias"])
@@ -88,22 +87,6 @@ class Marked:
 
     def job(self) -> wh.Job:
         return wh.Job(self.loss, self.make, self.batch, optax.sgd(0.1), batch_size=24)
-
-
-def scheduled(job: wh.Job, stages: int, schedule: str) -> wh.Job:
-    """A job whose whole loss is a pipeline of so many stages."""
-    mark = wh.pipeline(num_stages=stages, schedule=schedule)
-    keyed = len(inspect.signature(job.loss_fn).parameters) == 3
-
-    def with_key(model: Any, batch: Any, rng: Any) -> Any:
-        with mark:
-            return job.loss_fn(model, batch, rng)
-
-    def without(model: Any, batch: Any) -> Any:
-        with mark:
-            return job.loss_fn(model, batch)
-
-    return dataclasses.replace(job, loss_fn=with_key if keyed else without)
 
 
 def job_of(name: str, **options: Any) -> wh.Job:
@@ -146,56 +129,18 @@ def test_marked_stages(schedule: str, devices: int) -> None:
     assert float(evaluated["size"]) == pytest.approx(one.metrics["size"], rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "schedule",
-    [full("gpipe"), full("1f1b"), full("1f1b-ahead"), "interleaved", "zb-h1"],
+    ("name", "devices", "options"),
+    [("m6-test", 2, {"remat": "full"}), ("moe-test", 4, {})],
 )
-def test_schedules(schedule: str) -> None:
+def test_models_and_remat_beside_those_of_the_matrix(
+    name: str, devices: int, options: Any
+) -> None:
     with jax.enable_x64(True):
-        one = one_device("gpt-test", layers=4)
-        job = scheduled(one.job, 2, schedule)
-        found = check(dataclasses.replace(one, job=job), steps=2, devices=2)
+        found = check(one_device(name), devices=devices, mesh={"stage": 2}, **options)
     assert found.error <= FLOAT64_TOLERANCE
-    assert stages_of(found).schedule == schedule
-    assert stages_of(found).chunks == (2 if schedule == "interleaved" else 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "devices", "options"),
-    [
-        full("bert-test", 2, 4, {}),
-        full("t5-test", 4, 4, {}),
-        full("gnmt-test", 2, 4, {}),
-        full("m6-test", 2, 2, {"remat": "full"}),
-        ("vgg-test", 4, 8, {}),
-        ("resnet-test", 2, 4, {}),
-        full("moe-test", 2, 4, {}),
-        full("bert-test", 8, 8, {}),
-    ],
-)
-def test_models(name: str, stages: int, devices: int, options: Any) -> None:
-    with jax.enable_x64(True):
-        found = check(
-            one_device(name), devices=devices, mesh={"stage": stages}, **options
-        )
-    assert found.error <= FLOAT64_TOLERANCE
-    assert len(stages_of(found).plans) == stages
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [full({"data": 2}), {"fsdp": 2}, full({"tensor": 2}), {"data": 2, "tensor": 2}],
-)
-def test_layouts_inside_stages(inner: dict[str, int]) -> None:
-    mesh = {"stage": 2, **inner}
-    devices = int(np.prod([*mesh.values()]))
-    with jax.enable_x64(True):
-        one = one_device("gpt-test", layers=2, annotated=False)
-        found = check(one, devices=devices, mesh=mesh)
-    assert found.error <= FLOAT64_TOLERANCE
-    assert found.plan.num_devices == devices
-    for plan in stages_of(found).plans:
-        assert plan.axis_sizes == inner
+    assert len(stages_of(found).plans) == 2
 
 
 def test_stages_may_be_laid_out_differently() -> None:
@@ -247,37 +192,6 @@ def test_streams_of_random_numbers_and_statistics() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-class _Compiled(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if text.startswith("Compiling jit("):
-            self.names[text.split("(")[1].split(")")[0]] += 1
-
-
-def test_every_program_is_compiled_once() -> None:
-    job = scheduled(models.job("gpt-test", layers=4, batch_size=BATCH), 2, "zb-h1")
-    model = build(job)
-    step = compiled(job, model, devices=4, num_micro_batches=4)
-    state = step.init_from(model)
-    handler = _Compiled()
-    logger = logging.getLogger("jax._src.interpreters.pxla")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        for index in range(5):
-            state, _ = step(state, job.batch_at(index))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    own = [f"{kind}_{n}" for kind in ("forward", "backward", "weight") for n in (0, 1)]
-    assert {name: handler.names[name] for name in own} == dict.fromkeys(own, 1)
-    assert handler.names["_finish"] == 2  # of each stage
-
-
 def test_stages_that_only_look_up_and_parameters_that_nothing_reads() -> None:
     def loss(model: Any, tokens: Any) -> Any:
         with wh.pipeline(num_micro_batches=2):
@@ -307,15 +221,15 @@ def test_what_waits_is_what_the_table_says(
     runner = step._runner
     assert isinstance(runner, Apart)
     most = [0, 0]
-    row = Pass.row
+    do = Pass.do
 
     def counted(self: Pass, one: Any) -> None:
-        row(self, one)
+        do(self, one)
         for place in (0, 1):
             held = sum(1 for at, _ in self.live if at == place)
             most[place] = max(most[place], held)
 
-    monkeypatch.setattr(Pass, "row", counted)
+    monkeypatch.setattr(Pass, "do", counted)
     step(step.init_from(model), job.batch_at(0))
     assert tuple(most) == runner.table.in_flight
 
@@ -366,8 +280,8 @@ def test_clipping_by_the_norm_over_all_stages_and_checkpoints(tmp_path: Path) ->
             apart(state, job.batch_at(0))
 
 
-@pytest.mark.parametrize("precision", [full("bf16"), "f16"])
-def test_narrow_types(precision: Any) -> None:
+def test_scaled_losses() -> None:
+    precision: Any = "f16"
     job = models.job("gpt-test", layers=2, batch_size=BATCH)
     one = on_one_device(job, 4)
     narrow = on_one_device(job, 4, precision=precision)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import finish, start
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240
 
 PROGRAM = """
-import json, sys
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+import json
 import numpy as np, optax
 import whalejax as wh
 
@@ -53,7 +45,7 @@ for axis in ("data", "fsdp"):
     again = step.init_from(state.model)
     _, metrics = step(again, parts)
     losses.append(float(metrics["loss"]))
-    path = f"{sys.argv[3]}/{axis}"
+    path = f"{sys.argv[5]}/{axis}"
     step.save(path, state)
     _, metrics = step(step.restore(path), whole)
     losses.append(float(metrics["loss"]))
@@ -62,39 +54,9 @@ print(json.dumps(found), flush=True)
 """
 
 
-def free_port() -> int:
-    """A port that nothing listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 def test_two_processes_take_parts_and_whole_batches(tmp_path: Path) -> None:
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))},
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-    }
-    port = free_port()
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(index), str(port), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        done = [process.communicate(timeout=SECONDS) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, (_, errors) in zip(running, done, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    found = [json.loads(output.splitlines()[-1]) for output, _ in done]
+    outputs = finish(start(PROGRAM, tmp_path))
+    found = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert found[0] == found[1]
     for losses in found[0].values():
         first, second, same, also, third, restored = losses

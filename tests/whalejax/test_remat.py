@@ -20,6 +20,7 @@ from whalejax import _compat, models
 from whalejax.adapters import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
+from whalejax.planner.decide import analyse_graph
 from whalejax.planner.recompute import Region, checked_policies, regions
 
 
@@ -179,6 +180,18 @@ def test_marks_stay_what_they_are() -> None:
     assert after.graph.model_hash == before.graph.model_hash
     only = before.with_remat((("split", "full"),))
     assert only is before, "the head is no layer"
+
+
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_experts_that_no_mark_names_are_no_regions_of_their_own(policy: str) -> None:
+    """So that one policy for all does without the analysis that finds them."""
+    job = models.job("moe-test", annotated=False)
+    graph = capture(adapt(abstract_model(job), job.loss_fn), job.batch_at(0)).graph
+    apart = analyse_graph(graph).graph
+    assert len(apart.task_graphs) > len(graph.task_graphs)
+    places = regions(graph, {"*": policy})
+    assert places
+    assert places == regions(apart, {"*": policy})
 
 
 def test_a_model_without_layers_is_cut_into_parts() -> None:

@@ -36,6 +36,15 @@ def is_attention(equation: Any) -> bool:
     return bool(equation.params.get("name") == CALL)
 
 
+def calls_attention(jaxpr: Any) -> bool:
+    """Whether a program holds any such call."""
+    equations = _compat.open_jaxpr(jaxpr)[0].eqns
+    return any(
+        is_attention(e) or any(map(calls_attention, _compat.inner_jaxprs(e)))
+        for e in equations
+    )
+
+
 def makes_logits(equation: Any) -> bool:
     """Whether an equation is a call that makes logits."""
     return str(equation.params.get("name", "")).startswith(LOGITS)

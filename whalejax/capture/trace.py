@@ -17,7 +17,7 @@ from whalejax.adapters import Adapter
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
-from whalejax.capture.calls import with_calls, with_logits
+from whalejax.capture.calls import calls_attention, with_calls, with_logits
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
@@ -31,7 +31,7 @@ from whalejax.planner.graph import ATTENTION, Graph, Mark
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import precision_for
 from whalejax.planner.recompute import regions
-from whalejax.planner.terms import precision_words
+from whalejax.planner.terms import ALL, precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +143,8 @@ class Captured:
         inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
         trained = [t.differentiable for t in self.graph.tensors[:inputs]]
         program, reasons = with_calls(self.jaxpr, trained)
+        if not calls_attention(program):
+            return replace(self, whole=reasons)
         found = self._with(program, tuple(chosen))
         some = any(op.kind == ATTENTION for op in found.graph.ops)
         return replace(found if some else self, whole=reasons)
@@ -186,7 +188,12 @@ class Captured:
         Args:
             remat: (TaskGraph, policy) pairs, as in a plan.
         """
-        found = regions(analyse_graph(self.graph).graph, dict(remat))
+        if not remat:
+            return self
+        # TaskGraphs that no mark names matter where one of them is named.
+        named = {name for name, _ in remat} - {ALL}
+        graph = analyse_graph(self.graph).graph if named else self.graph
+        found = regions(graph, dict(remat))
         where = applicable(self.jaxpr, found)
         if not where:
             return self
@@ -220,9 +227,11 @@ class _Reader:
             chunks: into how many the tokens are cut in calls that make logits.
         """
         if not attention:
-            return self._read(Walk(tiled=tiled, chunks=chunks), program)
+            walk = Walk(tiled=tiled, chunks=chunks, keeps=not tiled)
+            return self._read(walk, program)
         # Which of them can be is seen once all of them are.
-        graph, _, _ = self._read(Walk(rings=lambda position: True), program)
+        every = Walk(rings=lambda position: True, keeps=False)
+        graph, _, _ = self._read(every, program)
         where = ringed(graph, dict(attention))
         return self._read(Walk(rings=where.__contains__, chunks=chunks), program)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whalejax import _compat
@@ -26,10 +26,11 @@ def units_of(captured: Captured) -> Units:
         captured: the loss.
     """
     found: list[Unit] = []
+    acting: set[Position] = set()
     body, _ = _compat.open_jaxpr(captured.jaxpr)
     env: dict[Any, Value | None] = dict.fromkeys(body.constvars)
     env.update((v, ((), i)) for i, v in enumerate(body.invars))
-    _walk(captured.jaxpr, env, (), captured.outputs, found)
+    _walk(captured.jaxpr, env, (), captured.outputs, found, acting)
     outputs = [None if _compat.is_literal(v) else env[v] for v in body.outvars]
     adapter = captured.adapter
     first = len(adapter.param_paths)
@@ -41,7 +42,7 @@ def units_of(captured: Captured) -> Units:
         if value is not None and more is None
     }
     return Units(
-        units=_live(found, [*outputs[:count], *fresh.values()]),
+        units=_live(found, [*outputs[:count], *fresh.values()], acting),
         params=adapter.param_paths,
         others=adapter.rest_paths,
         counters={first + i: more for i, more in enumerate(added) if more},
@@ -73,6 +74,7 @@ def _walk(
     prefix: Position,
     tensors: Mapping[Position, Sequence[int | None]],
     found: list[Unit],
+    acting: set[Position],
 ) -> None:
     body, _ = _compat.open_jaxpr(jaxpr)
     for index, equation in enumerate(body.eqns):
@@ -83,13 +85,15 @@ def _walk(
             within, _ = _compat.open_jaxpr(inner)
             inside: dict[Any, Value | None] = dict.fromkeys(within.constvars)
             inside.update(zip(within.invars, given, strict=True))
-            _walk(inner, inside, (*position, 0), tensors, found)
+            _walk(inner, inside, (*position, 0), tensors, found, acting)
             for own, outer in zip(within.outvars, equation.outvars, strict=True):
                 env[outer] = None if _compat.is_literal(own) else inside[own]
             continue
         writes = tuple((position, slot) for slot in range(len(equation.outvars)))
         env.update(zip(equation.outvars, writes, strict=True))
         avals = [v.aval for v in equation.outvars]
+        if equation.effects:
+            acting.add(position)
         found.append(
             Unit(
                 position=position,
@@ -97,8 +101,9 @@ def _walk(
                 writes=writes,
                 tensors=tuple(tensors.get(position) or (None,) * len(writes)),
                 sizes=tuple(map(_compat.aval_bytes, avals)),
-                cheap=_cheap(equation),
+                cheap=not equation.effects and _cheap(equation),
                 line=_compat.line_text(equation),
+                kind=equation.primitive.name,
             )
         )
 
@@ -113,12 +118,14 @@ def _cheap(equation: Any) -> bool:
     )
 
 
-def _live(units: Sequence[Unit], ends: Sequence[Value | None]) -> tuple[Unit, ...]:
-    """The units that something depends on."""
+def _live(
+    units: Sequence[Unit], ends: Sequence[Value | None], acting: Collection[Position]
+) -> tuple[Unit, ...]:
+    """The units that something depends on, and those that do more than compute."""
     wanted = set(ends)
     found = []
     for unit in reversed(units):
-        if not wanted.isdisjoint(unit.writes):
+        if not wanted.isdisjoint(unit.writes) or unit.position in acting:
             wanted.update(unit.reads)
             found.append(unit)
     return tuple(reversed(found))

@@ -47,6 +47,7 @@ class Walk:
             others are looked into like other calls.
         chunks: into how many the tokens are cut in calls that make logits; if more than
             one, the backward pass computes these again.
+        keeps: find out what scans keep for their backward pass.
         tensors: by id; the program's inputs come first.
         ops: in program order.
         outputs: for every equation by position, call-like ones included, the tensor
@@ -62,6 +63,7 @@ class Walk:
     tiled: bool = False
     rings: Callable[[Position], bool] = lambda position: False
     chunks: int = 1
+    keeps: bool = True
     tensors: list[TensorDraft] = field(default_factory=list)
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
@@ -317,7 +319,8 @@ class Walk:
                 self._tie("scan", position, [stacked], one, here, shift=1)
         context = replace(here.inside(position, 0), trip=here.trip * parts.length)
         produced = self._body(inner, (*consts, *entering), context)
-        if here.trip == 1 and here.remat is None and parts.length > 1:
+        outermost = here.trip == 1 and here.remat is None
+        if self.keeps and outermost and parts.length > 1:
             self._keep(equation, [*consts, *range(entering[0], len(self.tensors))])
         results = [self._tensor(v.aval) for v in equation.outvars]
         self._close("scan", position, produced, carried, results, here)

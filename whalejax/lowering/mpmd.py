@@ -2,14 +2,13 @@
 
 Every stage has devices of its own, with a layout of its own on them, and compiles a
 forward and a backward program for each of its parts of the model. The rows of the
-schedule are issued in their order; what one stage hands another is copied between their
-devices, and every stage goes on as soon as it has what it needs.
+schedule and what they hand over are issued in one order, by every process as far as its
+own devices take part; every stage goes on as soon as it has what it needs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,11 +25,14 @@ from whalejax.capture.units import avals_of, units_of
 from whalejax.cutting import Fixed, Operand, Steps
 from whalejax.lowering.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.evaluate import named
+from whalejax.lowering.moves import Moves
 from whalejax.lowering.parted import Parted, Where
 from whalejax.lowering.passing import Pass
 from whalejax.lowering.pieces import Site, site_of
-from whalejax.lowering.places import Facts, place_of
+from whalejax.lowering.places import ABSENT, Facts, place_of
 from whalejax.lowering.spmd import Program, Sums, sums_of, wide
+from whalejax.lowering.watch import Watch
+from whalejax.lowering.ways import Everywhere, absent, is_here, placed
 from whalejax.planner.decide import analyse_graph, analysed_for
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.parts import Division, Value, divided, divided_by_marks
@@ -47,6 +49,10 @@ from whalejax.runner import (
     metrics_of,
 )
 from whalejax.state import Origin, TrainState
+
+
+_ALL = -1
+"""Stands for all stages where that of a leaf is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +96,6 @@ class Apart:
         origin: Origin,
     ) -> None:
         assert plan.stages is not None
-        if jax.process_count() > 1:
-            raise PlanError(
-                "the stages of this plan have programs of their own, which run in one "
-                f"process so far; here are {jax.process_count()}. Write the layers as "
-                "one scan, so that one program can run all stages"
-            )
         self._plan = plan
         self._origin = origin
         self.captured = captured
@@ -103,11 +103,14 @@ class Apart:
         self.plans = plan.stages.plans
         self.meshes = _meshes(self.plans, devices)
         self.whole = [NamedSharding(m, PartitionSpec()) for m in self.meshes]
+        self.here = [*map(is_here, self.whole)]
         check_compiler_options(self._options, self.whole[0], devices[0].platform)
         self.mesh = stages_mesh(plan, devices)
+        self._everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.watch = Watch(alone=not self.mesh.is_multi_process)
         self.division = _division(plan, captured)
-        self._layouts: dict[int, dict[Value, Any]] = {}
-        self._handing: dict[tuple[Value, int], NamedSharding] = {}
+        self.layouts: dict[int, dict[Value, Any]] = {}
+        self.moves = Moves(self)
         self.table: Schedule = schedule(
             plan.stages.schedule,
             len(self.plans),
@@ -129,16 +132,16 @@ class Apart:
             meshes=tuple(self.meshes[i] for i in self._owners),
         )
         self.shardings = self._state(
-            params=[self._named(i, "param_spec") for i in range(len(paths))],
-            followers=[self._named(i, "optimizer_spec") for i in range(len(paths))],
+            params=[self._of_param(i, "param_spec") for i in range(len(paths))],
+            followers=[self._of_param(i, "optimizer_spec") for i in range(len(paths))],
             rest=lambda i: self.whole[self._rest_owner(i)],
-            others=self.whole[0],
+            others=self._everywhere,
         )
         self.batch_shardings = tuple(
             named(leaf.spec, self.meshes[self._batch_owner(i)])
             for i, leaf in enumerate(plan.batch)
         )
-        self._finish, self._finish_tree = self._finishing()
+        self._finish, self._report = self._finishing()
 
     # Starting.
 
@@ -147,8 +150,13 @@ class Apart:
         tree: Any = jax.tree.structure(self.shardings)
         shardings = jax.tree.leaves(self.shardings)
         stages = jax.tree.leaves(self._stages)
-        found: list[Any] = [None] * len(shardings)
-        for stage in range(len(self.plans)):
+        found = [
+            None if is_here(sharding) else absent(aval, sharding)
+            for aval, sharding in zip(
+                jax.tree.leaves(self._abstract), shardings, strict=True
+            )
+        ]
+        for stage in (_ALL, *(i for i, here in enumerate(self.here) if here)):
             own = [i for i, other in enumerate(stages) if other == stage]
 
             def part(*args: Any, own: Sequence[int] = own) -> list[Any]:
@@ -162,19 +170,29 @@ class Apart:
         state: TrainState = tree.unflatten(found)
         return state
 
+    @functools.cached_property
+    def _abstract(self) -> TrainState:
+        return abstract_state(self.program, self._origin)
+
     def _state(self, **places: Any) -> TrainState:
         return laid_out(self.program, self._origin, **places)
 
     @functools.cached_property
     def _stages(self) -> TrainState:
-        """The stage where each leaf of the state lies."""
+        """The stage where each leaf of the state lies, or ``_ALL``."""
         return self._state(
-            params=self._owners, followers=self._owners, rest=self._rest_owner, others=0
+            params=self._owners,
+            followers=self._owners,
+            rest=self._rest_owner,
+            others=_ALL,
         )
 
-    def _named(self, number: int, kind: str) -> NamedSharding:
-        """A layout of a parameter on its stage."""
-        stage = self._owners[number]
+    def _of_param(
+        self, number: int, kind: str, stage: int | None = None
+    ) -> NamedSharding:
+        """A layout of a parameter on a stage, its own if left out."""
+        if stage is None:
+            stage = self._owners[number]
         path = self.captured.adapter.param_paths[number]
         return named(getattr(self.leaf(stage, path), kind), self.meshes[stage])
 
@@ -184,39 +202,88 @@ class Apart:
         return next(found, self._plan.leaf(path))
 
     def _rest_owner(self, number: int) -> int:
-        count = len(self.captured.adapter.param_paths)
-        found: int = self.division.owner(count + number, len(self.plans))
-        return found
+        return self.owner(len(self._owners) + number)
 
     def _batch_owner(self, number: int) -> int:
-        adapter = self.captured.adapter
-        count = len(adapter.param_paths) + len(jax.tree.leaves(adapter.rest))
-        found: int = self.division.owner(count + number, len(self.plans))
+        return self.owner(self._first_batch + number)
+
+    @functools.cached_property
+    def _first_batch(self) -> int:
+        """The number of the first input of the loss that is of the batch."""
+        return len(self._owners) + len(jax.tree.leaves(self.captured.adapter.rest))
+
+    def owner(self, number: int) -> int:
+        """The stage that holds an input of the loss."""
+        if number < len(self._owners):
+            return self._owners[number]
+        found: int = self.division.owner(number, len(self.plans))
         return found
+
+    def input_sharding(self, number: int, stage: int) -> NamedSharding:
+        """Where an input of the loss lies on a stage."""
+        if number < len(self._owners):
+            return self._of_param(number, "param_spec", stage)
+        if number < self._first_batch:
+            return self.whole[stage]
+        planned = self._plan.batch[number - self._first_batch]
+        leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
+        return named(next(leaves, planned).spec, self.meshes[stage])
+
+    def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
+        """Where the gradient of a parameter is added up on a stage."""
+        return self._of_param(number, "gradient_spec", stage)
 
     # Running.
 
     def advance(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
+        self.moves.agree()
+        with self.watch.step():
+            new, metrics = self._advance(state, batch)
+        self.watch.issued(jax.tree.leaves((metrics, new.step)))
+        return new, metrics
+
+    def _advance(
+        self, state: TrainState, batch: Sequence[Any]
+    ) -> tuple[TrainState, Metrics]:
         run = Pass(self, state, batch)
-        for row in self.table.rows:
-            run.row(row)
-        sums = run.summed()
-        rest = run.rest_after()
-        leaves = jax.tree.leaves((state, sums, rest))
-        found: tuple[TrainState, Metrics] = self._finish_tree.unflatten(
-            self._finish(leaves)
+        for event in self.moves.order:
+            self.watch.doing = event
+            run.do(event)
+        sums = replace(
+            run.losses() or jax.tree.map(lambda _: ABSENT, self._sums),
+            gradients=tuple(run.summed()),
         )
+        before = jax.tree.leaves(state)
+        results = self._finish([*before, *jax.tree.leaves((sums, run.rest_after()))])
+        count = len(before)
+        # Of what lies elsewhere there is nothing to change.
+        leaves = [
+            old if new is None else new
+            for new, old in zip(results[:count], before, strict=True)
+        ]
+        tree: Any = jax.tree.structure(state)
         state.step.delete()  # That the state was consumed is seen by it.
-        return found
+        return tree.unflatten(leaves), self._report(results[count:])
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+        self.moves.agree()
+        with self.watch.step():
+            found = self._evaluate(state, batch)
+        self.watch.issued(jax.tree.leaves(found))
+        return found
+
+    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
         run = Pass(self, state, batch, keeps=False)
-        for number in range(self.table.num_micro_batches):
-            for place in range(self.table.num_places):
-                run.forward(place, number)
-        return self._metrics(run.losses())
+        for event in self.moves.order:
+            if event.action == "forward":
+                self.watch.doing = event
+                run.do(event)
+        self.moves.settle()
+        sums = run.losses()
+        metrics = self._told if sums is None else self._metrics(sums)
+        return self._evaluated(jax.tree.leaves(metrics))
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
@@ -228,12 +295,24 @@ class Apart:
     def _metrics(self) -> Callable[..., Metrics]:
         return jax.jit(functools.partial(metrics_of, self.program))
 
+    @functools.cached_property
+    def _told(self) -> Metrics:
+        """Shapes and dtypes of what an evaluation reports."""
+        told: Metrics = jax.eval_shape(
+            functools.partial(metrics_of, self.program), self._sums
+        )
+        return told
+
+    @functools.cached_property
+    def _evaluated(self) -> _Report:
+        return _Report(self._told, self.whole)
+
     # Compiling.
 
     @functools.cached_property
     def sites(self) -> list[Site]:
         """The places with their programs."""
-        units, avals = self.division.units, avals_of(self.captured)
+        units = self.division.units
         graph = self.captured.graph
         tensors = {
             v: t
@@ -242,7 +321,7 @@ class Apart:
         }
         facts = Facts(
             units=units,
-            avals=avals,
+            avals=self.avals,
             flows=frozenset(
                 v
                 for v, t in tensors.items()
@@ -254,7 +333,7 @@ class Apart:
         stages = len(self.plans)
         for stage in range(stages):
             program, layouts = self._program(stage, tensors)
-            self._layouts[stage] = layouts
+            self.layouts[stage] = layouts
             for place in places_of(stage, stages, self.table.num_chunks):
                 made = place_of(
                     program,
@@ -301,29 +380,32 @@ class Apart:
         return places_of(stage, len(self.plans), self.table.num_chunks)
 
     @functools.cached_property
-    def zeros(self) -> Sequence[Callable[[], tuple[list[Any], list[Any]]]]:
-        """For each place, what makes sums and gradients of nothing."""
-        found = []
+    def zeros(self) -> Sequence[tuple[Callable[[], list[Any]], ...]]:
+        """For each place, what makes sums, and gradients, of nothing."""
+        found: list[Any] = []
         for site in self.sites:
+            if not self.here[site.stage]:
+                found.append((list, list))
+                continue
             steps, names = site.place.steps, site.place.names
-            mesh = self.meshes[site.stage]
-            paths = self.captured.adapter.param_paths
-            leaves = [self.leaf(site.stage, paths[n]) for n in site.place.params]
             avals = [
                 [_aval(steps, x) for x in names.sums],
                 [_aval(steps, x) for x in names.gradients],
             ]
             places = (
                 [self.whole[site.stage]] * len(names.sums),
-                [named(leaf.gradient_spec, mesh) for leaf in leaves],
+                [self.gradient_sharding(n, site.stage) for n in site.place.params],
             )
 
-            def nothing(avals: Any = avals) -> Any:
-                return tuple(
-                    [jnp.zeros(a.shape, a.dtype) for a in several] for several in avals
-                )
+            def nothing(avals: Sequence[Any]) -> list[Any]:
+                return [jnp.zeros(a.shape, a.dtype) for a in avals]
 
-            found.append(jax.jit(nothing, out_shardings=places))
+            found.append(
+                tuple(
+                    jax.jit(functools.partial(nothing, several), out_shardings=there)
+                    for several, there in zip(avals, places, strict=True)
+                )
+            )
         return found
 
     @functools.cached_property
@@ -331,48 +413,24 @@ class Apart:
         """For each stage, the numbers of the micro-batches."""
         count = self.table.num_micro_batches
         return [
-            [jax.device_put(np.int32(m), whole) for m in range(count)]
-            for whole in self.whole
+            [placed(np.int32(m), whole) for m in range(count)] for whole in self.whole
         ]
-
-    @functools.cached_property
-    def readers(self) -> list[dict[int, list[Value]]]:
-        """For each place, what it hands to which other."""
-        found: list[dict[int, list[Value]]] = []
-        for part in self.division.parts:
-            found.append(defaultdict(list))
-            for value in part.exports:
-                for reader in self.division.readers(value):
-                    found[-1][reader].append(value)
-        return found
-
-    @functools.cached_property
-    def makers(self) -> list[dict[int, list[Value]]]:
-        """For each place, whose values it was handed that a gradient flows through."""
-        found: list[dict[int, list[Value]]] = []
-        for site in self.sites:
-            found.append(defaultdict(list))
-            for value in site.place.received:
-                found[-1][self.division.made_at[value]].append(value)
-        return found
 
     @functools.cached_property
     def _dims(self) -> Dimensions:
         return analyse_graph(self.captured.graph).dims
 
-    @property
-    def counters(self) -> Mapping[int, int]:
-        """By the number of an input, what a micro-batch adds to it."""
-        return self.division.units.counters
-
-    def counted(self, leaves: Mapping[int, Any]) -> dict[int, Any]:
-        """Counters after a step.
+    def counted(self, number: int, leaf: Any) -> Any:
+        """What is not trained after a step: counters have counted on.
 
         Args:
-            leaves: as they were before, by number.
+            number: of the input of the loss.
+            leaf: as the micro-batches left it.
         """
-        count = self.table.num_micro_batches
-        return {n: self._add(x, count * self.counters[n]) for n, x in leaves.items()}
+        each = self.division.units.counters.get(number)
+        if each is None or not self.here[self.owner(number)]:
+            return leaf
+        return self._add(leaf, self.table.num_micro_batches * each)
 
     @functools.cached_property
     def _add(self) -> Callable[..., Any]:
@@ -383,13 +441,7 @@ class Apart:
         """The cotangent of the loss."""
         last = self.sites[-1].place
         aval = last.steps.avals[last.names.cotangents[-1]]
-        return jax.device_put(np.ones((), aval.dtype), self.whole[-1])
-
-    @functools.cached_property
-    def gradient_shardings(self) -> list[NamedSharding]:
-        """Where the gradient of each parameter is added up."""
-        count = len(self.captured.adapter.param_paths)
-        return [self._named(i, "gradient_spec") for i in range(count)]
+        return placed(np.ones((), aval.dtype), self.whole[-1])
 
     @functools.cached_property
     def _sum(self) -> Callable[..., Any]:
@@ -399,30 +451,32 @@ class Apart:
         """The sum of arrays on one stage."""
         return values[0] if len(values) == 1 else self._sum(values)
 
-    def no_gradient(self, number: int) -> Any:
-        """The gradient of a parameter that nothing reads."""
-        params = jax.tree.leaves(abstract_state(self.program, self._origin).params)
-        aval = _wide(params[number])
-        zeros = np.zeros(aval.shape, aval.dtype)
-        return jax.device_put(zeros, self.gradient_shardings[number])
+    @property
+    def param_avals(self) -> list[Any]:
+        """Shape and dtype of each parameter."""
+        return jax.tree.leaves(self._abstract.params)
 
-    def batch_sharding(self, stage: int, number: int) -> NamedSharding:
-        """Where a leaf of the batch lies on a stage."""
-        path = self._plan.batch[number].path
-        leaves = (x for x in self.plans[stage].batch if x.path == path)
-        return named(next(leaves, self._plan.batch[number]).spec, self.meshes[stage])
+    @functools.cached_property
+    def avals(self) -> Mapping[Value, Any]:
+        """Shape and dtype of every value of the loss, of one micro-batch."""
+        return avals_of(self.captured)
 
-    def handing(self, value: Value, place: int) -> NamedSharding:
-        """Where a value that places hand each other lies at one of them."""
-        stage = place % len(self.plans)
-        if (value, stage) not in self._handing:
-            spec = self._layouts[stage].get(value, ())
-            self._handing[value, stage] = named(spec, self.meshes[stage])
-        return self._handing[value, stage]
+    @functools.cached_property
+    def unread(self) -> dict[int, Callable[[], Any]]:
+        """By the number of a parameter that nothing reads, what makes its gradient."""
+        read = {n for site in self.sites for n in site.place.params}
+        return {
+            n: jax.jit(
+                functools.partial(jnp.zeros, aval.shape, aval.dtype),
+                out_shardings=self.gradient_sharding(n, self.owner(n)),
+            )
+            for n, aval in enumerate(map(_wide, self.param_avals))
+            if n not in read
+        }
 
-    def _finishing(self) -> tuple[Parted, Any]:
-        """The update, cut by stages, and the structure of what it gives."""
-        state = abstract_state(self.program, self._origin)
+    @functools.cached_property
+    def _sums(self) -> Sums:
+        """Shapes and dtypes of what the micro-batches add up to, but gradients."""
         body, _ = _compat.open_jaxpr(self.captured.jaxpr)
         results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
         *told, _ = self.captured.out_tree.unflatten(results)
@@ -432,8 +486,12 @@ class Apart:
             ),
             *told,
         )
-        params = jax.tree.leaves(state.params)
-        sums = replace(sums, gradients=tuple(_wide(x) for x in params))
+        return sums
+
+    def _finishing(self) -> tuple[Parted, _Report]:
+        """The update, cut by stages, and what gives its report."""
+        state = self._abstract
+        sums = replace(self._sums, gradients=tuple(_wide(x) for x in self.param_avals))
         tree: Any
         flat, tree = jax.tree.flatten((state, sums, state.rest))
         shape: Any = None
@@ -448,44 +506,57 @@ class Apart:
         end = len(self.plans) - 1
         kinds = self._wheres(end, sums.metrics)
         new = jax.tree.map(
-            lambda stage, sharding: Where(owner=stage, stage=stage, sharding=sharding),
+            lambda stage, sharding: Where(
+                owner=None if stage == _ALL else stage, sharding=sharding
+            ),
             self._stages,
             self.shardings,
         )
-        count = shape.num_leaves - len(jax.tree.leaves(new))
-        report = Where(owner=end, stage=end, sharding=self.whole[end])
+        first = len(jax.tree.leaves(new))
+        report = Where(owner=end, sharding=self.whole[end])
         parted = Parted(
             steps,
             jax.tree.leaves(kinds),
-            [*jax.tree.leaves(new), *[report] * count],
+            [*jax.tree.leaves(new), *[report] * (shape.num_leaves - first)],
             self.whole,
             self._options,
         )
-        return parted, shape
+        avals = [_aval(steps, x) for x in steps.outputs]
+        return parted, _Report(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
         """Where the state, the sums and what is not trained lie."""
-        owned = [Where(owner=i, stage=i, consumed=True) for i in self._owners]
-        kept = [Where(owner=i, stage=i) for i in self._owners]
-
-        def rest(number: int) -> Where:
-            stage = self._rest_owner(number)
-            return Where(owner=stage, stage=stage)
-
+        owned = [Where(owner=i, consumed=True) for i in self._owners]
         state = self._state(
             params=owned,
             followers=owned,
-            rest=rest,
-            others=Where(owner=None, stage=0),
+            rest=lambda number: Where(owner=self._rest_owner(number)),
+            others=Where(owner=None),
         )
-        told = Where(owner=end, stage=end)
+        told = Where(owner=end)
         sums = Sums(
             total=told,
             weight=told,
             metrics=jax.tree.map(lambda _: told, metrics),
-            gradients=tuple(kept),
+            gradients=tuple(owned),
         )
         return state, sums, state.rest
+
+
+class _Report:
+    """Metrics of the last stage, which all processes can read."""
+
+    def __init__(self, avals: Metrics, whole: Sequence[NamedSharding]) -> None:
+        leaves, self._tree = jax.tree.flatten(avals)
+        self._alone = all(sharding.is_fully_addressable for sharding in whole)
+        last = [len(whole) - 1] * len(leaves)
+        self._everywhere = Everywhere(whole, last, leaves)
+
+    def __call__(self, leaves: Sequence[Any]) -> Metrics:
+        if not self._alone:
+            leaves = self._everywhere.tell(leaves)
+        found: Metrics = jax.tree.unflatten(self._tree, leaves)
+        return found
 
 
 def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:

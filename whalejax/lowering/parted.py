@@ -1,34 +1,36 @@
 """The end of a step across stages: each updates what it holds, and shares numbers.
 
 The update is one traced program over the arrays of all stages. An operation runs where
-its arrays are; numbers that several stages make (a norm over all gradients, whether all
-are finite) are joined on the first stage, and brought to those who read them. What
-follows such a number waits for it, and nothing else does, so that a stage that is done
-early updates early.
+its arrays are. Numbers that several stages make (a norm over all gradients, whether all
+are finite) are told to all, and every stage does for itself what follows from them and
+takes no array. What waits for such a number waits, and nothing else does, so that a
+stage that is done early updates early.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from whalejax.cutting import Fixed, Step, Steps
+from whalejax.cutting import Fixed, Operand, Step, Steps
+from whalejax.lowering.ways import Everywhere, is_here, joined, placed, seen_on
 from whalejax.planner.plan import PlanError
 
 
-JOINED = -1
-"""Owner of the numbers that several stages make together."""
-
 Owner = int | None
-"""A stage; None for what every stage can make for itself."""
+"""A stage; None for what every stage holds, or can make for itself."""
 
 Group = tuple[int, int]
-"""A part of the program: how many parts have to run before it, and its owner."""
+"""A part of the program: after how many exchanges it runs, and its stage."""
+
+_BEFORE = -1
+"""When the inputs are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +38,27 @@ class Where:
     """Where an input or an output of the program lies.
 
     Attributes:
-        owner: the stage that it belongs to, or None.
-        stage: where it lies.
-        sharding: its layout; None for an input.
-        consumed: the program may reuse its memory.
+        owner: the stage; None for all devices.
+        sharding: of an output, its layout.
+        consumed: of an input, that the program may reuse its memory.
     """
 
     owner: Owner
-    stage: int
     sharding: NamedSharding | None = None
     consumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """Numbers of one type that a stage tells all others, in one vector.
+
+    Attributes:
+        group: the part that makes them.
+        numbers: of these values.
+    """
+
+    group: Group
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +66,22 @@ class _Part:
     """A compiled part.
 
     Attributes:
-        stage: where it runs.
+        group: when and where it runs.
         takes: numbers of the values whose memory it reuses.
         reads: numbers of the other values that it takes.
-        gives: numbers of those that it makes.
-        run: from both to these.
+        hears: vectors that it takes.
+        gives: numbers of the values that it makes.
+        tells: vectors that it makes.
+        run: from values and vectors to both.
     """
 
-    stage: int
+    group: Group
     takes: tuple[int, ...]
     reads: tuple[int, ...]
+    hears: tuple[_Told, ...]
     gives: tuple[int, ...]
-    run: Callable[..., Sequence[Any]]
+    tells: tuple[_Told, ...]
+    run: Callable[..., tuple[list[Any], list[Any]]]
 
 
 class Parted:
@@ -92,151 +109,344 @@ class Parted:
         self._steps = steps
         self._whole = whole
         self._inputs = dict(zip(steps.inputs, inputs, strict=True))
-        self._outputs = outputs
+        self._outputs = [*zip(steps.outputs, outputs, strict=True)]
         self._options = options
-        self._groups = self._grouped()
-        self._parts = self._cut()
+        self._owners: dict[int, Owner] = {n: w.owner for n, w in self._inputs.items()}
+        self._levels: dict[int, int] = dict.fromkeys(self._inputs, _BEFORE)
+        for step in steps.steps:
+            self._place(step)
+        self._gives: dict[Group, dict[int, None]] = defaultdict(dict)
+        self._tells: dict[Group, dict[int, None]] = defaultdict(dict)
+        reads = self._cut()
+        told = {group: self._vectors(group) for group in self._tells}
+        self._parts = self._compiled(reads, told)
+        self._exchanges = {
+            level: _Exchange([part for part in parts if part.tells], steps, whole)
+            for level, parts in self._parts.items()
+            if any(part.tells for part in parts)
+        }
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Run it.
 
         Args:
-            values: its inputs, each where it lies.
+            values: its inputs, each where it lies; for those that are not here
+                anything will do.
+
+        Returns:
+            Its outputs; None for those that are not here.
         """
-        known = dict(zip(self._steps.inputs, values, strict=True))
-        stage_of = {n: where.stage for n, where in self._inputs.items()}
-        copies: dict[tuple[int, int], Any] = {}
+        inputs = dict(zip(self._steps.inputs, values, strict=True))
+        made: dict[tuple[int, int], Any] = {}
+        heard: dict[tuple[_Told, int], Any] = {}
 
         def on(number: int, stage: int) -> Any:
-            if stage_of[number] == stage:
-                return known[number]
-            if (number, stage) not in copies:
-                there = self._whole[stage]
-                copies[number, stage] = jax.device_put(known[number], there)
-            return copies[number, stage]
+            if (number, stage) not in made:
+                value = inputs[number]
+                if self._owners[number] is None:
+                    value = seen_on(value, self._whole[stage])
+                made[number, stage] = value
+            return made[number, stage]
 
-        for part in self._parts:
-            taken, read = (
-                [on(n, part.stage) for n in numbers]
-                for numbers in (part.takes, part.reads)
-            )
-            results = part.run(taken, read)
-            for number, result in zip(part.gives, results, strict=True):
-                known[number], stage_of[number] = result, part.stage
-        found = []
-        for operand, where in zip(self._steps.outputs, self._outputs, strict=True):
-            if isinstance(operand, Fixed):
-                found.append(jax.device_put(operand.value, where.sharding))
-            elif stage_of[operand] == where.stage:
-                found.append(known[operand])  # Born, or given, as it is wanted.
-            else:
-                found.append(jax.device_put(known[operand], where.sharding))
+        for level, parts in self._parts.items():
+            said: dict[_Told, Any] = {}
+            for part in parts:
+                stage = part.group[1]
+                if not is_here(self._whole[stage]):
+                    continue
+                taken, read = (
+                    [on(n, stage) for n in numbers]
+                    for numbers in (part.takes, part.reads)
+                )
+                vectors = [heard[told, stage] for told in part.hears]
+                results, vectors = part.run(taken, read, vectors)
+                said.update(zip(part.tells, vectors, strict=True))
+                for number, result in zip(part.gives, results, strict=True):
+                    made[number, stage] = result
+            if level in self._exchanges:
+                heard.update(self._exchanges[level](said))
+        found, given = [], set[int]()
+        for operand, where in self._outputs:
+            result = self._output(operand, where, inputs, made)
+            if not isinstance(operand, Fixed) and result is not None:
+                if operand in given:
+                    # The next step could not reuse one buffer for two of its inputs.
+                    result = jax.device_put(result, where.sharding, may_alias=False)
+                given.add(operand)
+            found.append(result)
         return found
 
-    def _grouped(self) -> dict[int, Group]:
-        """The part that makes each value; free ones are left out."""
-        owners: dict[int, Owner] = {n: w.owner for n, w in self._inputs.items()}
-        levels: dict[int, int] = {}
-        found: dict[int, Group] = {}
-        for step in self._steps.steps:
-            owner = self._owner(step, owners)
-            level = 0
-            for number in step.sources:
-                if number in levels:
-                    level = max(level, levels[number] + (owners[number] != owner))
-            for number in step.writes:
-                owners[number] = owner
-                if owner is not None:
-                    levels[number] = level
-                    found[number] = (level, owner)
-        return found
+    def _output(
+        self,
+        operand: Operand,
+        where: Where,
+        inputs: Mapping[int, Any],
+        made: Mapping[tuple[int, int], Any],
+    ) -> Any:
+        """An output, as its stage, or every stage, made it."""
+        assert where.sharding is not None
+        if isinstance(operand, Fixed):
+            return placed(operand.value, where.sharding)
+        if self._given(operand, where):
+            return inputs[operand]
+        if where.owner is not None:
+            return made.get((operand, where.owner))
+        copies = [made.get((operand, s)) for s in range(len(self._whole))]
+        return joined([x for x in copies if x is not None], where.sharding)
 
-    def _owner(self, step: Step, owners: dict[int, Owner]) -> Owner:
+    def _given(self, operand: int, where: Where) -> bool:
+        """An output is an input that lies where it is wanted."""
+        return operand in self._inputs and self._owners[operand] == where.owner
+
+    def _place(self, step: Step) -> None:
+        """Find out where an operation runs, and when."""
+        owner = self._owner(step)
+        level = max((self._seen(n, owner) for n in step.sources), default=_BEFORE)
+        if owner is not None:
+            level = max(level, 0)
+        for number in step.writes:
+            self._owners[number], self._levels[number] = owner, level
+
+    def _seen(self, number: int, owner: Owner) -> int:
+        """After how many exchanges a stage, or every stage, has a value."""
+        return self._levels[number] + (self._owners[number] not in (None, owner))
+
+    def _owner(self, step: Step) -> Owner:
         """Where an operation runs: where its arrays are, or its numbers."""
-        arrays = {owners[n] for n in step.sources if self._steps.avals[n].shape}
+        laid = self._laid(step)
+        if laid is not None:
+            return laid
+        arrays = {self._owners[n] for n in step.sources if self._steps.avals[n].shape}
         arrays.discard(None)
         if len(arrays) > 1:
-            raise PlanError(
-                "this optimizer takes parameters, gradients or state of several stages "
-                f"into one operation ({step.equation.primitive.name}), as wrappers "
-                "that choose between updates or flatten the tree do. Take one that "
-                "updates leaf by leaf (norms over all of them are fine), or leave the "
-                "axis stage out"
-            )
+            raise _joins(step.equation.primitive.name)
         if arrays:
             return arrays.pop()
-        numbers = {owners[n] for n in step.sources} - {None}
-        if JOINED in numbers or len(numbers) > 1:
-            return JOINED
-        return numbers.pop() if numbers else None
+        numbers = {self._owners[n] for n in step.sources} - {None}
+        return numbers.pop() if len(numbers) == 1 else None
 
-    def _cut(self) -> list[_Part]:
-        """The parts in an order in which they can run."""
-        steps, groups = self._steps, self._groups
-        gives: dict[Group, dict[int, None]] = defaultdict(dict)
-        wanted = [x for x in steps.outputs if not isinstance(x, Fixed)]
-        live, _ = steps.needed(wanted, ())
-        for step in live:
-            own = {groups[n] for n in step.writes if n in groups}
-            for number in step.sources:
-                if number in groups and own and groups[number] not in own:
-                    gives[groups[number]][number] = None
-        for operand, where in zip(steps.outputs, self._outputs, strict=True):
-            if not isinstance(operand, Fixed) and operand not in self._inputs:
-                gives[groups.get(operand, (0, where.stage))][operand] = None
-        order = sorted(gives)
-        reads = {}
-        for group in order:
-            foreign = {n for n, other in groups.items() if other != group}
-            _, reads[group] = steps.needed([*gives[group]], {*steps.inputs, *foreign})
+    def _laid(self, step: Step) -> Owner:
+        """The stage on whose devices an operation lays its result, if it does."""
+        mesh = getattr(step.equation.params.get("sharding"), "mesh", None)
+        meshes = [whole.mesh for whole in self._whole]
+        return meshes.index(mesh) if mesh in meshes else None
+
+    def _cut(self) -> dict[Group, list[int]]:
+        """What each part reads; the parts are found from the outputs back.
+
+        Raises:
+            PlanError: a stage would have to tell another an array.
+        """
+        stages = range(len(self._whole))
+        for operand, where in self._outputs:
+            if isinstance(operand, Fixed) or self._given(operand, where):
+                continue
+            for stage in stages if where.owner is None else (where.owner,):
+                level = max(0, self._seen(operand, stage))
+                self._gives[level, stage][operand] = None
+        reads: dict[Group, list[int]] = {}
+        top = max((level for level, _ in self._gives), default=_BEFORE)
+        for level in range(top, _BEFORE - 1, -1):
+            for stage in stages:
+                self._cut_part((level, stage), reads)
+        return reads
+
+    def _cut_part(self, group: Group, reads: dict[Group, list[int]]) -> None:
+        level, stage = group
+        wanted = [*self._gives.get(group, ()), *self._tells.get(group, ())]
+        if not wanted:
+            return
+        others = {
+            n
+            for n, owner in self._owners.items()
+            if owner is not None and (self._levels[n], owner) != group
+        }
+        _, reads[group] = self._steps.needed(wanted, {*self._inputs, *others})
+        for number in reads[group]:
+            owner = self._owners[number]
+            if owner is None:
+                continue
+            home = self._levels[number], owner
+            if owner != stage:
+                if self._steps.avals[number].shape:
+                    raise _joins("a result that all stages hold")
+                self._tells[home][number] = None
+            elif number not in self._inputs:
+                self._gives[home][number] = None
+
+    def _vectors(self, group: Group) -> tuple[_Told, ...]:
+        """What a part tells, by type."""
+        types: dict[Any, list[int]] = defaultdict(list)
+        for number in sorted(self._tells[group]):
+            types[self._steps.avals[number].dtype].append(number)
+        return tuple(_Told(group=group, numbers=tuple(x)) for x in types.values())
+
+    def _compiled(
+        self, reads: Mapping[Group, list[int]], told: Mapping[Group, tuple[_Told, ...]]
+    ) -> dict[int, list[_Part]]:
+        """The parts, by when they run."""
+        order = sorted(reads)
         last = {n: group for group in order for n in reads[group]}
-        kept = {n for n in wanted if n in self._inputs}
-        return [
-            self._part(
-                group,
-                [*gives[group]],
-                reads[group],
-                {n for n, at in last.items() if at == group and n not in kept},
+        kept = {x for x, _ in self._outputs if not isinstance(x, Fixed)}
+        spare = {
+            n: group
+            for n, group in last.items()
+            if n not in kept and (n not in self._inputs or self._inputs[n].consumed)
+        }
+        vectors = {
+            n: x for several in told.values() for x in several for n in x.numbers
+        }
+        found: dict[int, list[_Part]] = defaultdict(list)
+        for group in order:
+            own = [n for n in reads[group] if self._owners[n] in (None, group[1])]
+            takes = [n for n in own if spare.get(n) == group]
+            heard = dict.fromkeys(vectors[n] for n in reads[group] if n not in own)
+            found[group[0]].append(
+                self._part(
+                    group,
+                    takes,
+                    [n for n in own if n not in takes],
+                    tuple(heard),
+                    told.get(group, ()),
+                )
             )
-            for group in order
-        ]
+        return dict(found)
 
     def _part(
-        self, group: Group, gives: list[int], reads: list[int], last: Set[int]
+        self,
+        group: Group,
+        takes: Sequence[int],
+        reads: Sequence[int],
+        hears: tuple[_Told, ...],
+        tells: tuple[_Told, ...],
     ) -> _Part:
-        stage = max(0, group[1])  # Numbers are joined on the first stage.
-        takes = tuple(
-            n
-            for n in reads
-            if n in last and n in self._inputs and self._inputs[n].consumed
-            if self._inputs[n].stage == stage
-        )
-        reads = [n for n in reads if n not in takes]
-        places = {
-            n: where.sharding
-            for n, where in zip(self._steps.outputs, self._outputs, strict=True)
-            if not isinstance(n, Fixed) and where.stage == stage
-        }
-
-        def _finish(taken: Sequence[Any], read: Sequence[Any]) -> list[Any]:
-            values = dict(zip((*takes, *reads), (*taken, *read), strict=True))
-            return self._steps.run(gives, values)
-
+        gives = tuple(self._gives.get(group, ()))
         return _Part(
-            stage=stage,
-            takes=takes,
+            group=group,
+            takes=tuple(takes),
             reads=tuple(reads),
-            gives=tuple(gives),
-            run=jax.jit(
-                _finish,
-                donate_argnums=0,
-                out_shardings=[
-                    places.get(n, self._whole_or_none(n, stage)) for n in gives
-                ],
-                compiler_options=self._options,
-            ),
+            hears=hears,
+            gives=gives,
+            tells=tells,
+            run=self._program(group, takes, reads, hears, gives, tells),
         )
 
-    def _whole_or_none(self, number: int, stage: int) -> NamedSharding | None:
+    def _program(
+        self,
+        group: Group,
+        takes: Sequence[int],
+        reads: Sequence[int],
+        hears: Sequence[_Told],
+        gives: Sequence[int],
+        tells: Sequence[_Told],
+    ) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """A part's program; which memory it can reuse is known when it is first run."""
+        level, stage = group
+        numbers = [n for told in tells for n in told.numbers]
+        whole = self._whole[stage]
+        there = [self._sharding(n, stage) for n in gives]
+
+        def finish(
+            taken: dict[int, Any], read: dict[int, Any], vectors: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            values = {**taken, **read}
+            for told, vector in zip(hears, vectors, strict=True):
+                values.update((n, vector[i]) for i, n in enumerate(told.numbers))
+            results = self._steps.run([*gives, *numbers], values)
+            known = dict(zip((*gives, *numbers), results, strict=True))
+            said = [jnp.stack([known[n] for n in told.numbers]) for told in tells]
+            return results[: len(gives)], said
+
+        finish.__name__ = f"finish_{stage}_{level + 1}"
+        compiled = jax.jit(
+            finish,
+            donate_argnums=0,
+            out_shardings=(there, [whole] * len(tells)),
+            compiler_options=self._options,
+        )
+        usable: list[frozenset[int]] = []
+
+        def run(
+            taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            given = dict(zip(takes, taken, strict=True))
+            others = dict(zip(reads, read, strict=True))
+            if not usable:
+                usable.append(self._usable(given, gives, there))
+            others.update((n, x) for n, x in given.items() if n not in usable[0])
+            found: tuple[list[Any], list[Any]] = compiled(
+                {n: given[n] for n in usable[0]}, others, vectors
+            )
+            return found
+
+        return run
+
+    def _usable(
+        self,
+        given: Mapping[int, Any],
+        gives: Sequence[int],
+        there: Sequence[NamedSharding | None],
+    ) -> frozenset[int]:
+        """Of arrays, those whose memory has room for a result: as JAX matches them."""
+        avals = [self._steps.avals[n] for n in gives]
+        if None in there and any(
+            len(x.sharding.device_set) > 1 for x in given.values()
+        ):
+            return frozenset(given)  # The compiler matches them.
+        room = Counter(
+            (x.shape if s is None else s.shard_shape(x.shape), x.dtype)
+            for x, s in zip(avals, there, strict=True)
+        )
+        found = set()
+        for n, x in given.items():
+            kind = x.sharding.shard_shape(x.shape), x.dtype
+            if room[kind]:
+                room[kind] -= 1
+                found.add(n)
+        return frozenset(found)
+
+    def _sharding(self, number: int, stage: int) -> NamedSharding | None:
         """Numbers lie on all devices of a stage; of arrays the compiler chooses."""
+        for operand, where in self._outputs:
+            if operand == number and where.owner == stage:
+                return where.sharding
+            if operand == number and where.owner is None:
+                return self._whole[stage]
         return None if self._steps.avals[number].shape else self._whole[stage]
+
+
+class _Exchange:
+    """Tells what some parts tell to all stages."""
+
+    def __init__(
+        self, parts: Sequence[_Part], steps: Steps, whole: Sequence[NamedSharding]
+    ) -> None:
+        self._told = [told for part in parts for told in part.tells]
+        self._whole = whole
+        self._everywhere = Everywhere(
+            whole,
+            [told.group[1] for told in self._told],
+            [
+                jax.ShapeDtypeStruct(
+                    (len(told.numbers),), steps.avals[told.numbers[0]].dtype
+                )
+                for told in self._told
+            ],
+        )
+
+    def __call__(
+        self, said: Mapping[_Told, Any]
+    ) -> Iterator[tuple[tuple[_Told, int], Any]]:
+        vectors = self._everywhere.tell([said.get(told) for told in self._told])
+        for told, vector in zip(self._told, vectors, strict=True):
+            for stage, whole in enumerate(self._whole):
+                yield (told, stage), seen_on(vector, whole)
+
+
+def _joins(what: str) -> PlanError:
+    return PlanError(
+        "this optimizer takes parameters, gradients or state of several stages into "
+        f"one operation ({what}), as wrappers that choose between updates or flatten "
+        "the tree do. Take one that updates leaf by leaf (norms over all of them are "
+        "fine), or leave the axis stage out"
+    )

@@ -1,25 +1,27 @@
 """One pass of a batch through the places of a pipeline, by the rows of a schedule.
 
 What a row needs is there or on its way: every program is issued before the one that it
-waits for has ended, and what nothing reads any more is let go of at once.
+waits for has ended, and what nothing reads any more is let go of at once. A process
+issues what its own devices do, and passes over the rest.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from whalejax.cutting import Fixed
-from whalejax.lowering.evaluate import named
+from whalejax.lowering.crossing import Coming
 from whalejax.lowering.pieces import Site
+from whalejax.lowering.places import ABSENT
 from whalejax.lowering.spmd import Sums
+from whalejax.lowering.ways import seen_on
+from whalejax.planner.issuing import Handing
 from whalejax.planner.parts import Value
-from whalejax.planner.schedules import Row
+from whalejax.planner.schedules import Action, Row
 from whalejax.state import TrainState
 
 
@@ -32,11 +34,12 @@ class Pass:
 
     Attributes:
         apart: what runs.
+        leaves: the inputs of the loss, as they are now.
+        copies: by stage and number, those that another stage holds.
         common: for each place, what all micro-batches read, by number.
-        rest: what is not trained, as it is now, by its number in the loss.
         live: of a place and micro-batch, what its backward pass reads.
-        handed: of a place and micro-batch, what it was handed.
-        returned: of a place and micro-batch, cotangents of what it handed on.
+        coming: of an action, place and micro-batch, what others hand to it.
+        leaving: what was made and is not handed over yet.
         sums, gradients: for each place, what was added up.
     """
 
@@ -51,55 +54,78 @@ class Pass:
         self.apart = apart
         self.keeps = keeps
         self.state = state
-        self.batch = batch
         self.live: dict[tuple[int, int], dict[int, Any]] = {}
-        self.handed: dict[tuple[int, int], dict[Value, Any]] = defaultdict(dict)
-        self.returned: dict[tuple[int, int], dict[Value, list[Any]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        adapter = apart.captured.adapter
-        self.first = len(adapter.param_paths)
-        self.rest = dict(enumerate(jax.tree.leaves(state.rest), start=self.first))
-        self.copies: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.common = [self._common(site) for site in apart.sites]
-        made = [zeros() for zeros in apart.zeros]
-        self.sums = [sums for sums, _ in made]
-        self.gradients = [gradients for _, gradients in made]
+        self.coming: dict[tuple[Action, int, int], list[tuple[list[Value], Coming]]]
+        self.coming = defaultdict(list)
+        self.leaving: dict[Handing, list[Any]] = {}
+        params = jax.tree.leaves(state.params)
+        self.leaves = [*params, *jax.tree.leaves(state.rest), *batch]
+        self.first = len(params)
+        self.copies: dict[tuple[int, int], Any] = {}
+        for site in apart.sites:
+            self._bring(site)
+        self.common = [
+            self._common(site) if apart.here[site.stage] else {} for site in apart.sites
+        ]
+        self.sums = [sums() for sums, _ in apart.zeros]
+        self.gradients = [gradients() for _, gradients in apart.zeros] if keeps else []
 
-    def _on(self, stage: int, value: Any, sharding: NamedSharding) -> Any:
-        """A value on a stage, copied there once."""
-        key = stage, id(value)
-        if key not in self.copies:
-            # Both are held: what is forgotten might lend its id to another.
-            self.copies[key] = value, jax.device_put(value, sharding)
-        return self.copies[key][1]
+    def _bring(self, site: Site) -> None:
+        """Copy to a stage what it reads and another holds, once."""
+        place = site.place
+        for n in (*place.params, *place.rest, *place.batch):
+            key = site.stage, n
+            if self.apart.owner(n) != site.stage and key not in self.copies:
+                self.copies[key] = self.apart.moves.brought(
+                    n, site.stage, self.leaves[n]
+                )
+
+    def _on(self, stage: int, number: int) -> Any:
+        """An input of the loss, as it is now, on a stage."""
+        if self.apart.owner(number) == stage:
+            return self.leaves[number]
+        return self.copies[stage, number]
 
     def _common(self, site: Site) -> dict[int, Any]:
-        apart, place, stage = self.apart, site.place, site.stage
-        names, whole, mesh = place.names, apart.whole[stage], apart.meshes[stage]
-        params = jax.tree.leaves(self.state.params)
-        paths = apart.captured.adapter.param_paths
-        found: dict[int, Any] = {}
-        for n, number in zip(place.params, names.params, strict=True):
-            spec = apart.leaf(stage, paths[n]).param_spec
-            found[number] = self._on(stage, params[n], named(spec, mesh))
-        first = self.first + len(self.rest)
-        for n, number in zip(place.batch, names.batch, strict=True):
-            leaf = self.batch[n - first]
-            found[number] = self._on(
-                stage, leaf, apart.batch_sharding(stage, n - first)
+        place, names, state = site.place, site.place.names, self.state
+        whole = self.apart.whole[site.stage]
+        found = {
+            at: self._on(site.stage, n)
+            for several, numbers in (
+                (place.params, names.params),
+                (place.batch, names.batch),
             )
-        found[names.step] = self._on(stage, self.state.step, whole)
+            for n, at in zip(several, numbers, strict=True)
+        }
+        found[names.step] = seen_on(state.step, whole)
         if names.rng is not None:
-            found[names.rng] = self._on(stage, self.state.rng, whole)
-        if names.scale is not None and self.state.loss_scale is not None:
-            found[names.scale] = self._on(stage, self.state.loss_scale.scale, whole)
+            found[names.rng] = seen_on(state.rng, whole)
+        if names.scale is not None and state.loss_scale is not None:
+            found[names.scale] = seen_on(state.loss_scale.scale, whole)
         return found
 
-    def row(self, row: Row) -> None:
-        """One action of the schedule."""
-        place = row.chunk * self.apart.table.num_stages + row.stage
-        getattr(self, row.action)(place, row.micro_batch)
+    def do(self, event: Row | Handing) -> None:
+        """One action of the schedule, as far as it is done here."""
+        if isinstance(event, Handing):
+            self._hand(event)
+        elif self.apart.here[event.stage]:
+            place = event.chunk * self.apart.table.num_stages + event.stage
+            getattr(self, event.action)(place, event.micro_batch)
+
+    def _hand(self, handing: Handing) -> None:
+        """Hand what one place made to another that reads it."""
+        coming = self.apart.moves.handed(handing, self.leaving.pop(handing, None))
+        if self.apart.here[handing.target % self.apart.table.num_stages]:
+            key = handing.action, handing.target, handing.micro_batch
+            values = self.apart.moves.values_of(handing)
+            self.coming[key].append((values, coming))
+
+    def _came(
+        self, action: Action, number: int, micro_batch: int
+    ) -> Iterator[tuple[Value, Any]]:
+        """What others handed to a place."""
+        for values, coming in self.coming.pop((action, number, micro_batch), ()):
+            yield from zip(values, coming(), strict=True)
 
     def forward(self, number: int, micro_batch: int) -> None:
         """A place takes a micro-batch forward."""
@@ -110,10 +136,9 @@ class Pass:
         values[names.number] = numbers[micro_batch]
         # Nothing is counted where nothing is trained.
         values[names.counted] = numbers[micro_batch if self.keeps else 0]
-        whole = self.apart.whole[site.stage]
         for n, at in zip(place.rest, names.rest, strict=True):
-            values[at] = self._on(site.stage, self.rest[n], whole)
-        handed = self.handed.pop(key, {})
+            values[at] = self._on(site.stage, n)
+        handed = dict(self._came("forward", number, micro_batch))
         for v, at in zip(place.part.imports, names.imports, strict=True):
             values[at] = handed[v]
         piece = site.forward if self.keeps else site.forward_only
@@ -122,30 +147,33 @@ class Pass:
         )
         count = len(place.part.exports)
         exports = dict(zip(place.part.exports, results[:count], strict=True))
-        for reader, values_of in self.apart.readers[number].items():
-            sent = self._sent(values_of, [exports[v] for v in values_of], reader)
-            self.handed[reader, micro_batch].update(zip(values_of, sent, strict=True))
+        self._leave(number, micro_batch, "forward", exports)
         if not self.keeps:
             return
-        self.rest.update(zip(place.part.fresh, results[count:], strict=False))
+        for n, fresh in zip(place.part.fresh, results[count:], strict=False):
+            self.leaves[n] = fresh
         kept = results[count + len(place.part.fresh) :]
         values.update(zip(place.kept, kept, strict=True))
         self.live[key] = {n: values[n] for n in values if n in site.later}
 
-    def _sent(
-        self, values: Sequence[Value], arrays: Sequence[Any], place: int
-    ) -> list[Any]:
-        """Arrays on the devices of a place, as it has such values."""
-        there = [self.apart.handing(v, place) for v in values]
-        sent: list[Any] = jax.device_put(list(arrays), there)
-        return sent
+    def _leave(
+        self, number: int, micro_batch: int, action: Action, made: dict[Value, Any]
+    ) -> None:
+        """Put down what a place hands to each other."""
+        for target, values in self.apart.moves.targets[action][number].items():
+            handing = Handing(
+                micro_batch=micro_batch, source=number, target=target, action=action
+            )
+            self.leaving[handing] = [made[v] for v in values]
 
     def backward(self, number: int, micro_batch: int) -> None:
         """A place takes a micro-batch backward."""
         site = self.apart.sites[number]
         place, names, key = site.place, site.place.names, (number, micro_batch)
         values = self.live[key]
-        returned = self.returned.pop(key, {})
+        returned: dict[Value, list[Any]] = defaultdict(list)
+        for value, cotangent in self._came("backward", number, micro_batch):
+            returned[value].append(cotangent)
         found = [self.apart.total(returned[v]) for v in place.sent]
         if number == len(self.apart.sites) - 1:
             found.append(self.apart.one)
@@ -155,10 +183,7 @@ class Pass:
             [values[n] for n in site.backward.reads], added
         )
         cotangents = dict(zip(place.received, results, strict=False))
-        for maker, values_of in self.apart.makers[number].items():
-            sent = self._sent(values_of, [cotangents[v] for v in values_of], maker)
-            for v, back in zip(values_of, sent, strict=True):
-                self.returned[maker, micro_batch][v].append(back)
+        self._leave(number, micro_batch, "backward", cotangents)
         if site.weight is None:
             self.gradients[number] = added
             del self.live[key]
@@ -177,29 +202,36 @@ class Pass:
             [values[n] for n in site.weight.reads], self.gradients[number]
         )
 
-    def losses(self) -> Sums:
-        """What the micro-batches' losses add up to, without gradients."""
+    def losses(self) -> Sums | None:
+        """What the micro-batches' losses add up to; None if that is not here."""
+        if not self.apart.here[-1]:
+            return None
         tree = self.apart.sites[-1].place.sums_tree
         total, weight, metrics = tree.unflatten(self.sums[-1])
         return Sums(total=total, weight=weight, metrics=metrics, gradients=())
 
-    def summed(self) -> Sums:
-        """What the micro-batches add up to."""
+    def summed(self) -> list[Any]:
+        """The gradient of each parameter where it belongs, or ``ABSENT``."""
+        apart = self.apart
+        apart.moves.settle()
         found: dict[int, list[Any]] = defaultdict(list)
-        for site, gradients in zip(self.apart.sites, self.gradients, strict=True):
-            for n, gradient in zip(site.place.params, gradients, strict=True):
-                found[n].append(gradient)
-        whole = [
-            self.apart.total([jax.device_put(g, where) for g in found[n]])
+        for site, gradients in zip(apart.sites, self.gradients, strict=True):
+            for place, n in enumerate(site.place.params):
+                here = gradients[place] if apart.here[site.stage] else None
+                found[n].append(apart.moves.gathered(n, site.stage, here))
+        return [
+            ABSENT
+            if not apart.here[apart.owner(n)]
+            else apart.total(found[n])
             if n in found
-            else self.apart.no_gradient(n)
-            for n, where in enumerate(self.apart.gradient_shardings)
+            else apart.unread[n]()
+            for n in range(self.first)
         ]
-        return replace(self.losses(), gradients=tuple(whole))
 
     def rest_after(self) -> Any:
         """What is not trained, after all micro-batches."""
         tree: Any = jax.tree.structure(self.state.rest)
-        counted = self.apart.counted({n: self.rest[n] for n in self.apart.counters})
-        rest = {**self.rest, **counted}
-        return tree.unflatten([rest[n] for n in sorted(rest)])
+        last = self.first + tree.num_leaves
+        return tree.unflatten(
+            [self.apart.counted(n, self.leaves[n]) for n in range(self.first, last)]
+        )

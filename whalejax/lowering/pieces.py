@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from whalejax.cutting import Operand, Steps
+from whalejax.cutting import Operand, Step, Steps
 from whalejax.lowering.places import Place
 
 
@@ -73,9 +73,14 @@ def site_of(
     sums, gradients = len(names.sums), len(names.gradients)
 
     def piece(
-        name: str, gives: Sequence[Operand], given: set[int], added: int
+        name: str,
+        gives: Sequence[Operand],
+        given: set[int],
+        added: int,
+        also: Sequence[Step] = (),
     ) -> Piece:
-        return _piece(f"{name}_{number}", steps, gives, given, added, options)
+        name = f"{name}_{number}"
+        return _piece(name, steps, gives, given, added, options, also)
 
     weight = None
     gives, given = place.behind, {*inputs, *kept}
@@ -90,10 +95,14 @@ def site_of(
         number=number,
         stage=stage,
         place=place,
-        forward=piece("forward", [*ahead, *kept, *names.sums], inputs, sums),
+        forward=piece(
+            "forward", [*ahead, *kept, *names.sums], inputs, sums, place.acting
+        ),
         backward=piece("backward", gives, given, 0 if weight else gradients),
         weight=weight,
-        forward_only=piece("loss", [*names.exports, *names.sums], inputs, sums),
+        forward_only=piece(
+            "loss", [*names.exports, *names.sums], inputs, sums, place.acting
+        ),
     )
 
 
@@ -104,6 +113,7 @@ def _piece(
     given: set[int],
     added: int,
     options: Any,
+    also: Sequence[Step],
 ) -> Piece:
     """A part of a place's program, compiled when it is run.
 
@@ -114,14 +124,15 @@ def _piece(
         given: what it may take.
         added: how many.
         options: of the compiler.
+        also: what it does beside.
     """
-    _, reads = steps.needed(gives, given)
+    _, reads = steps.needed(gives, given, also)
     first = len(gives) - added
 
     def part(
         values: Sequence[Any], before: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        results = steps.run(gives, dict(zip(reads, values, strict=True)))
+        results = steps.run(gives, dict(zip(reads, values, strict=True)), also)
         pairs = zip(before, results[first:], strict=True)
         return results[:first], [a + b for a, b in pairs]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.adapters_leaves import fold_key
-from whalejax.cutting import Operand, Steps
+from whalejax.cutting import Operand, Step, Steps
 from whalejax.lowering.evaluate import evaluate, named
 from whalejax.lowering.spmd import Program, sums_of, wide
 from whalejax.planner.layout import Spec
@@ -125,6 +125,15 @@ class Place:
     def late(self) -> frozenset[int]:
         """What the backward pass alone can make, or is given."""
         return frozenset(self.steps.depending(self.names.cotangents))
+
+    @functools.cached_property
+    def acting(self) -> tuple[Step, ...]:
+        """Steps that do more than compute, such as prints, before the backward pass."""
+        return tuple(
+            step
+            for step in self.steps.steps
+            if step.equation.effects and self.late.isdisjoint(step.sources)
+        )
 
     @property
     def behind(self) -> list[Operand]:
@@ -344,6 +353,8 @@ class _Tracer:
             )
         )
         fresh = [values[v[1]] if v[0] == () else here.found[v] for v in self._fresh()]
+        whole = named((), program.mesh)  # As the state holds it.
+        fresh = [jax.lax.with_sharding_constraint(x, whole) for x in fresh]
         if not self.last:
             return exports, fresh, [], None
         total, weight, metrics, _ = program.captured.out_tree.unflatten(outputs)

@@ -1,0 +1,161 @@
+"""What searches share is what each of them would have found alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from tests.planner.graphs import gpt
+from tests.planner.plans import WIDE, search_of
+from whalejax.planner.between import Split, split_between, splits_between
+from whalejax.planner.cost import RowCost, flow_cost, row_cost, row_hits
+from whalejax.planner.dimensions import analyse
+from whalejax.planner.layout import Table
+from whalejax.planner.leaves import lay_out
+from whalejax.planner.peaks import peak_of
+from whalejax.planner.search import Search
+from whalejax.planner.views import build_rows
+
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module", name="plain")
+def _plain() -> Search:
+    graph = gpt(LAYERS, WIDE)
+    return search_of(graph, analyse(graph), num_micro_batches=1)
+
+
+@pytest.fixture(scope="module", name="splits")
+def _splits(plain: Search) -> list[Split]:
+    sets = [frozenset(choice) for choice in plain.options.choices[0].sets]
+    assert len(sets) > 1
+    return [*splits_between(plain.graph, plain.dims, sets)]
+
+
+def beside(plain: Search, split: Split) -> Search:
+    return Search(
+        split.graph,
+        plain.dims,
+        plain.cluster,
+        plain.request,
+        beside=plain,
+        split=split,
+    )
+
+
+def alone(plain: Search, split: Split) -> Search:
+    return Search(split.graph, plain.dims, plain.cluster, plain.request)
+
+
+def priced(search: Search, tables: Mapping[int, Table], sizes: dict[str, int]) -> None:
+    """Prices are those of every row and flow by itself."""
+    s = search.setting(sizes, 1)
+    expected = [
+        row_cost(row, row_hits(row, tables[row.task_graph], s), s)
+        for row in search.rows.ops
+    ]
+    expected += [
+        RowCost(compute_seconds=0.0, collectives=flow_cost(flow, tables, s))
+        for flow in search.rows.flows
+    ]
+    assert search.prices.of(tables, s) == tuple(expected)
+
+
+def mesh(**axes: int) -> dict[str, int]:
+    names = ("data", "fsdp", "expert", "context", "tensor")
+    return {**dict.fromkeys(names, 1), **axes}
+
+
+MESHES = (mesh(data=4, tensor=2), mesh(fsdp=2, tensor=4), mesh(data=4, tensor=2))
+"""One comes back, after what was known of it is forgotten."""
+
+
+def test_each_of_several_splits_is_the_one_that_stands_alone(
+    plain: Search, splits: list[Split]
+) -> None:
+    for split in splits:
+        assert split == split_between(plain.graph, plain.dims, split.shared)
+    homes = {tuple(op.task_graph for op in split.graph.ops) for split in splits}
+    assert len(homes) > 1
+
+
+def test_views_of_a_graph_fold_all_ways_to_part_it(
+    plain: Search, splits: list[Split]
+) -> None:
+    for split in splits:
+        found = plain.program.views.rows(split.graph)
+        fresh = build_rows(split.graph, plain.dims)
+        assert (found.ops, found.flows) == (fresh.ops, fresh.flows)
+        assert {row.task_graph for row in found.ops} == {0, 1}
+
+
+def test_rows_share_kinds_where_their_task_graphs_alone_differ(
+    plain: Search, splits: list[Split]
+) -> None:
+    known: dict[int, object] = {}
+    for split in splits:
+        rows = plain.program.views.rows(split.graph)
+        for row, kind in zip(rows.ops, rows.op_kinds, strict=True):
+            same = dataclasses.replace(row, task_graph=0)
+            assert known.setdefault(kind, same) == same
+        for flow, kind in zip(rows.flows, rows.flow_kinds, strict=True):
+            uses = [dataclasses.replace(use, task_graph=0) for use in flow.uses]
+            unplaced = dataclasses.replace(flow, task_graph=0, uses=tuple(uses))
+            assert known.setdefault(kind, unplaced) == unplaced
+
+
+def test_prices_of_many_tables_are_those_of_each(plain: Search) -> None:
+    seen = 0
+    for sizes in MESHES:
+        for table in plain.options.tables(0, sizes):
+            priced(plain, {0: table}, sizes)
+            seen += 1
+    assert seen > 2 * len(MESHES)
+
+
+def test_prices_that_searches_share_are_those_of_each(
+    plain: Search, splits: list[Split]
+) -> None:
+    options = plain.options
+    for sizes in MESHES:
+        for split in splits:
+            search = beside(plain, split)
+            assert search.prices.known is plain.prices.known
+            for table in options.tables(0, sizes):
+                tables = split.tables({0: table}, options.batch, options.sequence)
+                priced(search, tables, sizes)
+
+
+def test_memory_and_parameters_beside_are_those_alone(
+    plain: Search, splits: list[Split]
+) -> None:
+    (sizes, *_), options = MESHES, plain.options
+    found = set()
+    for split in splits:
+        one, other = beside(plain, split), alone(plain, split)
+        assert one.program is plain.program and other.program is not plain.program
+        assert one.facts == other.facts
+        table = options.tables(0, sizes)[0]
+        tables = split.tables({0: table}, options.batch, options.sequence)
+        peaks = [_peak(search, tables, sizes) for search in (one, other)]
+        assert peaks[0] == peaks[1]
+        found.add(peaks[0])
+    assert len(found) > 1
+
+
+def _peak(search: Search, tables: dict[int, Table], sizes: dict[str, int]) -> object:
+    layouts = lay_out(search.facts, tables, sizes, 0)
+    return peak_of(
+        search.facts,
+        layouts,
+        search.moments,
+        tables,
+        search.setting(sizes, 1),
+        state_bytes=0,
+        cast_bytes=1.0,
+        accumulates=False,
+        away=[0] * len(layouts),
+    )

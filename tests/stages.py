@@ -1,0 +1,260 @@
+"""What stages are tested with: models × stages × schedules × what goes on inside.
+
+Data and nothing else, as ``tests/cases.py`` is for models in one piece. What a plan
+refuses is no case: rules say which those are, by how often a model can be cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import whalejax as wh
+from tests import cases
+from tests.cases import Case, Dtype, Model, Precision, Strategy
+from tests.covering import cover
+from whalejax.planner.mpmd import CHUNKS, SCHEDULES
+from whalejax.planner.pipelines import LOCKSTEP
+
+
+STAGES: Final = (2, 4, 8)
+KINDS: Final[tuple[tuple[Dtype, Precision, int], ...]] = (
+    ("float64", "f32", 2),
+    ("float64", "f32", 8),
+    ("float32", "f32", 4),
+    ("float32", "bf16", 4),
+)
+"""Dtype, what is computed in, and micro-batches: fewer than stages, as many, more."""
+
+
+def _scanned(name: str, layers: int) -> Model:
+    """A GPT whose layers stages share out."""
+    return Model(
+        name=name,
+        family="scan",
+        make=cases.reference_model("gpt-test"),
+        options={"layers": layers, "scan_layers": True},
+        attention=True,
+        seconds=4.0,
+    )
+
+
+def _apart(name: str, family: str, seconds: float, **options: Any) -> Model:
+    """A model whose stages have programs of their own; it has dropout."""
+    return Model(
+        name=name,
+        family=family,
+        make=cases.reference_model(f"{name}-test"),
+        options=options,
+        quiet={"deterministic": True},
+        seconds=seconds,
+    )
+
+
+_KNOWN: Final = {model.name: model for model in cases.MODELS}
+
+MODELS: Final = (
+    _KNOWN["gpt"],
+    _scanned("gpt-deep", 8),
+    _scanned("gpt-uneven", 5),
+    _KNOWN["bert"],
+    _apart("t5", "two-towers", 9.0, layers=1),
+    _apart("m6", "two-towers", 10.0, layers=1),
+    _apart("gnmt", "recurrent", 7.0, layers=2),
+    _KNOWN["resnet"],
+    _apart("vgg", "convolutions", 5.0),
+)
+
+PARTS: Final = 4
+"""Of a model whose layers are one scan, which is one of them. The others can be cut
+into the 16 of eight stages that interleave two parts each, or more."""
+
+
+def _inside(kind: str, devices: int) -> dict[str, int] | None:
+    """The mesh of a stage; None where its devices are too few, or too many."""
+    if kind == "data-tensor":
+        return {"data": 2, "tensor": devices // 2} if devices >= 4 else None
+    if kind in ("alone", "split"):
+        return {} if (devices == 1) == (kind == "alone") else None
+    return {kind: devices} if devices > 1 else None
+
+
+INSIDE: Final[dict[str, dict[str, Any]]] = {
+    "alone": cases.sharded(cases.axes()),
+    "data": cases.sharded(cases.axes("data")),
+    "fsdp": cases.sharded(cases.axes("fsdp"), cases.axes("fsdp")),
+    "tensor": cases.sharded(cases.axes(), cases.axes("tensor")),
+    "data-tensor": cases.sharded(cases.axes("data"), cases.axes("tensor")),
+    "split": {"annotated": True},
+}
+"""What goes on inside a stage, and what it shards; the planner lays out ``split``."""
+
+
+@functools.cache
+def _strategy(stages: int, schedule: str, kind: str) -> Strategy:
+    def mesh(devices: int) -> dict[str, int] | None:
+        inside = _inside(kind, devices // stages) if devices >= stages else None
+        return None if inside is None else {"stage": stages, **inside}
+
+    return Strategy(
+        name=f"stages-{stages}-{schedule}-{kind}",
+        mesh=mesh,
+        layout=kind,
+        default="split" if "tensor" in kind else None,
+        stages=stages,
+        schedule=schedule,
+        **INSIDE[kind],
+    )
+
+
+def alike(case: Case) -> bool:
+    """One program runs all stages, in lockstep."""
+    return case.model.family == "scan" and case.strategy.schedule in LOCKSTEP
+
+
+def program(case: Case) -> str:
+    """What kind of programs stages run; others differ in the order of rows only."""
+    schedule = case.strategy.schedule
+    if alike(case):
+        return "lockstep"
+    return schedule if schedule in ("interleaved", "zb-h1") else "apart"
+
+
+def _chunks(case: Case) -> int:
+    return CHUNKS if case.strategy.schedule == "interleaved" else 1
+
+
+def reason_to_skip(case: Case) -> str | None:
+    """Why a plan refuses a combination, or None where it does not."""
+    strategy, stages = case.strategy, case.strategy.stages
+    if strategy.mesh(case.devices) is None:
+        return "its mesh takes other numbers of devices"
+    if strategy.schedule == "interleaved" and case.num_micro_batches % stages:
+        return "interleaving takes micro-batches in rounds, one for each stage"
+    if alike(case):
+        few = stages > case.model.options["layers"]
+        return "there are fewer layers than stages" if few else None
+    if case.model.family == "scan" and stages * _chunks(case) > PARTS:
+        return "the model cannot be cut into as many parts"
+    return None
+
+
+def every_combination() -> Iterator[Case]:
+    """All combinations, sensible or not; those that share a reference together."""
+    for model, (
+        dtype,
+        precision,
+        count,
+    ), stages, schedule, kind, devices in itertools.product(
+        MODELS, KINDS, STAGES, SCHEDULES, INSIDE, cases.DEVICES
+    ):
+        yield Case(
+            model=model,
+            strategy=_strategy(stages, schedule, kind),
+            devices=devices,
+            num_micro_batches=count,
+            dtype=dtype,
+            precision=precision,
+        )
+
+
+@functools.cache
+def whole() -> tuple[Case, ...]:
+    """All combinations that make sense."""
+    return tuple(c for c in every_combination() if reason_to_skip(c) is None)
+
+
+def skipped() -> dict[str, int]:
+    """How many combinations each reason takes out."""
+    found = Counter(reason_to_skip(case) for case in every_combination())
+    return {reason: count for reason, count in found.items() if reason is not None}
+
+
+def meetings(case: Case) -> frozenset[Any]:
+    """What a case brings together with the programs of its stages, and more."""
+    count, stages = case.num_micro_batches, case.strategy.stages
+    # What is wrong in float32 is wrong in float64, whatever it meets.
+    width = "wide" if case.precision == "f32" else case.precision
+    axes = case.strategy.layout.split("-")
+    return frozenset(
+        [
+            case.model.name,
+            case.dtype,
+            (alike(case), case.strategy.schedule),
+            # Cut again, a backward shows what any other cut does, and more.
+            *[("cut again", case.model.family)] * (program(case) == "zb-h1"),
+            (program(case), stages),
+            (program(case), width),
+            (program(case), "fewer" if count < stages else "more"),
+            *((program(case), axis) for axis in axes),
+            *((width, axis) for axis in axes),
+        ]
+    )
+
+
+@functools.cache
+def subset() -> tuple[Case, ...]:
+    """Few and cheap cases with all that any case brings together."""
+    return cover(
+        whole(),
+        meetings,
+        seconds=lambda case: case.seconds,
+        reference=lambda case: case.reference,
+    )
+
+
+# What is expected of a plan.
+
+
+def expected_axes(case: Case) -> dict[str, frozenset[str] | None]:
+    """The mesh axes that shard the batch, the parameters and what follows them."""
+    found = cases.expected_axes(case)
+    if case.strategy.stages > 1 and alike(case):
+        for what in ("params", "gradients", "optimizer"):
+            axes = found[what]
+            found[what] = None if axes is None else axes | {"stage"}
+    return found
+
+
+def unlike(case: Case, plan: wh.Plan) -> dict[str, tuple[Any, Any]]:
+    """What a plan's stages are, and what they are to be."""
+    strategy, stages = case.strategy, plan.stages
+    if strategy.stages == 1 or stages is None:
+        return {"stages": (stages is not None, strategy.stages > 1)}
+    inside = {"stage": strategy.stages, **(strategy.mesh(case.devices) or {})}
+    del inside["stage"]
+    meshes = [p.axis_sizes for p in stages.plans] or [plan.axis_sizes]
+    found = [{a: n for a, n in m.items() if a != "stage" and n > 1} for m in meshes]
+    suffix = "-lockstep" if alike(case) else ""
+    return {
+        "stages": (plan.axis_sizes["stage"], strategy.stages),
+        "schedule": (stages.schedule, strategy.schedule + suffix),
+        "executor": (stages.executor, "spmd" if alike(case) else "mpmd"),
+        "parts of a stage": (stages.chunks, _chunks(case)),
+        "mesh of stages": (
+            any("tensor" in mesh for mesh in found) if strategy.annotated else found,
+            strategy.annotated or [inside] * len(found),
+        ),
+    }
+
+
+def scheduled(job: wh.Job, stages: int, schedule: str) -> wh.Job:
+    """A job whose whole loss is a pipeline of so many stages."""
+    mark = wh.pipeline(num_stages=stages, schedule=schedule)
+
+    def marked(model: Any, batch: Any, rng: Any) -> Any:
+        with mark:
+            return job.loss_fn(model, batch, rng)
+
+    def without_key(model: Any, batch: Any) -> Any:
+        with mark:
+            return job.loss_fn(model, batch)
+
+    keyed = len(inspect.signature(job.loss_fn).parameters) == 3
+    loss: Callable[..., Any] = marked if keyed else without_key
+    return dataclasses.replace(job, loss_fn=loss)

@@ -1,0 +1,176 @@
+"""Stages of several processes compute what one device does; nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.processes import finish, start
+
+
+PROGRAM: Final = """
+import json
+jax.config.update("jax_enable_x64", True)
+import numpy as np, optax
+import whalejax as wh
+from tests.whalejax.test_mpmd import Marked
+
+kept, schedule, aside = sys.argv[5], sys.argv[6], sys.argv[7] == "aside"
+job = Marked(schedule).job()
+model = jax.tree.map(lambda x: x.astype("float64"), job.make_model(jax.random.key(0)))
+every = jax.devices()
+devices = [every[0], *every[3:5]] if aside else every
+tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
+plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
+               cluster=f"h100:{len(devices)}", num_micro_batches=6)
+step = wh.compile(plan, job.loss_fn, model, optimizer=tx, devices=devices)
+assert (step._runner.moves._aside is not None) == aside
+alone = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
+                cluster="h100:3", num_micro_batches=6)
+single = wh.compile(alone, job.loss_fn, model, optimizer=tx,
+                    devices=jax.local_devices())
+state, expected = (s.init_from(model, rng=jax.random.key(3)) for s in (step, single))
+worst = 0.0
+
+def apart(a, b):
+    a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+    return float(np.max(np.abs(a - b), initial=0) / max(np.abs(b).max(initial=0), 1e-3))
+
+def compare(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        for shard in a.addressable_shards:
+            yield apart(shard.data, np.asarray(b)[shard.index])
+
+losses = []
+for index in range(3):
+    state, metrics = step(state, job.batch_at(index))
+    expected, wanted = single(expected, job.batch_at(index))
+    worst = max(worst, *(apart(metrics[k], wanted[k]) for k in wanted))
+    losses.append(float(metrics["loss"]))
+for part in ("params", "opt_state", "model"):
+    worst = max(worst, *compare(getattr(state, part), getattr(expected, part)))
+batch = job.batch_at(3)
+worst = max(worst, apart(step.eval(state, batch)["loss"],
+                         single.eval(expected, batch)["loss"]))
+assert int(state.step) == 3
+step.save(kept, state)
+again = step.restore(kept)
+exact = all(
+    np.array_equal(s.data, t.data)
+    for a, b in zip(*map(jax.tree.leaves, (again.params, state.params)), strict=True)
+    for s, t in zip(a.addressable_shards, b.addressable_shards, strict=True)
+)
+_, metrics = step(again, batch)
+_, wanted = single(expected, batch)
+worst = max(worst, apart(metrics["loss"], wanted["loss"]))
+print(json.dumps([plan.stages.executor, worst, exact, losses]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "schedule, where",
+    [
+        ("1f1b", "in order"),  # the stage in the middle lies in both
+        ("zb-h1", "aside"),  # each stage is in one of them
+    ],
+)
+def test_three_stages_of_two_processes(
+    schedule: str, where: str, tmp_path: Path
+) -> None:
+    """They compute what the stages of one process do, which equal one device."""
+    running = start(PROGRAM, tmp_path / "kept", schedule, where, devices=3)
+    found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
+    for executor, worst, exact, losses in found:
+        assert executor == "mpmd" and exact
+        assert worst <= 1e-10
+        assert losses == found[0][3]
+
+
+DIFFER: Final = """
+import os
+import numpy as np, optax
+import whalejax as wh
+
+model = {k: np.full((8, 8), 0.1, np.float32) for k in "ab"}
+batch = {"x": np.ones((16, 8), np.float32)}
+
+def loss(m, b):
+    with wh.pipeline(schedule=["gpipe", "1f1b"][index]):
+        with wh.stage():
+            h = jax.numpy.tanh(b["x"] @ m["a"])
+        with wh.stage():
+            return ((h @ m["b"] - 1) ** 2).mean()
+
+tx = optax.sgd(0.1)
+plan = wh.plan(loss, model, batch, optimizer=tx, cluster="h100:2", num_micro_batches=4)
+step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+try:
+    step(step.init_from(model), batch)
+except wh.WhaleError as error:
+    print(error, flush=True)
+"""
+
+
+def test_processes_with_other_plans_are_told_so() -> None:
+    for output in finish(start(DIFFER)):
+        assert "processes 1 have another plan than process 0" in output
+        assert "plan.save" in output
+
+
+ENDS: Final = """
+import os, signal, time
+import numpy as np, optax
+import whalejax as wh
+
+model = {k: np.full((8, 8), 0.1, np.float32) for k in "ab"}
+batch = {"x": np.ones((16, 8), np.float32)}
+
+def loss(m, b):
+    with wh.pipeline():
+        with wh.stage():
+            h = jax.numpy.tanh(b["x"] @ m["a"])
+        with wh.stage():
+            return ((h @ m["b"] - 1) ** 2).mean()
+
+tx = optax.sgd(0.1)
+plan = wh.plan(loss, model, batch, optimizer=tx, cluster="h100:2", num_micro_batches=4)
+step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+step._runner.watch.least_seconds = 2
+state = step.init_from(model)
+for turn in range(4):
+    if turn == 3 and index == 1:
+        if sys.argv[5] == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    try:
+        state, metrics = step(state, batch)
+        float(metrics["loss"])
+    except wh.WhaleError as error:
+        print("whalejax:", error, file=sys.stderr, flush=True)
+        os._exit(3)  # JAX would wait for the other one.
+"""
+
+
+@pytest.mark.parametrize("how, says", [("dies", "is gone"), ("waits", "has waited")])
+def test_a_process_that_stops_ends_the_others(how: str, says: str) -> None:
+    running = start(ENDS, how)
+    began = time.monotonic()
+    try:
+        _, errors = running[0].communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the first process still waits for the second")
+    finally:
+        for process in running:
+            process.kill()
+        running[1].communicate()
+    assert time.monotonic() - began < 120
+    assert running[0].returncode not in (0, -signal.SIGKILL)
+    assert re.search(rf"whalejax.*{says}", errors, re.S), errors[-3000:]
+    assert "restore" in errors

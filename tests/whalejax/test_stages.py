@@ -1,0 +1,133 @@
+"""The family of cases with stages: what it covers, and what it would not let pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import pytest
+
+import whalejax as wh
+from tests import cases, features, stages
+from tests.cases import Case
+from tests.equality import (
+    count_compilations,
+    free_links,
+)
+from whalejax import jobs
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
+
+
+def _case(name: str) -> Case:
+    return next(case for case in stages.whole() if case.id == name)
+
+
+def _plan(case: Case) -> wh.Plan:
+    job = case.model.job(case.dtype, annotated=case.strategy.annotated)
+    job = stages.scheduled(job, case.strategy.stages, case.strategy.schedule)
+    with jax.enable_x64(True):
+        return wh.plan(
+            job.loss_fn,
+            jobs.abstract_model(job),
+            job.batch_at(0),
+            optimizer=job.optimizer,
+            cluster=free_links(case.devices),
+            num_micro_batches=case.num_micro_batches,
+            **case.options,
+        )
+
+
+def test_the_subset_brings_together_all_that_the_family_does() -> None:
+    made, every = (
+        {one for case in some for one in stages.meetings(case)}
+        for some in (stages.subset(), stages.whole())
+    )
+    assert made == every
+    assert len(stages.subset()) <= 25
+
+
+def test_the_family_is_whole() -> None:
+    combinations = len(stages.MODELS) * len(stages.KINDS) * len(stages.STAGES)
+    combinations *= len(stages.SCHEDULES) * len(stages.INSIDE) * len(cases.DEVICES)
+    assert len(stages.whole()) + sum(stages.skipped().values()) == combinations
+    ids = [case.id for case in features.whole()]
+    assert len(set(ids)) == len(ids)
+    kinds = {(stages.program(c), c.model.family) for c in stages.whole()}
+    families = {model.family for model in stages.MODELS}
+    for name in ("apart", "zb-h1", "interleaved"):
+        assert {family for other, family in kinds if other == name} == families
+    assert ("lockstep", "scan") in kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "text"),
+    [
+        ("gpt", "stages-4-interleaved-alone", "num_micro_batches is 2; interleaved"),
+        ("gpt-uneven", "stages-8-1f1b-alone", "the model has 5 layers"),
+        ("gpt-deep", "stages-8-zb-h1-alone", "into at most 4 parts"),
+        ("gpt-deep", "stages-4-interleaved-data", "into at most 4 parts"),
+    ],
+)
+def test_what_is_no_case_is_refused(name: str, strategy: str, text: str) -> None:
+    case = next(
+        case
+        for case in stages.every_combination()
+        if (case.model.name, case.strategy.name) == (name, strategy)
+        and case.strategy.mesh(case.devices)
+    )
+    if "parts" in text:
+        case = dataclasses.replace(case, num_micro_batches=8)
+    assert stages.reason_to_skip(case) is not None
+    with pytest.raises(wh.WhaleError, match=text):
+        _plan(case)
+
+
+@functools.cache
+def _planned(name: str) -> tuple[Case, wh.Plan]:
+    return _case(name), _plan(_case(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-deep/stages-2-1f1b-data/4/m2/float64",
+        "gpt/stages-2-1f1b-data/4/m2/float64",
+    ],
+)
+def test_a_plan_with_other_stages_is_seen(name: str) -> None:
+    case, plan = _planned(name)
+
+    def wrong(other: Case) -> set[str]:
+        found = stages.unlike(other, plan)
+        return {what for what, (is_, wanted) in found.items() if is_ != wanted}
+
+    def changed(**changes: Any) -> Case:
+        strategy = dataclasses.replace(case.strategy, **changes)
+        return dataclasses.replace(case, strategy=strategy)
+
+    def like(other: str) -> Case:
+        return dataclasses.replace(case, strategy=_case(other).strategy)
+
+    assert wrong(case) == set()
+    assert wrong(changed(schedule="gpipe")) == {"schedule"}
+    assert wrong(changed(annotated=True)) == {"mesh of stages"}
+    assert wrong(like("gpt/stages-2-1f1b-fsdp/4/m2/float64")) == {"mesh of stages"}
+    assert wrong(changed(stages=1)) == {"stages"}
+    assert "parts of a stage" in wrong(changed(schedule="interleaved"))
+    plain = next(c for c in cases.full_matrix() if c.strategy.name == "dp")
+    assert wrong(plain) == {"stages"}
+
+
+def test_what_is_compiled_again_is_seen() -> None:
+    @functools.partial(jax.jit, static_argnums=1)
+    def forward_0(x: Any, by: int) -> Any:
+        return x * by
+
+    with count_compilations() as compiles:
+        for by in (2, 2, 3):
+            forward_0(1.0, by)
+    assert compiles.count == 2
