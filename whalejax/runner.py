@@ -61,17 +61,15 @@ class Runner(Protocol):
         """
         ...
 
-    def advance(
-        self, state: TrainState, batch: Sequence[Any]
-    ) -> tuple[TrainState, Metrics]:
-        """One step, from a state and the flat leaves of a global batch."""
+    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step, from a state and a global batch as its layout gives it."""
         ...
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """The loss and metrics of a batch."""
         ...
 
-    def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
+    def lower(self, state: TrainState, batch: Any) -> Any:
         """The step's program."""
         ...
 

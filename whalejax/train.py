@@ -18,6 +18,7 @@ from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.mpmd import Apart, stages_mesh
+from whalejax.lowering.uneven import Uneven
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
@@ -60,17 +61,15 @@ class TrainStep:
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer
         )
-        make: Callable[..., Runner] = Apart if plan.apart else OneProgram
+        make: Callable[..., Runner] = (
+            Apart if plan.apart else Uneven if plan.shares else OneProgram
+        )
         self._runner: Runner = make(
             plan, captured, extended, devices, batch_axes, self._origin
         )
         self.mesh = self._runner.mesh
         self.shardings = self._runner.shardings
-        self._layout = BatchLayout(
-            structure=batch,
-            leaves=plan.batch,
-            shardings=self._runner.batch_shardings,
-        )
+        self._layout = layout_of(self._runner, plan, batch)
 
     # Starting.
 
@@ -209,6 +208,21 @@ class TrainStep:
 
         state: TrainState = restore(path, self.abstract_state(), self.plan)
         return state
+
+
+def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
+    """How the batches of a step are given.
+
+    Args:
+        runner: what runs.
+        plan: its plan.
+        structure: tree of a batch.
+    """
+    if isinstance(runner, Uneven):
+        return runner.layout(structure)
+    return BatchLayout(
+        structure=structure, leaves=plan.batch, shardings=runner.batch_shardings
+    )
 
 
 def compile(
