@@ -276,9 +276,8 @@ class Asked:
             attention=self._attention(captured, blocks),
             loss_chunks=self._chunks(captured),
         )
-        uneven = self._uneven()
         search, request = decider(
-            captured, request, runnable=self.runnable, uneven=uneven
+            captured, request, runnable=self.runnable, uneven=self._uneven()
         )
         decided = functools.partial(
             search,
@@ -296,11 +295,9 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             precisions=captured.precisions,
             notes=(
-                *found.notes,
-                *captured.notes,
-                *_remat_note(remat, found),
-                *_attention_note(found, blocks),
-                *(*adapter.notes, *option_note(options)),
+                *(*found.notes, *captured.notes, *_remat_note(remat, found)),
+                *(*_attention_note(found, blocks), *adapter.notes),
+                *option_note(options),
             ),
             question=self,
         )

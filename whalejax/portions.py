@@ -19,7 +19,7 @@ import numpy as np
 from whalejax.adapters_leaves import is_key
 from whalejax.matching import BatchLayout
 from whalejax.meshes.problems import Problems
-from whalejax.planner.plan import BatchLeaf, PlanError
+from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
 
 def dealt(shares: Sequence[int]) -> list[range]:
@@ -33,6 +33,28 @@ def dealt(shares: Sequence[int]) -> list[range]:
     """
     ends = [0, *itertools.accumulate(shares)]
     return [range(*pair) for pair in itertools.pairwise(ends)]
+
+
+def checked_shares(given: Sequence[int], plan: Plan) -> tuple[int, ...]:
+    """Shares that a plan can run with.
+
+    Args:
+        given: micro-batches of each replica.
+        plan: with unlike shares.
+
+    Raises:
+        PlanError: they are no whole numbers, too few or many, or add up to another
+            number of micro-batches.
+    """
+    found = tuple(np.asarray(given).tolist())
+    whole = all(isinstance(k, int) and k >= 0 for k in found)
+    if not whole or len(found) != len(plan.shares) or sum(found) != sum(plan.shares):
+        raise PlanError(
+            f"shares is {list(found)!r:.80}; expected {len(plan.shares)} whole numbers "
+            f"that add up to {sum(plan.shares)} micro-batches, such as "
+            f"{list(plan.shares)}"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,45 @@ class TrainStep:
         self._check_owner(state)
         return self._runner.evaluate(state, self._layout.place(batch))
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step, in node order.
+
+        Empty where every device has a part of each micro-batch. They may be set, to the
+        same in all processes, and change by themselves where ``rebalances`` is true.
+        """
+        runner = self._runner
+        return runner.shares if isinstance(runner, Uneven) else ()
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        self._uneven.shares = shares
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured so far; 0 where not known."""
+        runner = self._runner
+        return runner.seconds if isinstance(runner, Uneven) else ()
+
+    @property
+    def rebalances(self) -> bool:
+        """Shares follow what replicas are measured to take. May be set."""
+        runner = self._runner
+        return isinstance(runner, Uneven) and runner.rebalances
+
+    @rebalances.setter
+    def rebalances(self, wanted: bool) -> None:
+        self._uneven.rebalances = wanted
+
+    @property
+    def _uneven(self) -> Uneven:
+        if not isinstance(self._runner, Uneven):
+            raise PlanError(
+                "the replicas of this plan have equal parts of every micro-batch. Plan "
+                "with shares=[...], micro-batches of each replica, to change them"
+            )
+        return self._runner
+
     def _check_owner(self, state: TrainState) -> None:
         if getattr(state, "origin", None) is not self._origin:
             raise PlanError(

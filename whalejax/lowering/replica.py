@@ -34,7 +34,8 @@ class Replica:
         add: from sums, the rest, what ``inputs_of`` takes of the state, a micro-batch
             and its number to sums and the rest.
         pack: from sums, the rest before and after, how many micro-batches were run and
-            how many others run later, and paces to buffers for the exchange.
+            how many others run later, and paces to buffers for the exchange, and a
+            number that is there when all of them are.
         finish: from the state and what the exchange gave to the next state, metrics and
             the paces of all replicas.
         evaluate: from sums, what ``inputs_of`` takes, a micro-batch and its number to
@@ -101,7 +102,7 @@ class Replica:
             donate_argnums=0,
             out_shardings=(places, jax.tree.map(lambda _: whole, rest)),
         )
-        self.pack: Callable[..., list[Any]] = self._jit(self._pack)
+        self.pack: Callable[..., tuple[list[Any], Any]] = self._jit(self._pack)
         self.finish: Callable[..., tuple[TrainState, Metrics, Any]] = self._jit(
             self._finish, donate_argnums=0
         )
@@ -183,9 +184,9 @@ class Replica:
 
     def _pack(
         self, sums: Sums, before: Any, rest: Any, ran: Any, later: Any, paces: Any
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Any]:
         sent = sums, self._told(before, rest, ran, later), paces
-        return self._buffers.pack(jax.tree.leaves(sent))
+        return self._buffers.pack(jax.tree.leaves(sent)), sums.weight
 
     def _finish(
         self, state: TrainState, buffers: Sequence[Any]

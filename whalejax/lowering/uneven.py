@@ -24,11 +24,13 @@ from whalejax.lowering.exchange import DATA, Exchange
 from whalejax.lowering.replica import Replica, inputs_of
 from whalejax.lowering.spmd import Program
 from whalejax.lowering.statistics import slopes
+from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import is_here, joined, placed, seen_on
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.portions import PortionLayout, dealt
+from whalejax.planner.rebalance import Rebalance
+from whalejax.portions import PortionLayout, checked_shares, dealt
 from whalejax.runner import (
     Metrics,
     abstract_state,
@@ -49,7 +51,7 @@ class Uneven:
     Attributes:
         program: on all devices.
         mesh: all devices, replicas along its first axis.
-        shares: micro-batches of each replica.
+        rebalances: shares follow what replicas are measured to take.
         exchange: what replicas add up together.
     """
 
@@ -69,6 +71,10 @@ class Uneven:
         self._wholes = [NamedSharding(mesh, PartitionSpec()) for mesh in self._meshes]
         self._mine = [r for r, whole in enumerate(self._wholes) if is_here(whole)]
         self.shares = plan.shares
+        self.rebalances = len(self._meshes) > 1
+        self._stopwatches = {r: Stopwatch() for r in self._mine}
+        self._begins: dict[int, Any] = {}
+        self._told: Any = None
         inner = plan.replica
         analysed = analysed_for(inner, captured.graph)
         constraints = constraints_of(inner, analysed, captured)
@@ -160,30 +166,68 @@ class Uneven:
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
         seen = {r: self._seen(state, r) for r in self._mine}
-        given = {r: inputs_of(self.program, seen[r]) for r in self._mine}
+        told = self.exchange.add(self._ran(seen, batch))
+        new, metrics, paces = {}, {}, None
+        for r in self._mine:
+            new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
+        state.step.delete()  # That the state was consumed is seen by it.
+        found = self._joined(new), self._agreed(metrics)
+        self._begins = {r: metrics[r]["loss"] for r in self._mine}
+        self._settle(paces)
+        return found
+
+    def _ran(
+        self, seen: Mapping[int, TrainState], batch: MicroBatches
+    ) -> dict[int, list[Any]]:
+        """Run all micro-batches here; what each replica has for the exchange."""
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}
         for replica, number in self._turns():
             sums[replica], rest[replica] = self._replicas[replica].add(
                 sums[replica],
                 rest[replica],
-                *given[replica],
+                *inputs_of(self.program, seen[replica]),
                 self._placed(replica, batch[number]),
-                self._number(replica, number),
+                self._numbers[replica][number],
             )
-        paces = {r: self._paces(r) for r in self._mine}
-        buffers = {
-            r: self._replicas[r].pack(
-                sums[r], seen[r].rest, rest[r], *self._ran(r), paces[r]
-            )
-            for r in self._mine
-        }
-        told = self.exchange.add(buffers)
-        new, metrics = {}, {}
+        found = {}
         for r in self._mine:
-            new[r], metrics[r], _ = self._replicas[r].finish(seen[r], told[r])
-        state.step.delete()  # That the state was consumed is seen by it.
-        return self._joined(new), self._agreed(metrics)
+            count, later = self.shares[r], sum(self.shares[r + 1 :])
+            numbers = [placed(np.float32(n), self._wholes[r]) for n in (count, later)]
+            found[r], done = self._replicas[r].pack(
+                sums[r], seen[r].rest, rest[r], *numbers, self._paces(r)
+            )
+            if count and r in self._begins:
+                self._stopwatches[r].time(self._begins[r], done, count)
+        return found
+
+    def _paces(self, replica: int) -> Any:
+        """What this replica tells the others of its speed, each in its place."""
+        found = np.zeros(len(self._meshes), np.float32)
+        found[replica] = self._stopwatches[replica].seconds if self.rebalances else 0.0
+        return placed(found, self._wholes[replica])
+
+    def _settle(self, paces: Any) -> None:
+        """Take the shares of the next step from what was told in the last one."""
+        told, self._told = self._told, paces
+        if told is not None and self.rebalances:
+            # On devices of several processes, whose first shard is as all others.
+            seconds = np.asarray(told.addressable_shards[0].data)
+            self._balance.saw(seconds.tolist())
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step."""
+        return self._balance.shares
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        self._balance = Rebalance(checked_shares(shares, self._plan))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured; 0 where not known."""
+        return self._balance.seconds
 
     def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
         with self._watch.step():
@@ -199,7 +243,7 @@ class Uneven:
                 sums[replica],
                 *inputs_of(self.program, seen[replica]),
                 self._placed(replica, batch[number]),
-                self._number(replica, number),
+                self._numbers[replica][number],
             )
         told = self._telling.add(
             {r: self._replicas[r].pack_sums(sums[r]) for r in self._mine}
@@ -227,9 +271,6 @@ class Uneven:
         places = [named(x.spec, self._meshes[replica]) for x in self._plan.batch]
         return [placed(x, place) for x, place in zip(leaves, places, strict=True)]
 
-    def _number(self, replica: int, number: int) -> Any:
-        return self._numbers[replica][number]
-
     @functools.cached_property
     def _numbers(self) -> dict[int, list[Any]]:
         """For each replica here, the numbers of micro-batches on its devices."""
@@ -238,14 +279,6 @@ class Uneven:
             r: [placed(np.int32(m), self._wholes[r]) for m in range(count)]
             for r in self._mine
         }
-
-    def _ran(self, replica: int) -> list[Any]:
-        """How many micro-batches a replica runs, and how many others run later."""
-        numbers = self.shares[replica], sum(self.shares[replica + 1 :])
-        return [placed(np.float32(n), self._wholes[replica]) for n in numbers]
-
-    def _paces(self, replica: int) -> Any:
-        return placed(np.zeros(len(self._meshes), np.float32), self._wholes[replica])
 
     def _agreed(self, copies: Mapping[int, Metrics]) -> Metrics:
         """Metrics on all devices, of those on the replicas here."""
