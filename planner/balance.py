@@ -8,6 +8,7 @@ Formula 1 asks for the same in fractions.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,19 @@ import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import PlanError
+
+
+def dealt(shares: Sequence[int]) -> list[range]:
+    """The micro-batches of each replica.
+
+    Args:
+        shares: how many each takes.
+
+    >>> dealt([3, 0, 2])
+    [range(0, 3), range(3, 3), range(3, 5)]
+    """
+    ends = [0, *itertools.accumulate(shares)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
 def shares(

@@ -227,6 +227,23 @@ class Plan:
         axes = tuple(axis for axis in self.axes if axis[0] != "data")
         return dataclasses.replace(self, axes=axes, shares=())
 
+    def batch_slices(self, node: int) -> tuple[slice, ...]:
+        """The samples that a node takes of every global batch, with shares as planned.
+
+        Args:
+            node: its number; a process runs one node.
+
+        Returns:
+            A slice for each of its micro-batches, to be taken one behind the other.
+
+        Raises:
+            PlanError: there is no such node, or every device takes a part of each
+                micro-batch.
+        """
+        from whalejax.planner.sharing import slices_of
+
+        return slices_of(self, node)
+
     @property
     def num_devices(self) -> int:
         """Devices the plan uses."""

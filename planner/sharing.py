@@ -15,7 +15,7 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.balance import shares
+from whalejax.planner.balance import dealt, shares
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.explain import gigabytes
@@ -94,6 +94,7 @@ def decide_shares(
     _check(graph, cluster, request, asked)
     found: list[_Shared] = []
     problem: PlanError | None = None
+    options = {**options, "known": {}}
     for size in _sizes(cluster, request, asked):
         for count in _counts(graph, cluster.num_devices // size, request, asked):
             try:
@@ -106,6 +107,26 @@ def decide_shares(
         assert problem is not None
         raise problem
     return _written(cluster, sorted(found, key=lambda one: one.step_seconds))
+
+
+def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
+    """``Plan.batch_slices``."""
+    if not plan.shares:
+        raise PlanError(
+            "every device of this plan takes a part of each micro-batch, so nodes have "
+            "no micro-batches of their own. A compiled step's batch_rows says which "
+            "samples a process gives"
+        )
+    counts = [one.count for one in plan.cluster.nodes]
+    if not 0 <= node < len(counts):
+        raise PlanError(
+            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0"
+        )
+    size = plan.num_devices // len(plan.shares)
+    first = sum(counts[:node]) // size
+    mine = dealt(plan.shares)[first : first + counts[node] // size]
+    total = plan.num_micro_batches
+    return tuple(slice(m, None, total) for numbers in mine for m in numbers)
 
 
 def _check(

@@ -45,6 +45,9 @@ SIZES = {
     "sequence": 128,
     "vocab": 512,
 }
+SHORT = {**SIZES, "embed": 128, "mlp": 512}
+"""Of --disturb: a window holds many steps."""
+
 SMALL = {"layers": 2, "embed": 32, "heads": 2, "mlp": 64, "sequence": 16, "vocab": 64}
 COUNT = 32
 """Micro-batches of a step."""
@@ -276,7 +279,7 @@ def _curve(dtype: str) -> float:
 
 def _disturbed(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str, Any]:
     """The same disturbances with shares that follow, and with even ones."""
-    run = _Run(SIZES)
+    run = _Run(SHORT)
     run.step()
     ends = {}
     for follows in (True, False):

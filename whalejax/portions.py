@@ -7,7 +7,6 @@ the other; so what is computed does not depend on who takes how many.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +19,6 @@ from whalejax.adapters_leaves import is_key
 from whalejax.matching import BatchLayout
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
-
-
-def dealt(shares: Sequence[int]) -> list[range]:
-    """The micro-batches of each replica.
-
-    Args:
-        shares: how many each takes.
-
-    >>> dealt([3, 0, 2])
-    [range(0, 3), range(3, 3), range(3, 5)]
-    """
-    ends = [0, *itertools.accumulate(shares)]
-    return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
 def checked_shares(given: Sequence[int], plan: Plan) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
@@ -19,6 +20,7 @@ from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.mpmd import Apart, stages_mesh
 from whalejax.lowering.uneven import Uneven
+from whalejax.lowering.ways import is_here
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
@@ -41,6 +43,7 @@ class TrainStep:
         mesh: the devices.
         adapter: how the model divides into parameters and the rest.
         shardings: a state whose leaves are the ``NamedSharding`` of each array.
+        batch_axes: the batch dimension of each flat leaf of a batch, or None.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class TrainStep:
         self.adapter = adapter
         mesh = stages_mesh(plan, devices) if plan.apart else None
         self._origin = Origin(adapter, mesh)
+        self.batch_axes = batch_axes
         self._trains = optimizer is not None
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer
@@ -166,6 +170,38 @@ class TrainStep:
     @shares.setter
     def shares(self, shares: Sequence[int]) -> None:
         self._uneven.shares = shares
+
+    def batch_rows(self) -> np.ndarray:
+        """The samples of the next global batch that this process gives, in order.
+
+        Returns:
+            Their numbers in the global batch. With unlike shares they are those of its
+            micro-batches, one behind the other, and change when shares do.
+        """
+        runner, plan = self._runner, self.plan
+        axes = runner.program.batch_axes
+        sizes = [
+            (number, axis, leaf.shape[axis])
+            for number, (leaf, axis) in enumerate(zip(plan.batch, axes, strict=True))
+            if axis is not None
+        ]
+        if not sizes:
+            return np.arange(0)
+        rows = np.arange(sizes[0][2])
+        if isinstance(runner, Uneven):
+            count = plan.num_micro_batches
+            return np.concatenate(
+                [rows[m::count] for m in runner.numbers()] or [rows[:0]]
+            )
+        for number, axis, _ in sizes:
+            sharding = runner.batch_shardings[number]
+            if is_here(sharding):
+                indices = sharding.addressable_devices_indices_map(
+                    plan.batch[number].shape
+                )
+                mine = [rows[index[axis]] for index in indices.values() if index]
+                return np.unique(np.concatenate(mine))
+        return rows
 
     @property
     def seconds(self) -> tuple[float, ...]:

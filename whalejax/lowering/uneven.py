@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
+from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, Exchange
@@ -27,10 +28,11 @@ from whalejax.lowering.statistics import slopes
 from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import is_here, joined, placed, seen_on
+from whalejax.planner.balance import dealt
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.rebalance import Rebalance
-from whalejax.portions import PortionLayout, checked_shares, dealt
+from whalejax.portions import PortionLayout, checked_shares
 from whalejax.runner import (
     Metrics,
     abstract_state,
@@ -104,6 +106,7 @@ class Uneven:
             rest=lambda number: whole,
             others=whole,
         )
+        self._agreement = Agreement(self.mesh)
         self._watch = Watch(alone=not self.mesh.is_multi_process)
 
     def layout(self, structure: Any) -> PortionLayout:
@@ -118,8 +121,12 @@ class Uneven:
             shardings=self.batch_shardings,
             axes=self.program.batch_axes,
             count=self._plan.num_micro_batches,
-            mine=lambda: [m for r in self._mine for m in dealt(self.shares)[r]],
+            mine=self.numbers,
         )
+
+    def numbers(self) -> list[int]:
+        """The micro-batches that this process runs in the next step."""
+        return [m for r in self._mine for m in dealt(self.shares)[r]]
 
     # Starting.
 
@@ -157,6 +164,7 @@ class Uneven:
     def advance(
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
+        self._agreement.check((self._plan.hash, self.shares))
         with self._watch.step():
             new, metrics = self._advance(state, batch)
         self._watch.issued(jax.tree.leaves((metrics, new.step)))
@@ -230,6 +238,7 @@ class Uneven:
         return self._balance.seconds
 
     def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
+        self._agreement.check((self._plan.hash, self.shares))
         with self._watch.step():
             found = self._evaluate(state, batch)
         self._watch.issued(jax.tree.leaves(found))
