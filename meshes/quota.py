@@ -40,6 +40,7 @@ class Quota:
         """
         self._path: Path | None = None
         _check(percent)
+        problem = "nothing is mounted"
         for parent, v2 in ((root / "cpu", False), (root, True)):
             path = parent / f"whalejax-{os.getpid()}-{id(self):x}"
             try:

@@ -221,7 +221,8 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
     for _ in range(SETTLES):
         run.step()
     run.trained.rebalances = False
-    found, even = run.trained.shares, (COUNT // 2,) * 2
+    found: tuple[int, ...] = tuple(run.trained.shares)
+    even = (COUNT // 2,) * 2
     seconds: dict[tuple[int, ...], list[float]] = {found: [], even: []}
     zero, alone = [], []
     for _ in range(rounds):

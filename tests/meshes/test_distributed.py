@@ -82,10 +82,11 @@ def test_a_process_that_stands_still_ends_the_others() -> None:
         said = running[0].communicate(timeout=60)[0]
         assert running[0].returncode != 0
         assert time.monotonic() - start < 60
-        assert "/task:1" in said
+        assert "stopped sending heartbeats):\n1\n" in said
     finally:
         for process in running:
             process.kill()
+            process.communicate()
 
 
 def test_where_nothing_listens_that_is_said() -> None:

@@ -79,7 +79,7 @@ def test_a_step_is_given_its_micro_batches_as_shares_are_now() -> None:
 def test_nodes_of_a_plan_know_their_samples() -> None:
     model = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
     batch = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
-    plan = wh.plan(loss, model, batch, cluster="cpu:2x2", shares=[1, 0, 2, 1])
+    plan = wh.plan(loss, model, batch, cluster="h100:2x2", shares=[1, 0, 2, 1])
     first, second = plan.batch_slices(0), plan.batch_slices(1)
     assert first == (slice(0, None, 4),)
     assert second == tuple(slice(m, None, 4) for m in (1, 2, 3))
