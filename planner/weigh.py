@@ -23,7 +23,7 @@ from whalejax.planner.outlook import HOLDERS, PHASES, PLACES, TERMS, Cases, Grou
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.schedules import schedule
-from whalejax.planner.simulate import any_cut_share, simulate_many
+from whalejax.planner.simulate import Compiled, any_cut_share, compiled
 from whalejax.planner.terms import FETCHED, OFFLOADS
 from whalejax.planner.variants import Array
 
@@ -78,7 +78,10 @@ class Weighed:
 
 
 def weigh(
-    cases: Cases, micro_batches: Array | None = None, *, optimistic: bool = False
+    cases: Cases,
+    micro_batches: Array | None = None,
+    *,
+    optimistic: bool = False,
 ) -> Weighed:
     """Weigh cases; the pipeline's time is a lower bound.
 
@@ -109,6 +112,18 @@ def weigh(
     )
 
 
+def fits_of(cases: Cases, micro_batches: Array, hosts: bool) -> Array:
+    """Whether memory holds each case; nothing is timed.
+
+    Args:
+        cases: nothing is cut yet.
+        micro_batches: of one pipeline.
+        hosts: memory of hosts counts.
+    """
+    _cut(cases)
+    return _memory(cases, micro_batches, False, hosts=hosts)[1]
+
+
 def pace_of(cases: Cases) -> Array:
     """Cut the layers into stages; seconds of the slowest for one micro-batch."""
     _cut(cases)
@@ -116,7 +131,12 @@ def pace_of(cases: Cases) -> Array:
 
 
 def least_step(
-    cases: Cases, chunks: Array, zeros: Sequence[int], micro_batches: Array
+    cases: Cases,
+    chunks: Array,
+    zeros: Sequence[int],
+    micro_batches: Array,
+    *,
+    scheduled: bool,
 ) -> Array:
     """A lower bound on the step time of cases under any of some ZeRO levels.
 
@@ -125,9 +145,11 @@ def least_step(
         chunks: into how many parts stages may interleave.
         zeros: the levels.
         micro_batches: of one pipeline.
+        scheduled: only the schedules of the frames count.
     """
     pace, _ = _pace(cases)
-    found = _bound(cases, pace, micro_batches, cases.frames.chunks)
+    parts = cases.frames.chunks
+    found = _bound(cases, pace, micro_batches, parts, scheduled=scheduled)
     found = np.minimum(found, _any_cut(cases, micro_batches, chunks))
     least: Array = found + least_after(cases, zeros, micro_batches)
     return least
@@ -270,11 +292,19 @@ def _transfer(cases: Cases) -> Array:
     return found
 
 
-def _bound(cases: Cases, pace: Array, parts: Array, chunks: Array) -> Array:
-    """The least time of a pipeline: a stage waits for those before it, twice."""
+def _bound(
+    cases: Cases, pace: Array, parts: Array, chunks: Array, *, scheduled: bool = True
+) -> Array:
+    """The least time of a pipeline: a stage waits for those before it, twice.
+
+    Where a schedule is given, it waits for those behind it too: its first backward
+    comes after all of theirs, and meanwhile it can do only as many forwards as it may
+    hold activations; so it is with its last forward and the backwards then.
+    """
     hop = _transfer(cases)
     found: Array = parts * pace
     before = np.zeros(cases.number)
+    ahead: list[Array] = []
     for g in cases.groups:
         layer, alone = _ends(cases, g)
         one = g.layers * layer + alone
@@ -284,13 +314,30 @@ def _bound(cases: Cases, pace: Array, parts: Array, chunks: Array) -> Array:
         part = cases.model.layers // slots * cases.frames.chunks * layer + alone
         even = np.maximum(0, g.count - 1) * part
         spread = np.where(cases.frames.chunks > 1, even, inner)
-        ahead = before + np.where(g.count > 0, spread, 0.0)
-        hops = 2 * hop * (g.index + g.count - 1)
-        whole = (ahead / chunks) + hops + parts * one
-        found = np.where(g.count > 0, np.maximum(found, whole), found)
+        ahead.append(before + np.where(g.count > 0, spread, 0.0))
         mine = np.where(cases.frames.chunks > 1, part, one)
-        before = np.where(g.count > 0, ahead + mine, before)
+        before = np.where(g.count > 0, ahead[-1] + mine, before)
+    for g, first in zip(cases.groups, ahead, strict=True):
+        place = g.index + g.count - 1
+        one = cases.stage_seconds(g, g.layers)
+        whole = first / chunks + 2 * hop * place + parts * one
+        if scheduled:
+            behind = before - first - one + 2 * hop * (cases.frames.stage - 1 - place)
+            whole = whole + _waits(cases, g, parts, behind)
+        found = np.where(g.count > 0, np.maximum(found, whole), found)
     return found
+
+
+def _waits(cases: Cases, group: Group, parts: Array, behind: Array) -> Array:
+    """How long the last stage of a group waits at least for those behind it."""
+    others = cases.in_flight(group, parts, last=True) - 1
+    ahead = cases.stage_seconds(group, group.layers, ("forward",))
+    back = cases.stage_seconds(group, group.layers, ("backward",))
+    early = np.maximum(0.0, behind - others * ahead)
+    late = np.maximum(0.0, behind - others * back)
+    # Few micro-batches are all on their way at once: it waits for both together.
+    both = np.where(parts > others + 1, early + late, np.maximum(early, late))
+    return np.where(cases.frames.chunks > 1, 0.0, both)
 
 
 def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> None:
@@ -318,17 +365,19 @@ def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> N
         here = rows[same]
         forward, backward = _part_seconds(cases, here)
         table = _table(SCHEDULES[index], stages, count, chunks)
-        seconds = simulate_many(table, forward, backward, hop[here])
+        seconds = table.step_seconds(forward, backward, hop[here])
         left = micro_batches[here] - count
         if (left > 0).any():
             # What one more round of the stages takes, waits for transfers included.
             fewer = _table(SCHEDULES[index], stages, count - stages, chunks)
-            before = simulate_many(fewer, forward, backward, hop[here])
+            before = fewer.step_seconds(forward, backward, hop[here])
             seconds = seconds + left * (seconds - before) / stages
         found.pipeline[here] = seconds
 
 
-_table = functools.lru_cache(maxsize=128)(schedule)
+@functools.lru_cache(maxsize=128)
+def _table(name: str, stages: int, micro_batches: int, chunks: int) -> Compiled:
+    return compiled(schedule(name, stages, micro_batches, chunks))
 
 
 def _part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
@@ -483,7 +532,7 @@ def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Arr
 
 
 def _memory(
-    cases: Cases, parts: Array, optimistic: bool
+    cases: Cases, parts: Array, optimistic: bool, *, hosts: bool = True
 ) -> tuple[dict[str, Array], Array, Array]:
     """Terms on the fullest device, whether all fit, and the most on a host."""
     tables: dict[str, list[Array]] = {}
@@ -523,7 +572,7 @@ def _memory(
         room = device_bytes - sum(terms.values(), np.zeros(1))
         there = g.count > 0
         enough = host <= host_bytes
-        fits &= ~there | ((room >= 0) & (enough | optimistic))
+        fits &= ~there | ((room >= 0) & (enough | optimistic | (not hosts)))
         left.append(np.where(there, room, np.inf))
         most = np.maximum(most, np.where(there, host, 0.0))
         for name, values in terms.items():
