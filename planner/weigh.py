@@ -1,7 +1,6 @@
 """Step time and peak memory of cases, from what ``outlook`` says of their places.
 
-The cut of equal layers into stages is exact: the smallest pace at which all layers find
-a stage, by counting. What a pipeline's schedule makes of it is bounded from below here
+What a pipeline's schedule makes of it is bounded from below here
 and simulated row by row (``settle``) where the bound does not decide.
 """
 
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.balance import pieces_at, smallest_pace
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.frames import CHUNKS, SCHEDULES
+from whalejax.planner.layer_cuts import cut_layers, ends, stage_layers, stage_pace
 from whalejax.planner.outlook import HOLDERS, PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
@@ -92,7 +91,7 @@ def weigh(
             stages interleave and however much the hosts hold; nothing else holds.
     """
     parts = cases.frames.micro_batches if micro_batches is None else micro_batches
-    pace, slowest = _pace(cases)
+    pace, slowest = stage_pace(cases)
     time = {term: parts * _term(cases, slowest, term) for term in TERMS}
     after = _after(cases, parts)
     for name, seconds in after.items():
@@ -120,14 +119,8 @@ def fits_of(cases: Cases, micro_batches: Array, hosts: bool) -> Array:
         micro_batches: of one pipeline.
         hosts: memory of hosts counts.
     """
-    _cut(cases)
+    cut_layers(cases)
     return _memory(cases, micro_batches, False, hosts=hosts)[1]
-
-
-def pace_of(cases: Cases) -> Array:
-    """Cut the layers into stages; seconds of the slowest for one micro-batch."""
-    _cut(cases)
-    return _pace(cases)[0]
 
 
 def least_step(
@@ -147,7 +140,7 @@ def least_step(
         micro_batches: of one pipeline.
         scheduled: only the schedules of the frames count.
     """
-    pace, _ = _pace(cases)
+    pace, _ = stage_pace(cases)
     parts = cases.frames.chunks
     found = _bound(cases, pace, micro_batches, parts, scheduled=scheduled)
     found = np.minimum(found, _any_cut(cases, micro_batches, chunks))
@@ -192,88 +185,6 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
     return after
 
 
-# The cut into stages.
-
-
-def _ends(cases: Cases, group: Group) -> tuple[Array, Array]:
-    """Seconds of one layer on a stage of a group, and of all that is not layers."""
-    alone = cases.stage_seconds(group, cases.zeros)
-    layer = sum(
-        (cases.place_seconds(group.kind, LAYER, p) for p in PHASES), cases.zeros
-    )
-    return np.maximum(layer, 1e-30), alone
-
-
-def _cut(cases: Cases) -> None:
-    """Layers of every group: the most of a stage, and all of its stages' together.
-
-    By computation alone, so that all options of a frame agree in it and its bounds
-    hold for them.
-    """
-    f, total = cases.frames, cases.model.layers
-    counts = [g.count * 1.0 for g in cases.groups]
-    bare = {
-        (kind, place): cases.bare_seconds(kind, place)
-        for kind in {g.kind for g in cases.groups}
-        for place in PLACES
-    }
-    seconds = [np.maximum(bare[g.kind, LAYER], 1e-30) for g in cases.groups]
-    fixed = [
-        g.first * bare[g.kind, FIRST] + g.last * bare[g.kind, LAST]
-        for g in cases.groups
-    ]
-    pace = smallest_pace(counts, seconds, fixed, total)
-    most, together = pieces_at(pace, counts, seconds, fixed)
-    # What is left over is taken from the first stages that have layers, one from each.
-    cases.over = together - total
-    slots = f.stage * f.chunks
-    even, left = total // slots, total % slots
-    rank = cases.zeros
-    for g, each in zip(cases.groups, most, strict=True):
-        g.most, g.rank = each, rank
-        less = np.clip(cases.over - rank, 0.0, g.count) * (each > 0)
-        shares = f.chunks * even + -(-np.maximum(0, left - g.index) // f.stage)
-        g.layers = np.where(f.chunks > 1, shares, each - (less >= g.count))
-        g.layers = np.where(g.count > 0, g.layers, 0.0)
-        g.together = np.where(f.chunks > 1, 0.0, g.count * each - less)
-        rank = rank + g.count * (each > 0)
-
-
-def _pace(cases: Cases) -> tuple[Array, Array]:
-    """Time of the slowest stage, and the index of its group."""
-    times = []
-    for g in cases.groups:
-        whole = cases.stage_seconds(g, g.layers)
-        times.append(np.where(g.count > 0, whole, -1.0))
-    table = np.stack(times)
-    return table.max(axis=0), table.argmax(axis=0)
-
-
-def stage_layers(cases: Cases, rows: Array) -> Array:
-    """Layers of every part along the pipelines of some cases: (part, case).
-
-    Args:
-        cases: the cases, cut.
-        rows: indices of cases that agree in stages and chunks.
-    """
-    f = cases.frames
-    stages, chunks = int(f.stage[rows[0]]), int(f.chunks[rows[0]])
-    total = cases.model.layers
-    if chunks > 1:
-        even, left = divmod(total, stages * chunks)
-        parts = np.array([even + (part < left) for part in range(stages * chunks)])
-        return np.repeat(parts[:, None] * 1.0, len(rows), axis=1)
-    found = np.zeros((stages, len(rows)))
-    for stage in range(stages):
-        for g in cases.groups:
-            index, count = g.index[rows], g.count[rows]
-            inside = (index <= stage) & (stage < index + count)
-            rank = g.rank[rows] + stage - index
-            less = (rank < cases.over[rows]) & (g.most[rows] > 0)
-            found[stage] += inside * (g.most[rows] - less)
-    return found
-
-
 # The pipeline.
 
 
@@ -306,7 +217,7 @@ def _bound(
     before = np.zeros(cases.number)
     ahead: list[Array] = []
     for g in cases.groups:
-        layer, alone = _ends(cases, g)
+        layer, alone = ends(cases, g)
         one = g.layers * layer + alone
         inner = g.together * layer + g.count * alone - one
         # Of interleaved stages at least the first part of each comes before.

@@ -34,6 +34,7 @@ from whalejax.planner.frames import (
     scheduled,
 )
 from whalejax.planner.graph import Graph
+from whalejax.planner.layer_cuts import pace_of
 from whalejax.planner.layers import find_layers
 from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
@@ -53,7 +54,6 @@ from whalejax.planner.weigh import (
     Weighed,
     fits_of,
     least_step,
-    pace_of,
     settle,
     weigh,
 )
