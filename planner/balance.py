@@ -9,6 +9,7 @@ Formula 1 asks for the same in fractions: ``water_fill`` solves it exactly, and
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -308,6 +309,19 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     for i in order[: total - sum(found)]:
         found[i] += 1
     return tuple(found)
+
+
+def dealt(shares: Sequence[int]) -> list[range]:
+    """The micro-batches of each replica.
+
+    Args:
+        shares: how many each takes.
+
+    >>> dealt([3, 0, 2])
+    [range(0, 3), range(3, 3), range(3, 5)]
+    """
+    ends = [0, *itertools.accumulate(shares)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
 def shares(

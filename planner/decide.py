@@ -28,6 +28,7 @@ from whalejax.planner.plan import (
     PlanError,
     Remat,
 )
+from whalejax.planner.program import Program
 from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
@@ -66,6 +67,10 @@ Again = Callable[[Remat, Chosen, int], Graph]
 """The captured loss with some TaskGraphs computed again in the backward pass, some
 attention run in blocks, and logits made of a part of the tokens at a time."""
 
+Known = dict[tuple[Remat, Chosen, int], "tuple[Analysed, Program] | None"]
+"""Programs of one loss, as policies, attention and chunks make them; None where there
+is none such. They are the same for all devices of one compiler."""
+
 LOSS_CHUNKS = 16
 """Parts of the tokens of a device that the planner weighs, where memory is short."""
 
@@ -95,6 +100,7 @@ def decide(
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """Choose how to run a model on a cluster.
 
@@ -107,13 +113,14 @@ def decide(
             layouts are filled in here.
         again: the graph with TaskGraphs computed again in the backward pass, and with
             attention in blocks; without it nothing is.
+        known: what searches of the same loss for other devices have found of it.
 
     Raises:
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
             found is listed.
     """
     check_marks(graph, request.num_devices)
-    decided = decided_on(graph, cluster, request, again)
+    decided = decided_on(graph, cluster, request, again, known)
     return written(
         decided.analysed,
         decided.search,
@@ -141,17 +148,21 @@ class Decided:
 
 
 def decided_on(
-    graph: Graph, cluster: Cluster, request: Request, again: Again | None = None
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    again: Again | None = None,
+    known: Known | None = None,
 ) -> Decided:
     """Search; ``decide`` without the checks before and the writing after it.
 
     Args:
-        graph, cluster, request, again: as there.
+        graph, cluster, request, again, known: as there.
 
     Raises:
         PlanError: no plan fits.
     """
-    searched = searches(graph, cluster, request, again)
+    searched = searches(graph, cluster, request, again, known)
     fitting = ranked([s for _, one in searched for s in one.scored if s.fits])
     if request.sequence_parallel and not any(one.scored for _, one in searched):
         raise PlanError(_no_sequence(searched[0][1]))
@@ -165,7 +176,11 @@ def decided_on(
 
 
 def searches(
-    graph: Graph, cluster: Cluster, request: Request, again: Again | None
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    again: Again | None,
+    known: Known | None = None,
 ) -> list[tuple[Analysed, Search]]:
     """One search for each policy of remat that may be worth it, the lightest first.
 
@@ -173,7 +188,7 @@ def searches(
     fewest micro-batches, no policy can be better than none. Attention in blocks is
     tried where scores are much of the work, or memory is short.
     """
-    searches = _Searches(graph, cluster, request, again)
+    searches = _Searches(graph, cluster, request, again, {} if known is None else known)
     asked = request.loss_chunks or 1
     searches.policies(request.attention or (), asked)
     _, plain = searches.found[0]
@@ -190,8 +205,14 @@ class _Searches:
     """Searches of programs of one loss; each is bounded by the best before it."""
 
     def __init__(
-        self, graph: Graph, cluster: Cluster, request: Request, again: Again | None
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        again: Again | None,
+        known: Known,
     ) -> None:
+        self.known = known
         self.graph = graph
         self.cluster = cluster
         self.request = request
@@ -237,15 +258,26 @@ class _Searches:
         Returns:
             Whether there is such a program.
         """
-        graph = self._program(remat, attention, chunks)
-        if graph is None:
+        key = remat, attention, chunks
+        if key not in self.known:
+            graph = self._program(*key)
+            self.known[key] = None if graph is None else self._analysed(graph)
+        program = self.known[key]
+        if program is None:
             return False
-        analysed = analyse_graph(graph)
+        analysed, shared = program
         asked = dataclasses.replace(
             self.request, remat=remat, attention=attention, loss_chunks=chunks
         )
         bound = self.best_seconds() * SLACK
-        one = Search(analysed.graph, analysed.dims, self.cluster, asked, bound=bound)
+        one = Search(
+            analysed.graph,
+            analysed.dims,
+            self.cluster,
+            asked,
+            bound=bound,
+            program=shared,
+        )
         one.run()
         self.found.append((analysed, one))
         splits = [*_splits(analysed, one)]
@@ -264,6 +296,10 @@ class _Searches:
             apart.run()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))
         return True
+
+    def _analysed(self, graph: Graph) -> tuple[Analysed, Program]:
+        found = analyse_graph(graph)
+        return found, Program(found.graph, found.dims, self.cluster.compiler)
 
     def _program(self, remat: Remat, attention: Chosen, chunks: int) -> Graph | None:
         """The graph of one program, or None where there is none such."""

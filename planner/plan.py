@@ -34,7 +34,7 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 9
+PLAN_VERSION = 10
 """Version of the file format."""
 
 
@@ -152,6 +152,8 @@ class Plan:
         notes: what a user should know.
         product_flops: of matrix products, on one device in one step; 0 in estimates.
         stages: the pipeline, if there is one.
+        shares: micro-batches of each rank of ``data``, where ranks are unlike and each
+            takes whole micro-batches; empty where every rank has a part of each.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: options of the compiler that the step is compiled with, as
@@ -188,6 +190,7 @@ class Plan:
     batch_tree: str = ""
     product_flops: int = 0
     stages: Stages | None = None
+    shares: tuple[int, ...] = ()
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
@@ -217,6 +220,29 @@ class Plan:
     def apart(self) -> tuple[Plan, ...]:
         """The plans of stages with programs of their own; empty without such."""
         return () if self.stages is None else self.stages.plans
+
+    @property
+    def replica(self) -> Plan:
+        """The plan of one rank of ``data``, where ranks take unlike shares."""
+        axes = tuple(axis for axis in self.axes if axis[0] != "data")
+        return dataclasses.replace(self, axes=axes, shares=())
+
+    def batch_slices(self, node: int) -> tuple[slice, ...]:
+        """The samples that a node takes of every global batch, with shares as planned.
+
+        Args:
+            node: its number; a process runs one node.
+
+        Returns:
+            A slice for each of its micro-batches, to be taken one behind the other.
+
+        Raises:
+            PlanError: there is no such node, or every device takes a part of each
+                micro-batch.
+        """
+        from whalejax.planner.sharing import slices_of
+
+        return slices_of(self, node)
 
     @property
     def num_devices(self) -> int:

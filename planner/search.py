@@ -156,6 +156,7 @@ class Search:
         beside: Search | None = None,
         split: Split | None = None,
         bound: float = math.inf,
+        program: Program | None = None,
     ) -> None:
         self.graph = graph
         self.bound = bound
@@ -163,9 +164,8 @@ class Search:
         self.dims = dims
         self.cluster = cluster
         self.request = request
-        self.program: Program = (
-            Program(graph, dims, cluster.compiler) if beside is None else beside.program
-        )
+        known = program if beside is None else beside.program
+        self.program: Program = known or Program(graph, dims, cluster.compiler)
         self.rows: Rows = self.program.views.rows(graph)
         self.prices: Prices = Prices(
             self.rows, None if beside is None else beside.prices

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from whalejax.annotations import split as split
     from whalejax.annotations import stage as stage
     from whalejax.attending import attention as attention
+    from whalejax.feed import Feed as Feed
     from whalejax.losses import Aux as Aux
     from whalejax.losses import Job as Job
     from whalejax.losses import WeightedLoss as WeightedLoss
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
+    from whalejax.meshes.processes import init_distributed as init_distributed
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
     from whalejax.planning import plan as plan
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 _MODULE_OF_NAME = {
     "Aux": "whalejax.losses",
     "Cluster": "whalejax.meshes",
+    "Feed": "whalejax.feed",
     "Job": "whalejax.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
@@ -48,6 +51,7 @@ _MODULE_OF_NAME = {
     "attention": "whalejax.attending",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.train",
+    "init_distributed": "whalejax.meshes.processes",
     "pipeline": "whalejax.annotations",
     "plan": "whalejax.planning",
     "replicate": "whalejax.annotations",
@@ -58,6 +62,7 @@ _MODULE_OF_NAME = {
 __all__ = [
     "Aux",
     "Cluster",
+    "Feed",
     "Job",
     "Plan",
     "PlanError",
@@ -69,6 +74,7 @@ __all__ = [
     "attention",
     "cluster",
     "compile",
+    "init_distributed",
     "pipeline",
     "plan",
     "replicate",

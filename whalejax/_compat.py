@@ -183,7 +183,7 @@ def scan_residuals(
     ]
     given = len(equation.outvars) - scan_parts(equation).num_carries
     outs = body.outvars[parts.num_carries + given :]
-    moved = _depending(inner, flags)[-len(outs) :] if outs else []
+    moved = depending(inner, flags)[-len(outs) :] if outs else []
     readers = _readers(inner)
     products = {"dot_general", "conv_general_dilated"}
     return [
@@ -215,8 +215,13 @@ def _readers(jaxpr: Any) -> dict[Any, set[str]]:
     return found
 
 
-def _depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
-    """Which results of a jaxpr depend on the flagged inputs, calls looked into."""
+def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr depend on the flagged inputs, calls looked into.
+
+    Args:
+        jaxpr: open or closed.
+        flags: for each input.
+    """
     body, _ = open_jaxpr(jaxpr)
     data = {var for var, flag in zip(body.invars, flags, strict=True) if flag}
     for one in body.eqns:
@@ -225,7 +230,7 @@ def _depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
         if recursion(one) in ("inline", "remat"):
             (inner,) = inner_jaxprs(one)
             if len(open_jaxpr(inner)[0].invars) == len(here):
-                results = _depending(inner, here)
+                results = depending(inner, here)
         data.update(v for v, flag in zip(one.outvars, results, strict=True) if flag)
     return [not is_literal(v) and v in data for v in body.outvars]
 
@@ -284,6 +289,29 @@ def aval_bytes(aval: Any) -> int:
 def trace(function: Any, arguments: Sequence[Any]) -> Any:
     """The jaxpr of a flat function at abstract arguments."""
     return jax.make_jaxpr(function)(*arguments)
+
+
+def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr in which tangents flow through ``stop_gradient`` too.
+
+    Args:
+        jaxpr: open or closed.
+        values: its inputs.
+    """
+    body, constants = open_jaxpr(jaxpr)
+    known = dict(zip(body.constvars, constants, strict=True))
+    known.update(zip(body.invars, values, strict=True))
+    for one in body.eqns:
+        given = [a.val if is_literal(a) else known[a] for a in one.invars]
+        inner = inner_jaxprs(one) if recursion(one) in ("inline", "remat") else ()
+        if one.primitive.name == "stop_gradient":
+            results = given
+        elif inner and len(open_jaxpr(inner[0])[0].invars) == len(given):
+            results = run_flowing(inner[0], given)
+        else:
+            results = bind(one, given)
+        known.update(zip(one.outvars, results, strict=True))
+    return [a.val if is_literal(a) else known[a] for a in body.outvars]
 
 
 def _rank(atom: Any) -> int:

@@ -6,7 +6,7 @@ compiler's message that names none of the user's words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,14 @@ class BatchLayout:
         Raises:
             PlanError: another structure, shape or kind of number; all are listed.
         """
-        leaves, structure = jax.tree.flatten(batch)
-        if structure != self.structure:
-            self._check_paths(batch)
         problems = Problems()
         placed = []
         for leaf, planned, sharding in zip(
-            leaves, self.leaves, self.shardings, strict=True
+            self.flat(batch), self.leaves, self.shardings, strict=True
         ):
-            problem = _problem(leaf, planned)
+            # Of a process's part the size is known when it is put together.
+            shapes = {np.shape(leaf) if _is_part(leaf) else planned.shape}
+            problem = self.problem(leaf, planned, shapes)
             if problem:
                 problems.add(problem)
             else:
@@ -71,8 +70,15 @@ class BatchLayout:
         problems.raise_if_any(PlanError, title="the batch does not match the plan")
         return placed
 
-    def _check_paths(self, batch: Any) -> None:
-        """A list may stand for a tuple; other leaves than planned may not."""
+    def flat(self, batch: Any) -> list[Any]:
+        """The leaves of a batch.
+
+        Raises:
+            PlanError: they are others than planned. A list may stand for a tuple.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        if structure == self.structure:
+            return leaves
         flat = jax.tree_util.tree_flatten_with_path(batch)[0]
         given = [jax.tree_util.keystr(path) for path, _ in flat]
         planned = [leaf.path for leaf in self.leaves]
@@ -81,32 +87,45 @@ class BatchLayout:
                 f"the batch has the leaves {given}; the plan is for {planned}. Give "
                 "the same structure, or plan again"
             )
+        return leaves
+
+    def problem(
+        self, leaf: Any, planned: BatchLeaf, shapes: Collection[tuple[int, ...]]
+    ) -> str:
+        """What is wrong with a leaf, if anything.
+
+        Args:
+            leaf: as given.
+            planned: what the plan knows of it.
+            shapes: that it may have.
+        """
+        name = f"batch{planned.path}"
+        if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
+            return (
+                f"{name} is being traced; the step is compiled: call it outside jax.jit"
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return f"{name} is a shape without values; give arrays"
+        shape = np.shape(leaf)
+        dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+        if shape not in shapes:
+            others = [str(other) for other in shapes if other != planned.shape]
+            parts = f", or {others[0]} of this process" if others else ""
+            return (
+                f"{name} has shape {shape}; the plan is for the global shape "
+                f"{planned.shape}{parts}. Plan again for this batch"
+            )
+        if dtype != planned.dtype and not _harmless(dtype, planned.dtype):
+            return (
+                f"{name} has dtype {dtype}; the plan is for {planned.dtype}. Convert "
+                "it, or plan again"
+            )
+        return ""
 
 
 def _is_part(leaf: Any) -> bool:
     """The leaf is this process's part of a global one."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array)
-
-
-def _problem(leaf: Any, planned: BatchLeaf) -> str:
-    name = f"batch{planned.path}"
-    if isinstance(leaf, jax.Array) and not _compat.is_concrete(leaf):
-        return f"{name} is being traced; the step is compiled: call it outside jax.jit"
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return f"{name} is a shape without values; give arrays"
-    shape = np.shape(leaf)
-    dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
-    if not _is_part(leaf) and shape != planned.shape:
-        return (
-            f"{name} has shape {shape}; the plan is for the global shape "
-            f"{planned.shape}. Plan again for this batch"
-        )
-    if dtype != planned.dtype and not _harmless(dtype, planned.dtype):
-        return (
-            f"{name} has dtype {dtype}; the plan is for {planned.dtype}. Convert it, "
-            "or plan again"
-        )
-    return ""
 
 
 def _harmless(given: str, planned: str) -> bool:

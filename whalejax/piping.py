@@ -23,12 +23,17 @@ from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import STAGE
+from whalejax.planner.sharing import decide_shares
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 
 
 def decider(
-    captured: Captured, request: Request, *, runnable: bool
+    captured: Captured,
+    request: Request,
+    *,
+    runnable: bool,
+    uneven: bool | tuple[int, ...] = False,
 ) -> tuple[Callable[..., Plan], Request]:
     """Who decides how a model runs.
 
@@ -36,6 +41,7 @@ def decider(
         captured: the loss.
         request: what was asked for.
         runnable: what cannot run is not wanted.
+        uneven: whether replicas take unlike shares, or those that are asked for.
 
     Returns:
         The search, and what is asked of it: where there are stages, of the devices of
@@ -55,6 +61,9 @@ def decider(
     )
     if found:
         return _Staging(captured, asked).of_any_number, request
+    if stages == 1 and uneven:
+        shares = None if isinstance(uneven, bool) else uneven
+        return functools.partial(decide_shares, asked=shares, decide=decide), request
     if stages == 1:
         return decide, request
     return _Staging(captured, asked), request

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt
@@ -73,6 +74,7 @@ def plan(
     sequence_parallel: bool | None = None,
     attention: str | Mapping[str, str] | None = None,
     loss_chunks: int | None = None,
+    shares: str | Sequence[int] | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> Plan:
     """Choose how to run a training step on a cluster.
@@ -136,6 +138,10 @@ def plan(
         loss_chunks: into how many parts each device cuts its tokens to make logits of
             one part at a time, and the loss of them, so that all logits never exist; 1
             makes them at once. None lets the planner choose, where memory is short.
+        shares: micro-batches of each data-parallel replica, in node order: ``"even"``
+            cuts every micro-batch into equal parts; numbers that you fix, which a run
+            may change as it measures (``TrainStep.shares``); None lets the planner
+            choose where devices are of several kinds.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -176,6 +182,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         attention=attention,
         loss_chunks=loss_chunks,
+        shares=shares,
         compiler_options=compiler_options,
     ).plan()
 
@@ -229,6 +236,7 @@ class Asked:
     sequence_parallel: bool | None = None
     attention: str | Mapping[str, str] | None = None
     loss_chunks: int | None = None
+    shares: str | Sequence[int] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
 
@@ -268,7 +276,9 @@ class Asked:
             attention=self._attention(captured, blocks),
             loss_chunks=self._chunks(captured),
         )
-        search, request = decider(captured, request, runnable=self.runnable)
+        search, request = decider(
+            captured, request, runnable=self.runnable, uneven=self._uneven()
+        )
         decided = functools.partial(
             search,
             graph,
@@ -285,14 +295,28 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             precisions=captured.precisions,
             notes=(
-                *found.notes,
-                *captured.notes,
-                *_remat_note(remat, found),
-                *_attention_note(found, blocks),
-                *(*adapter.notes, *option_note(options)),
+                *(*found.notes, *captured.notes, *_remat_note(remat, found)),
+                *(*_attention_note(found, blocks), *adapter.notes),
+                *option_note(options),
             ),
             question=self,
         )
+
+    def _uneven(self) -> bool | tuple[int, ...]:
+        """Whether replicas take unlike shares, or those that are asked for."""
+        given = self.shares
+        if given is None or given == "even":
+            mixed = len({node.kind.name for node in self.cluster.nodes}) > 1
+            return given is None and mixed and self.runnable and not self.allow_idle
+        if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+            raise PlanError(
+                f"shares is {given!r:.60}; expected 'even', the micro-batches of each "
+                "replica such as [5, 3], or None for the planner to choose"
+            )
+        if not self.runnable or self.allow_idle:
+            other = "allow_idle=True" if self.allow_idle else "runnable=False"
+            raise PlanError(f"shares cannot be given with {other}. Drop one of them")
+        return tuple(np.asarray(given).tolist())
 
     @property
     def _whole(self) -> str:
@@ -383,7 +407,7 @@ class Asked:
         """``Plan.what_if``."""
         known = (
             "batch cluster mesh zero num_micro_batches precision remat offload "
-            "sequence_parallel attention loss_chunks runnable compiler_options"
+            "sequence_parallel attention loss_chunks shares runnable compiler_options"
         ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:

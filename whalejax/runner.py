@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.capture import Captured
 from whalejax.capture.batch import aval_of
+from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.executor import gradients_of, losses_of
@@ -61,17 +62,15 @@ class Runner(Protocol):
         """
         ...
 
-    def advance(
-        self, state: TrainState, batch: Sequence[Any]
-    ) -> tuple[TrainState, Metrics]:
-        """One step, from a state and the flat leaves of a global batch."""
+    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step, from a state and a global batch as its layout gives it."""
         ...
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """The loss and metrics of a batch."""
         ...
 
-    def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
+    def lower(self, state: TrainState, batch: Any) -> Any:
         """The step's program."""
         ...
 
@@ -89,6 +88,7 @@ class OneProgram:
         origin: Origin,
     ) -> None:
         self.mesh: Mesh = plan.mesh(devices)
+        self._agreement = Agreement(self.mesh)
         analysed = analysed_for(plan, captured.graph)
         self.program = Program(
             plan=plan,
@@ -128,10 +128,12 @@ class OneProgram:
     def advance(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
+        self._agreement.check(self.program.plan.hash)
         found: tuple[TrainState, Metrics] = self._step(state, list(batch))
         return found
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+        self._agreement.check(self.program.plan.hash)
         found: Metrics = self._loss(state, list(batch))
         return found
 

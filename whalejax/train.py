@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
@@ -18,6 +19,8 @@ from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.mpmd import Apart, stages_mesh
+from whalejax.lowering.uneven import Uneven
+from whalejax.lowering.ways import is_here
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
@@ -40,6 +43,7 @@ class TrainStep:
         mesh: the devices.
         adapter: how the model divides into parameters and the rest.
         shardings: a state whose leaves are the ``NamedSharding`` of each array.
+        batch_axes: the batch dimension of each flat leaf of a batch, or None.
     """
 
     def __init__(
@@ -56,21 +60,20 @@ class TrainStep:
         self.adapter = adapter
         mesh = stages_mesh(plan, devices) if plan.apart else None
         self._origin = Origin(adapter, mesh)
+        self.batch_axes = batch_axes
         self._trains = optimizer is not None
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer
         )
-        make: Callable[..., Runner] = Apart if plan.apart else OneProgram
+        make: Callable[..., Runner] = (
+            Apart if plan.apart else Uneven if plan.shares else OneProgram
+        )
         self._runner: Runner = make(
             plan, captured, extended, devices, batch_axes, self._origin
         )
         self.mesh = self._runner.mesh
         self.shardings = self._runner.shardings
-        self._layout = BatchLayout(
-            structure=batch,
-            leaves=plan.batch,
-            shardings=self._runner.batch_shardings,
-        )
+        self._layout = layout_of(self._runner, plan, batch)
 
     # Starting.
 
@@ -154,6 +157,77 @@ class TrainStep:
         self._check_owner(state)
         return self._runner.evaluate(state, self._layout.place(batch))
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step, in node order.
+
+        Empty where every device has a part of each micro-batch. They may be set, to the
+        same in all processes, and change by themselves where ``rebalances`` is true.
+        """
+        runner = self._runner
+        return runner.shares if isinstance(runner, Uneven) else ()
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        self._uneven.shares = shares
+
+    def batch_rows(self) -> np.ndarray:
+        """The samples of the next global batch that this process gives, in order.
+
+        Returns:
+            Their numbers in the global batch. With unlike shares they are those of its
+            micro-batches, one behind the other, and change when shares do.
+        """
+        runner, plan = self._runner, self.plan
+        axes = runner.program.batch_axes
+        sizes = [
+            (number, axis, leaf.shape[axis])
+            for number, (leaf, axis) in enumerate(zip(plan.batch, axes, strict=True))
+            if axis is not None
+        ]
+        if not sizes:
+            return np.arange(0)
+        rows = np.arange(sizes[0][2])
+        if isinstance(runner, Uneven):
+            count = plan.num_micro_batches
+            return np.concatenate(
+                [rows[m::count] for m in runner.numbers()] or [rows[:0]]
+            )
+        for number, axis, _ in sizes:
+            sharding = runner.batch_shardings[number]
+            if is_here(sharding):
+                indices = sharding.addressable_devices_indices_map(
+                    plan.batch[number].shape
+                )
+                mine = [rows[index[axis]] for index in indices.values() if index]
+                return np.unique(np.concatenate(mine))
+        return rows
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured so far; 0 where not known."""
+        runner = self._runner
+        return runner.seconds if isinstance(runner, Uneven) else ()
+
+    @property
+    def rebalances(self) -> bool:
+        """Shares follow what replicas are measured to take. May be set."""
+        runner = self._runner
+        return isinstance(runner, Uneven) and runner.rebalances
+
+    @rebalances.setter
+    def rebalances(self, wanted: bool) -> None:
+        self._uneven.rebalances = wanted
+
+    @property
+    def _uneven(self) -> Uneven:
+        if not isinstance(self._runner, Uneven):
+            raise PlanError(
+                "the replicas of this plan have equal parts of every micro-batch. Plan "
+                "with shares=[...], micro-batches of each replica, to change them"
+            )
+        return self._runner
+
     def _check_owner(self, state: TrainState) -> None:
         if getattr(state, "origin", None) is not self._origin:
             raise PlanError(
@@ -209,6 +283,21 @@ class TrainStep:
 
         state: TrainState = restore(path, self.abstract_state(), self.plan)
         return state
+
+
+def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
+    """How the batches of a step are given.
+
+    Args:
+        runner: what runs.
+        plan: its plan.
+        structure: tree of a batch.
+    """
+    if isinstance(runner, Uneven):
+        return runner.layout(structure)
+    return BatchLayout(
+        structure=structure, leaves=plan.batch, shardings=runner.batch_shardings
+    )
 
 
 def compile(

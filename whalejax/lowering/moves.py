@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.crossing import Coming, Way
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.spmd import wide
 from whalejax.planner.issuing import Handing, issue_order
 from whalejax.planner.parts import Value
-from whalejax.planner.plan import PlanError
 from whalejax.planner.schedules import Action, Row
 
 
@@ -37,9 +34,9 @@ class Moves:
         self._apart = apart
         self._ways: dict[Hashable, Way] = {}
         self._last: list[Coming] = []
-        self._agreed = False
         self._aside: Executor | None = None
         mesh = apart.mesh
+        self._agreement = Agreement(mesh)
         rows: Any = mesh.devices
         alone = all(len({d.process_index for d in row}) == 1 for row in rows)
         if mesh.is_multi_process and alone and mesh.devices.flat[0].platform == "cpu":
@@ -52,9 +49,6 @@ class Moves:
         Raises:
             PlanError: they have other layouts, or another order.
         """
-        if self._agreed or not self._apart.mesh.is_multi_process:
-            return
-        self._agreed = True
         layouts = [
             (
                 plan.axes,
@@ -62,15 +56,7 @@ class Moves:
             )
             for plan in self._apart.plans
         ]
-        mine = zlib.crc32(repr((self.order, layouts)).encode())
-        every = multihost_utils.process_allgather(np.array([mine], np.uint32)).ravel()
-        others = [n for n, found in enumerate(every.tolist()) if found != every[0]]
-        if others:
-            raise PlanError(
-                f"processes {', '.join(map(str, others))} have another plan than "
-                "process 0, and would wait for what it does not send. Plan once, save "
-                "the plan (plan.save), and load it in all processes (wh.Plan.load)"
-            )
+        self._agreement.check((self.order, layouts))
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
         """An input of the loss on another stage; None if that is not here.

@@ -1,9 +1,8 @@
 """The ``pipeline_mpmd`` executor: stages with programs of their own.
 
-Every stage has devices of its own, with a layout of its own on them, and compiles a
-forward and a backward program for each of its parts of the model. The rows of the
-schedule and what they hand over are issued in one order, by every process as far as its
-own devices take part; every stage goes on as soon as it has what it needs.
+Every stage has devices and a layout of its own, and compiles a forward and a backward
+program for each of its parts of the model. Rows of the schedule and what they hand over
+are issued in one order, by every process as far as its own devices take part.
 """
 
 from __future__ import annotations

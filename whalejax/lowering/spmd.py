@@ -219,6 +219,31 @@ def gradients_of(
         scale: what the loss is multiplied by before it is differentiated, and the
             gradients divided by; or None.
     """
+    one = differentiator(program, params, rest, rng, step, scale)
+    count = program.plan.num_micro_batches
+    if count == 1:
+        first: tuple[Sums, Any] = one(rest, batch, 0)
+        return first
+    return _accumulate(program, one, rest, batch, count)
+
+
+def differentiator(
+    program: Program,
+    params: Sequence[Any],
+    rest: Any,
+    rng: Any,
+    step: Any,
+    scale: Any = None,
+) -> Callable[..., tuple[Sums, Any]]:
+    """What takes a micro-batch forward and back.
+
+    Args:
+        program, params, rng, step, scale: as for ``gradients_of``.
+        rest: what is not trained, as the step began, or at least its random keys.
+
+    Returns:
+        From the rest, the flat micro-batch and its index to sums and the new rest.
+    """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
@@ -241,7 +266,7 @@ def gradients_of(
 
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
-    def one(rest: Any, batch: Sequence[Any], index: Any) -> Any:
+    def one(rest: Any, batch: Sequence[Any], index: Any) -> tuple[Sums, Any]:
         folded = adapter.fold_rest(adapter.restore_keys(rest, at_step), index)
         key = None if rng is None else jax.random.fold_in(rng, index)
         (_, (total, (weight, metrics, fresh))), gradients = differentiate(
@@ -254,11 +279,7 @@ def gradients_of(
         sums = sums_of(program, total, weight, metrics, tuple(gradients))
         return sums, fresh
 
-    count = program.plan.num_micro_batches
-    if count == 1:
-        first: tuple[Sums, Any] = one(rest, batch, 0)
-        return first
-    return _accumulate(program, one, rest, batch, count)
+    return one
 
 
 def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
@@ -319,6 +340,26 @@ def losses_of(
     Args:
         program, params, rest, batch, rng, step: as for ``gradients_of``.
     """
+    one = evaluator(program, params, rest, rng, step)
+    count = program.plan.num_micro_batches
+    if count == 1:
+        return one(0, batch)
+    parts, whole = micro_batches(program, batch)
+    all_sums = jax.lax.map(
+        lambda pair: one(pair[0], whole(pair[1])), (jnp.arange(count), parts)
+    )
+    summed: Sums = jax.tree.map(lambda x: x.sum(0), all_sums)
+    return summed
+
+
+def evaluator(
+    program: Program, params: Sequence[Any], rest: Any, rng: Any, step: Any
+) -> Callable[..., Sums]:
+    """What takes a micro-batch forward: from its index and flat leaves to sums.
+
+    Args:
+        program, params, rest, rng, step: as for ``gradients_of``.
+    """
     adapter = program.adapter
     at_step = adapter.fold_rest(rest, step)
     rng = None if rng is None else jax.random.fold_in(rng, step)
@@ -329,15 +370,7 @@ def losses_of(
         total, (weight, metrics, _) = program.loss(params, folded, batch, key)
         return sums_of(program, total, weight, metrics, ())
 
-    count = program.plan.num_micro_batches
-    if count == 1:
-        return one(0, batch)
-    parts, whole = micro_batches(program, batch)
-    all_sums = jax.lax.map(
-        lambda pair: one(pair[0], whole(pair[1])), (jnp.arange(count), parts)
-    )
-    summed: Sums = jax.tree.map(lambda x: x.sum(0), all_sums)
-    return summed
+    return one
 
 
 def _accumulate(

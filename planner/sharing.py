@@ -1,0 +1,367 @@
+"""Plans whose data-parallel replicas are unlike: each takes micro-batches of its own.
+
+Every kind of device is asked how long a micro-batch takes on one replica, in a search
+of its own; shares are the integers with which the last replica is done as early as can
+be. All replicas have one layout: that of the kind with the least memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.kinds import DeviceKind
+from whalejax.planner.balance import dealt, shares
+from whalejax.planner.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost import Collective
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.graph import Graph
+from whalejax.planner.layout import divisors
+from whalejax.planner.plan import Candidate, Plan, PlanError
+from whalejax.planner.scored import Request
+from whalejax.planner.terms import TimeTerms
+
+
+Decide = Callable[..., Plan]
+"""A search for the plan of one replica; see ``decide.decide``."""
+
+MOST_COUNTS = 5
+"""Numbers of micro-batches that are weighed for replicas of one size."""
+
+DATA = "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """A plan of unlike replicas, and what its ranks take.
+
+    Attributes:
+        plan: of one replica, as the kind with the least memory would run it alone.
+        kinds: of each replica's devices.
+        seconds: of a micro-batch on each replica.
+        after: seconds of a replica's update.
+        exchange: what replicas add up together, and how long it takes.
+        shares: micro-batches of each.
+    """
+
+    plan: Plan
+    kinds: tuple[DeviceKind, ...]
+    seconds: tuple[float, ...]
+    after: float
+    exchange: tuple[Collective, float]
+    shares: tuple[int, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted step time."""
+        return self.pace + self.exchange[1] + self.after
+
+    @property
+    def pace(self) -> float:
+        """When the last replica is done with its micro-batches."""
+        return _last(self.shares, self.seconds)
+
+
+def decide_shares(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    *,
+    asked: Sequence[int] | None,
+    decide: Decide,
+    **options: Any,
+) -> Plan:
+    """Choose how replicas of unlike devices run a model, and who takes how much of it.
+
+    Args:
+        graph: the captured loss.
+        cluster: the machine.
+        request: what was asked for; the axis ``data`` is what is left to choose.
+        asked: the shares that the user wants, in node order, or None.
+        decide: searches for the plan of one replica.
+        options: of that search.
+
+    Returns:
+        The plan, with ``shares``.
+
+    Raises:
+        PlanError: shares that cannot be, or no plan fits.
+    """
+    _check(graph, cluster, request, asked)
+    found: list[_Shared] = []
+    problem: PlanError | None = None
+    options = {**options, "known": {}}
+    for size in _sizes(cluster, request, asked):
+        for count in _counts(graph, cluster.num_devices // size, request, asked):
+            try:
+                found.append(
+                    _weigh(graph, cluster, request, size, count, asked, decide, options)
+                )
+            except PlanError as error:
+                problem = problem or error
+    if not found:
+        assert problem is not None
+        raise problem
+    return _written(cluster, sorted(found, key=lambda one: one.step_seconds))
+
+
+def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
+    """``Plan.batch_slices``."""
+    if not plan.shares:
+        raise PlanError(
+            "every device of this plan takes a part of each micro-batch, so nodes have "
+            "no micro-batches of their own. A compiled step's batch_rows says which "
+            "samples a process gives"
+        )
+    counts = [one.count for one in plan.cluster.nodes]
+    if not 0 <= node < len(counts):
+        raise PlanError(
+            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0"
+        )
+    size = plan.num_devices // len(plan.shares)
+    first = sum(counts[:node]) // size
+    mine = dealt(plan.shares)[first : first + counts[node] // size]
+    total = plan.num_micro_batches
+    return tuple(slice(m, None, total) for numbers in mine for m in numbers)
+
+
+def _check(
+    graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
+) -> None:
+    mesh = dict(request.mesh or {})
+    data, count = mesh.get(DATA), request.num_micro_batches
+    if request.zero:
+        raise PlanError(
+            f"zero is {request.zero}, and replicas that take unlike shares keep the "
+            'whole optimizer state each. Leave zero out, or give shares="even"'
+        )
+    if asked is None:
+        return
+    if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in asked):
+        raise PlanError(
+            f"shares is {list(asked)!r:.80}; expected whole numbers of micro-batches, "
+            "0 or more, one for each replica"
+        )
+    if cluster.num_devices % len(asked) or data not in (None, len(asked)):
+        raise PlanError(
+            f"shares has {len(asked)} entries; {cluster.num_devices} devices make no "
+            f"{len(asked)} equal replicas"
+            + ("" if data is None else f", and mesh asks for data {data}")
+            + ". Give one number for each replica"
+        )
+    total, size = sum(asked), graph.batch_size * graph.num_micro_batches
+    if total == 0 or size % total or count not in (None, total):
+        raise PlanError(
+            f"shares add up to {total} micro-batches; the batch has {size} samples"
+            + ("" if count is None else f", and num_micro_batches is {count}")
+            + f". Let them add up to {count or 'a divisor of the batch'}"
+        )
+
+
+def _sizes(
+    cluster: Cluster, request: Request, asked: Sequence[int] | None
+) -> Iterator[int]:
+    """Devices of a replica: no replica lies on two nodes."""
+    within = math.gcd(*(node.count for node in cluster.nodes))
+    mesh = dict(request.mesh or {})
+    data = mesh.pop(DATA, None)
+    fixed = math.prod(mesh.values())
+    sizes = [
+        size
+        for size in divisors(within)
+        if size % fixed == 0
+        and (data is None or cluster.num_devices == data * size)
+        and (asked is None or cluster.num_devices == len(asked) * size)
+    ]
+    if not sizes:
+        raise PlanError(
+            f"replicas lie inside a node, and have the same number of devices: here 1 "
+            f"to {within} that divide {within}, in multiples of {fixed} as mesh asks"
+            + ("" if data is None else f", and data {data} needs another number")
+            + '. Change mesh or shares, or give shares="even"'
+        )
+    yield from sizes
+
+
+def _counts(
+    graph: Graph, replicas: int, request: Request, asked: Sequence[int] | None
+) -> list[int]:
+    """Numbers of micro-batches to weigh, the fewest first."""
+    fixed = sum(asked) if asked is not None else request.num_micro_batches
+    if fixed is not None:
+        return [fixed]
+    size = graph.batch_size * graph.num_micro_batches
+    every = [n for n in divisors(size) if n % graph.num_micro_batches == 0]
+    enough = [n for n in every if n >= replicas]
+    return enough[:MOST_COUNTS] or every[-1:]
+
+
+def _weigh(
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    size: int,
+    count: int,
+    asked: Sequence[int] | None,
+    decide: Decide,
+    options: Mapping[str, Any],
+) -> _Shared:
+    """Replicas of so many devices, with so many micro-batches in all."""
+    mesh = {**(request.mesh or {}), DATA: 1}
+    alone = dataclasses.replace(
+        request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=None
+    )
+    names = {node.kind.name: node.kind for node in cluster.nodes}
+    kinds = sorted(names.values(), key=lambda kind: kind.memory_bytes)
+    part = {kind.name: _of_kind(cluster, kind, size) for kind in kinds}
+    first = decide(graph, part[kinds[0].name], alone, **options)
+    same = _pinned(alone, first)
+    plans = {
+        kind.name: decide(graph, part[kind.name], same, **options) for kind in kinds[1:]
+    }
+    plans[kinds[0].name] = first
+    on = tuple(node.kind for node in cluster.nodes for _ in range(node.count // size))
+    seconds = tuple(_pace(plans[kind.name], count) for kind in on)
+    summed = _exchange(first, cluster, len(on))
+    return _Shared(
+        plan=first,
+        kinds=on,
+        seconds=seconds,
+        after=max(plan.time.update_seconds for plan in plans.values()),
+        exchange=summed,
+        shares=tuple(asked) if asked is not None else shares(count, seconds),
+    )
+
+
+def _of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
+    """So many devices of one kind."""
+    first = sorted(cluster.nodes, key=lambda node: node.kind.name != kind.name)
+    return dataclasses.replace(cluster, nodes=tuple(first)).part(size)
+
+
+def _pinned(request: Request, plan: Plan) -> Request:
+    """The request of what another kind is to run: the same as the first."""
+    return dataclasses.replace(
+        request,
+        mesh={DATA: 1, **plan.axis_sizes},
+        remat=plan.remat,
+        offload=plan.offload,
+        sequence_parallel=plan.sequence_parallel,
+        attention=plan.attention,
+        loss_chunks=plan.loss_chunks,
+    )
+
+
+def _pace(plan: Plan, count: int) -> float:
+    """Seconds of a micro-batch."""
+    return (plan.time.step_seconds - plan.time.update_seconds) / count
+
+
+def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, float]:
+    """The all-reduce of what replicas have added up."""
+    summed = Collective(
+        kind="all-reduce",
+        axes=(DATA,),
+        phase="update",
+        what="gradient",
+        payload_bytes=plan.memory.gradients_bytes,
+        count=1,
+    )
+    parts = axis_parts((DATA,), {DATA: replicas, **plan.axis_sizes}, cluster)
+    seconds = collective_seconds(summed.kind, summed.payload_bytes, parts)
+    return summed, seconds
+
+
+def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
+    best = found[0]
+    plan, replicas = best.plan, len(best.kinds)
+    whole = _time(best)
+    candidates = tuple(
+        Candidate(
+            layout=_layout(one),
+            time=_time(one),
+            memory=one.plan.memory,
+            fits=True,
+            verdict="chosen" if one is best else "slower",
+        )
+        for one in found
+    )
+    # Beside the sums there is the buffer in which they cross, and what comes back.
+    memory = dataclasses.replace(
+        plan.memory,
+        working_bytes=plan.memory.working_bytes + plan.memory.gradients_bytes,
+    )
+    least = min(kind.memory_bytes for kind in best.kinds)
+    if memory.total_bytes > least:
+        raise PlanError(
+            f"replicas of {plan.num_devices} devices need "
+            f"{gigabytes(memory.total_bytes)} each with what they exchange, and the "
+            f"smallest has {gigabytes(least)}. Give more micro-batches, or a mesh with "
+            "more devices in a replica"
+        )
+    return dataclasses.replace(
+        plan,
+        cluster=cluster,
+        axes=((DATA, replicas), *plan.axes),
+        shares=best.shares,
+        time=whole,
+        memory=memory,
+        collectives=(*plan.collectives, best.exchange[0]),
+        candidates=candidates,
+        notes=(*plan.notes, *_notes(best)),
+    )
+
+
+def _time(one: _Shared) -> TimeTerms:
+    """The step, by the terms of the plan of one replica."""
+    terms = dataclasses.asdict(one.plan.time)
+    terms.pop("update_seconds")
+    ratio = one.pace / max(sum(terms.values()), 1e-30)
+    return TimeTerms(
+        **{name: seconds * ratio for name, seconds in terms.items()},
+        update_seconds=one.after,
+    ) + TimeTerms(gradient_seconds=one.exchange[1])
+
+
+def _layout(one: _Shared) -> str:
+    inner = "".join(f" × {axis} {n}" for axis, n in one.plan.axes)
+    total = one.plan.num_micro_batches
+    return f"data {len(one.kinds)}{inner}, {_share_words(one)} of {total} micro-batches"
+
+
+def _share_words(one: _Shared) -> str:
+    """Shares by kind, such as ``V100 21–22, P100 10``."""
+    by_kind: dict[str, list[int]] = {}
+    for kind, share in zip(one.kinds, one.shares, strict=True):
+        by_kind.setdefault(kind.display_name(), []).append(share)
+    return ", ".join(
+        f"{name} {min(few)}" + (f"–{max(few)}" if len(set(few)) > 1 else "")
+        for name, few in by_kind.items()
+    )
+
+
+def _notes(one: _Shared) -> Iterator[str]:
+    total, replicas = sum(one.shares), len(one.kinds)
+    even = [total // replicas + (r < total % replicas) for r in range(replicas)]
+    rest = one.exchange[1] + one.after
+    gain = (_last(even, one.seconds) + rest) / one.step_seconds
+    speeds = [1.0 / s for s in one.seconds]
+    bound = sum(speeds) / (replicas * min(speeds))
+    yield (
+        f"shares: {_share_words(one)} of {total} micro-batches; {gain:.2f} times as "
+        f"fast as even shares, of at most {bound:.2f} in fractions"
+    )
+    idle = [r for r, share in enumerate(one.shares) if not share]
+    if idle:
+        yield (
+            f"replicas {', '.join(map(str, idle))} take no micro-batch: the others "
+            "are done before. Give more micro-batches, or plan without them"
+        )
+
+
+def _last(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    return max(k * s for k, s in zip(counts, seconds, strict=True))

@@ -1,0 +1,357 @@
+"""Two processes of unlike speed: even shares against those that a run finds itself.
+
+A small GPT is trained by two processes, each bound to a core of its own, the second
+under a CPU quota. A run first measures and finds its shares; then steps with even
+shares and with these are timed in turn. The last line is one JSON object, for each
+quota N in percent:
+
+    speedup_N                even step over the one with found shares (median of pairs)
+    speedup_N_low, _high     quartiles of the pairs
+    of_integer_ideal_N       the shortest step that whole micro-batches allow, over the
+                             found one's: their measured seconds, and a step without any
+    shares_N                 what was found
+    curve_f32, curve_f64     largest distance of 20 steps' losses from one device's
+    compilations             of the program of a micro-batch, over all of it
+
+With ``--disturb`` an outside load comes and goes by a seeded plan and the quota changes
+sides in the middle, once with shares that follow and once with even ones:
+
+    windows_worst            steps of a window of 30 s over even's, the worst window
+    recovered_steps          after the change of sides, steps until the mean of five
+                             reaches 0.93 of the speed to which the run settles
+
+    python scripts/bench_mixed.py [--quotas 50,33,25] [--rounds 9] [--disturb]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+SIZES = {
+    "layers": 2,
+    "embed": 256,
+    "heads": 4,
+    "mlp": 1024,
+    "sequence": 128,
+    "vocab": 512,
+}
+SHORT = {**SIZES, "embed": 128, "mlp": 512}
+"""Of --disturb: a window holds many steps."""
+
+SMALL = {"layers": 2, "embed": 32, "heads": 2, "mlp": 64, "sequence": 16, "vocab": 64}
+COUNT = 32
+"""Micro-batches of a step."""
+
+SAMPLES = 2
+"""Of a micro-batch."""
+
+SETTLES = 24
+"""Steps in which a run finds its shares."""
+
+WINDOW = 30.0
+CURVE = 20
+
+
+def main() -> None:
+    """Start both processes, or be one of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quotas", default="50,33,25", help="percent, several")
+    parser.add_argument("--rounds", type=int, default=9, help="timed pairs")
+    parser.add_argument("--disturb", action="store_true", help="load comes and goes")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of --disturb")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.process is not None:
+        _work(arguments)
+        return
+    from whalejax.meshes.quota import why_no_quota
+
+    if problem := why_no_quota():
+        sys.exit(problem)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, *sys.argv, "--port", str(port), "--process"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    running = [
+        subprocess.Popen([*command, str(index)], env=environment) for index in range(2)
+    ]
+    sys.exit(max(process.wait() for process in running))
+
+
+def _work(arguments: argparse.Namespace) -> None:
+    """One of the processes."""
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[arguments.process % len(cores)]
+    os.sched_setaffinity(0, {core})
+    import jax
+
+    from whalejax.meshes.quota import Quota
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(
+        f"127.0.0.1:{arguments.port}", 2, arguments.process, initialization_timeout=120
+    )
+    found: dict[str, Any] = {}
+    with Quota(100) as quota:
+        quota.add(os.getpid())
+        if arguments.disturb:
+            found.update(_disturbed(arguments, quota, core))
+        else:
+            run = _Run(SIZES)
+            for percent in map(int, arguments.quotas.split(",")):
+                quota.set(percent if arguments.process else 100)
+                found.update(_compared(run, percent, arguments.rounds))
+            quota.set(100)
+            found["compilations"] = run.compilations
+            found["curve_f32"] = _curve("float32")
+            jax.config.update("jax_enable_x64", True)
+            found["curve_f64"] = _curve("float64")
+        if arguments.process == 0:
+            print(json.dumps(found), flush=True)
+        _together("end")
+    jax.distributed.shutdown()
+
+
+def _together(name: str) -> None:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(name)
+
+
+class _Run:
+    """A training run over both processes, or on this one's device alone."""
+
+    def __init__(self, sizes: dict[str, Any], *, alone: bool = False) -> None:
+        import jax
+        import optax
+
+        import whalejax as wh
+        from whalejax import jobs, models
+
+        job = models.job("gpt-test", annotated=False, **sizes)
+        self.batch_at = lambda index: job.batch_at(index, COUNT * SAMPLES)
+        model = jobs.abstract_model(job)
+        optimizer = optax.sgd(0.01, momentum=0.9)
+        devices = jax.local_devices() if alone else jax.devices()
+        plan = wh.plan(
+            job.loss_fn,
+            model,
+            self.batch_at(0),
+            optimizer=optimizer,
+            cluster=f"cpu:{len(devices)}",
+            num_micro_batches=COUNT,
+            shares="even" if alone else [COUNT // 2] * 2,
+        )
+        step = wh.compile(
+            plan, job.loss_fn, model, optimizer=optimizer, devices=devices
+        )
+        self.trained: Any = step
+        self.runner: Any = step._runner
+        self.state = step.init(job.make_model, rng=jax.random.key(0))
+        self.losses: list[float] = []
+
+    @property
+    def compilations(self) -> int:
+        (replica,) = self.runner._replicas.values()
+        found: int = replica.add._cache_size()
+        return found
+
+    def step(self, index: int = 0) -> float:
+        """Seconds of one step, to the last of it."""
+        start = time.perf_counter()
+        self.state, metrics = self.trained(self.state, self.batch_at(index))
+        self.losses.append(float(metrics["loss"].addressable_shards[0].data))
+        return time.perf_counter() - start
+
+    def nothing(self) -> float:
+        """Seconds of a step without any micro-batch: the exchange and the update."""
+        import jax
+
+        from whalejax.planner.rebalance import Rebalance
+
+        kept, self.runner._balance = self.runner._balance, Rebalance([0, 0])
+        spare = jax.tree.map(lambda x: x.copy(), self.state)
+        start = time.perf_counter()
+        _, metrics = self.runner.advance(spare, {})
+        jax.block_until_ready(metrics)
+        seconds = time.perf_counter() - start
+        self.runner._balance, self.runner._told = kept, None
+        return seconds
+
+    def alone(self, count: int) -> float:
+        """Seconds of a micro-batch of this process, without the other."""
+        import jax
+
+        from whalejax.planner.rebalance import Rebalance
+
+        kept, self.runner._balance = self.runner._balance, Rebalance([count, count])
+        batch = self.trained._layout.place(self.batch_at(0))
+        mine = self.runner._mine
+        seen = {r: self.runner._seen(self.state, r) for r in mine}
+        start = time.perf_counter()
+        jax.block_until_ready(self.runner._ran(seen, batch))
+        seconds = time.perf_counter() - start
+        self.runner._balance = kept
+        return seconds / count
+
+
+def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
+    """Even shares against those that are found, under one quota."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from whalejax.planner.balance import shares
+
+    run.trained.rebalances = True
+    run.trained.shares = [COUNT // 2] * 2
+    for _ in range(SETTLES):
+        run.step()
+    run.trained.rebalances = False
+    found, even = run.trained.shares, (COUNT // 2,) * 2
+    seconds: dict[tuple[int, ...], list[float]] = {found: [], even: []}
+    zero, alone = [], []
+    for _ in range(rounds):
+        for chosen in (even, found):
+            run.trained.shares = chosen
+            _together("step")
+            seconds[chosen].append(run.step())
+        _together("nothing")
+        zero.append(run.nothing())
+        alone.append(run.alone(COUNT // 2))
+    mine = np.array([statistics.median(alone), statistics.median(zero)], np.float32)
+    every = multihost_utils.process_allgather(mine)
+    speeds = [float(s) for s in every[:, 0]]
+    best = shares(COUNT, speeds)
+    ideal = max(k * s for k, s in zip(best, speeds, strict=True)) + float(every[0, 1])
+    ratios = [a / b for a, b in zip(seconds[even], seconds[found], strict=True)]
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    if run.runner._mine == [0]:
+        print(
+            f"{percent} %: micro-batch {speeds[0] * 1e3:.1f} and {speeds[1] * 1e3:.1f} "
+            f"ms, shares {found} (best {best}), step {_median(seconds[even])} even, "
+            f"{_median(seconds[found])} found, {ideal * 1e3:.0f} ms ideal",
+            flush=True,
+        )
+    step = statistics.median(seconds[found])
+    return {
+        f"speedup_{percent}": round(float(middle), 4),
+        f"speedup_{percent}_low": round(float(low), 4),
+        f"speedup_{percent}_high": round(float(high), 4),
+        f"of_integer_ideal_{percent}": round(ideal / step, 4),
+        f"shares_{percent}": list(found),
+    }
+
+
+def _median(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.0f} ms"
+
+
+def _curve(dtype: str) -> float:
+    """How far losses of uneven steps are from those of one device."""
+    import jax
+
+    sizes = {**SMALL, "param_dtype": dtype}
+    both, alone = _Run(sizes), _Run(sizes, alone=True)
+    both.trained.shares = [21, 11]
+    for index in range(CURVE):
+        if index == CURVE // 2:
+            both.trained.rebalances = False
+            both.trained.shares = [5, 27]
+        both.step(index)
+        alone.step(index)
+    jax.block_until_ready(both.state)
+    return max(abs(a - b) for a, b in zip(both.losses, alone.losses, strict=True))
+
+
+def _disturbed(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str, Any]:
+    """The same disturbances with shares that follow, and with even ones."""
+    run = _Run(SHORT)
+    run.step()
+    ends = {}
+    for follows in (True, False):
+        run.trained.rebalances = follows
+        run.trained.shares = [COUNT // 2] * 2
+        ends[follows] = _steps(run, arguments, quota, core)
+    counts = {
+        follows: [
+            sum(1 for t in found if start <= t < start + WINDOW)
+            for start in range(0, int(arguments.seconds), int(WINDOW))
+        ]
+        for follows, found in ends.items()
+    }
+    worst = min(a / b for a, b in zip(counts[True], counts[False], strict=True))
+    if arguments.process == 0:
+        print(f"steps in windows: follows {counts[True]}, even {counts[False]}")
+    return {
+        "windows_worst": round(worst, 4),
+        "recovered_steps": _recovered(ends[True], arguments.seconds / 2),
+    }
+
+
+def _steps(
+    run: _Run, arguments: argparse.Namespace, quota: Any, core: int
+) -> list[float]:
+    """When each step ended, while load comes and goes and the quota changes sides."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    chance = random.Random(7 + arguments.process)
+    loads: list[tuple[float, float]] = []
+    when = 0.0
+    while when < arguments.seconds:
+        when += chance.uniform(15, 30)
+        loads.append((when, when + chance.uniform(2, 8)))
+        when = loads[-1][1]
+    busy: subprocess.Popen[bytes] | None = None
+    ends: list[float] = []
+    _together("steps")
+    start = time.perf_counter()
+    while True:
+        now = time.perf_counter() - start
+        first = now < arguments.seconds / 2
+        slow = arguments.process == (1 if first else 0)
+        quota.set(33 if slow else 100)
+        loaded = any(begin <= now < end for begin, end in loads)
+        if loaded and busy is None:
+            busy = subprocess.Popen(["taskset", "-c", str(core), "yes"], stdout=-3)
+        if not loaded and busy is not None:
+            busy.kill()
+            busy = None
+        run.step()
+        ends.append(time.perf_counter() - start)
+        done = np.array([ends[-1] > arguments.seconds])
+        if multihost_utils.process_allgather(done).any():
+            break
+    if busy is not None:
+        busy.kill()
+    quota.set(100)
+    return ends
+
+
+def _recovered(ends: list[float], change: float) -> int:
+    """Steps after the change until five take what they take in the end."""
+    took = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    after = [s for s, end in zip(took, ends[1:], strict=True) if end > change]
+    settled = statistics.median(after[len(after) // 2 :])
+    for number in range(len(after) - 5):
+        if statistics.mean(after[number : number + 5]) <= settled / 0.93:
+            return number
+    return len(after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""CPU quotas: real ones where they can be set, and clear words where they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import whalejax as wh
+from whalejax.meshes.quota import Quota, why_no_quota
+
+
+BUSY = (
+    "import sys, time\nsys.stdin.read()\n"
+    "start, used = time.time(), time.process_time()\n"
+    "while time.time() - start < 1: pass\nprint(time.process_time() - used)"
+)
+
+
+@pytest.mark.skipif(bool(why_no_quota()), reason="no control group can be made here")
+def test_a_process_gets_its_part_of_a_core() -> None:
+    with Quota(20) as quota:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BUSY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        quota.add(process.pid)
+        used = float(process.communicate("")[0])
+        path = quota._path
+    assert used < 0.35
+    assert path is not None and not path.exists()
+
+
+def test_where_no_group_can_be_made_the_reason_is_said(tmp_path: Path) -> None:
+    with pytest.raises(wh.WhaleError, match="no control group .* Run as root"):
+        Quota(50, root=tmp_path / "none")
+
+
+def test_the_second_version_is_written_as_it_is_read(tmp_path: Path) -> None:
+    quota = Quota(50, root=tmp_path)
+    (group,) = tmp_path.glob("whalejax-*")
+    assert (group / "cpu.max").read_text() == "10000 20000"
+    quota.add(os.getpid())
+    assert (group / "cgroup.procs").read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize("percent", [0, -5, 1e9])
+def test_no_percentage(percent: float) -> None:
+    with pytest.raises(wh.WhaleError, match="expected 1 to"):
+        Quota(percent)

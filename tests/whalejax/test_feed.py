@@ -1,0 +1,109 @@
+"""Each sample once in an epoch, whoever takes how many; a run goes on where it was."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+
+
+SAMPLES = [{"x": np.full(4, i, np.float32)} for i in range(50)]
+
+
+def numbers(batch: Any) -> list[int]:
+    return [int(i) for i in batch["x"][:, 0]]
+
+
+def loss(m: Any, b: Any) -> Any:
+    return ((b["x"] @ m["w"] - 1) ** 2).mean()
+
+
+def step_of(shares: Any, devices: int) -> wh.TrainStep:
+    model = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    tx = optax.sgd(0.1)
+    plan = wh.plan(
+        loss,
+        model,
+        batch,
+        optimizer=tx,
+        cluster=f"cpu:{devices}",
+        num_micro_batches=4,
+        shares=shares,
+    )
+    here = jax.devices()[:devices]
+    return wh.compile(plan, loss, model, optimizer=tx, devices=here)
+
+
+def test_every_sample_is_seen_once_in_an_epoch() -> None:
+    batches = [numbers(b) for b in wh.Feed(SAMPLES, 8, epochs=2)]
+    assert len(batches) == 12
+    first, second = (sorted(sum(b, [])) for b in (batches[:6], batches[6:]))
+    assert len(set(first)) == len(set(second)) == 48
+    assert batches[:6] != batches[6:]
+    again = [numbers(b) for b in wh.Feed(SAMPLES, 8, epochs=2, first=5)]
+    assert again == batches[5:]
+
+
+def test_the_order_is_that_of_the_samples_without_a_seed() -> None:
+    feed = wh.Feed(SAMPLES, 8, seed=None, epochs=1)
+    assert sum(map(numbers, feed), []) == list(range(48))
+
+
+def test_a_step_is_given_its_micro_batches_as_shares_are_now() -> None:
+    step = step_of([3, 1], 2)
+    feed = iter(wh.Feed(SAMPLES, 8, step, seed=None))
+    assert numbers(next(feed)) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert step.batch_rows().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    state = step.init(lambda: {"w": jnp.ones((4, 4))}, rng=jax.random.key(0))
+    plain = step_of("even", 1)
+    same = plain.init(lambda: {"w": jnp.ones((4, 4))}, rng=jax.random.key(0))
+    whole = wh.Feed(SAMPLES, 8, plain, first=1)
+    for ours, theirs in itertools.islice(
+        zip(wh.Feed(SAMPLES, 8, step, first=1), whole, strict=False), 3
+    ):
+        step.shares = step.shares[::-1]
+        state, metrics = step(state, ours)
+        same, wanted = plain(same, theirs)
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], same.params["w"], rtol=1e-6)
+
+
+def test_nodes_of_a_plan_know_their_samples() -> None:
+    model = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    plan = wh.plan(loss, model, batch, cluster="cpu:2x2", shares=[1, 0, 2, 1])
+    first, second = plan.batch_slices(0), plan.batch_slices(1)
+    assert first == (slice(0, None, 4),)
+    assert second == tuple(slice(m, None, 4) for m in (1, 2, 3))
+    rows = [r for s in (*first, *second) for r in np.arange(8)[s]]
+    assert sorted(rows) == list(range(8))
+    with pytest.raises(wh.WhaleError, match="2 nodes, numbered from 0"):
+        plan.batch_slices(2)
+    with pytest.raises(wh.WhaleError, match="no micro-batches of their own"):
+        plan.what_if(shares="even").batch_slices(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"batch_size": 51}, "batch_size is 51, of 50 samples"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 8, "first": -1}, "first is -1"),
+    ],
+)
+def test_sizes_that_cannot_be(arguments: dict[str, int], text: str) -> None:
+    with pytest.raises(wh.WhaleError, match=text):
+        wh.Feed(SAMPLES, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_another_size_than_planned_is_refused() -> None:
+    with pytest.raises(wh.WhaleError, match="batch_size is 4; the plan is for 8"):
+        wh.Feed(SAMPLES, 4, step_of([3, 1], 2))

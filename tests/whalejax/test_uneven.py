@@ -1,0 +1,309 @@
+"""Replicas that take unlike numbers of micro-batches compute what one device does."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import whalejax as wh
+from tests import cases
+from whalejax import jobs
+from whalejax.losses import Job
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
+
+TIGHT = 1e-10
+
+
+def both(
+    job: Job,
+    shares: tuple[int, ...],
+    inner: dict[str, int] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Steps of one device and of replicas, over the same micro-batches."""
+    inner = inner or {}
+    devices = len(shares) * int(np.prod([*inner.values()]))
+    model = jobs.abstract_model(job)
+    made = []
+    for kind, count in (({}, 1), ({"mesh": inner, "shares": shares}, devices)):
+        plan = wh.plan(
+            job.loss_fn,
+            model,
+            job.batch_at(0),
+            optimizer=job.optimizer,
+            cluster=f"cpu:{count}",
+            num_micro_batches=sum(shares),
+            **{**kind, **options},
+        )
+        step = wh.compile(
+            plan,
+            job.loss_fn,
+            model,
+            optimizer=job.optimizer,
+            devices=jax.devices()[:count],
+        )
+        made.append(step)
+    assert made[1].plan.shares == shares
+    return made[0], made[1]
+
+
+def apart(ours: Any, theirs: Any) -> float:
+    """The largest difference of two trees, against the largest number of each leaf."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        scale = max(np.abs(b).max(initial=0), 1e-3)
+        worst = max(worst, float(np.abs(a - b).max(initial=0) / scale))
+    return worst
+
+
+def worst_of(one: Any, step: Any, job: Job, steps: int = 2) -> float:
+    """The largest difference of losses, metrics and states over some steps."""
+    state, expected = (
+        s.init(job.make_model, rng=jax.random.key(0)) for s in (step, one)
+    )
+    worst = 0.0
+    for index in range(steps):
+        batch = job.batch_at(index)
+        worst = max(worst, apart(step.eval(state, batch), one.eval(expected, batch)))
+        state, metrics = step(state, batch)
+        expected, wanted = one(expected, batch)
+        worst = max(worst, apart(metrics, wanted))
+        for part in ("params", "rest", "opt_state", "model"):
+            ours, theirs = getattr(state, part), getattr(expected, part)
+            worst = max(worst, apart(ours, theirs))
+    assert int(state.step) == steps
+    return worst
+
+
+MODELS = {model.name: model for model in cases.MODELS}
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "inner"),
+    [
+        ("gpt", (5, 2, 1), {}),
+        pytest.param("bert", (0, 8), {}, marks=pytest.mark.full),
+        pytest.param(
+            "gpt-scan", (3, 1), {"fsdp": 2, "tensor": 2}, marks=pytest.mark.full
+        ),
+        ("resnet", (3, 1), {"fsdp": 2}),  # moving statistics
+        ("linen", (1, 2, 1), {}),
+        pytest.param("moe-top-2", (3, 1), {"tensor": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_unlike_shares_equal_one_device(
+    name: str, shares: tuple[int, ...], inner: dict[str, int]
+) -> None:
+    job = MODELS[name].job("float64", annotated=False)
+    # Adam makes steps of what rounding leaves of a gradient that is zero.
+    job = dataclasses.replace(job, optimizer=optax.sgd(0.1, momentum=0.9))
+    with jax.enable_x64(True):
+        assert worst_of(*both(job, shares, inner), job) <= TIGHT
+
+
+class Dropping(nnx.Module):
+    """A stream of random keys that counts, and a moving average of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(8, 16, rngs=rngs, param_dtype=jnp.float64)
+        self.norm = nnx.BatchNorm(16, rngs=rngs, param_dtype=jnp.float64)
+        self.norm.mean = nnx.BatchStat(jnp.zeros(16, jnp.float64))
+        self.norm.var = nnx.BatchStat(jnp.ones(16, jnp.float64))
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+        self.last = nnx.Linear(16, 4, rngs=rngs, param_dtype=jnp.float64)
+        self.largest = nnx.BatchStat(jnp.zeros((), jnp.float64))
+
+    def __call__(self, x: Any) -> Any:
+        hidden = self.drop(self.norm(jnp.tanh(self.first(x))))
+        top = jax.lax.stop_gradient(jnp.abs(x).max())
+        self.largest[...] = jnp.maximum(self.largest[...], top)
+        return self.last(hidden)
+
+
+def dropping() -> Job:
+    def loss(model: Dropping, batch: Any) -> Any:
+        out = model(batch["x"])
+        weight = batch["mask"].sum()
+        total = (((out - batch["y"]) ** 2).mean(axis=1) * batch["mask"]).sum()
+        return wh.WeightedLoss(total, weight), {"size": jnp.abs(out).mean()}
+
+    def batch_at(index: int, size: int) -> Any:
+        rng, samples = np.random.default_rng(index), size
+        return {
+            "x": rng.normal(size=(samples, 8)),
+            "y": rng.normal(size=(samples, 4)),
+            "mask": (rng.uniform(size=samples) < 0.7).astype("float64"),
+        }
+
+    return Job(
+        loss_fn=loss,
+        make_model=lambda key: Dropping(nnx.Rngs(key)),
+        batch=batch_at,
+        batch_size=16,
+        optimizer=optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    )
+
+
+def test_weights_masks_counters_and_statistics() -> None:
+    """Only a statistic that is no moving average differs: here a maximum."""
+    job = dropping()
+    with jax.enable_x64(True):
+        one, step = both(job, (1, 3, 4))
+        state, expected = (
+            s.init(job.make_model, rng=jax.random.key(0)) for s in (step, one)
+        )
+        for index in range(3):
+            state, metrics = step(state, job.batch_at(index))
+            expected, wanted = one(expected, job.batch_at(index))
+            assert apart(metrics, wanted) <= TIGHT
+        assert apart(state.params, expected.params) <= TIGHT
+        model, same = state.model, expected.model
+        assert apart(nnx.state(model.norm), nnx.state(same.norm)) <= TIGHT
+        assert int(model.drop.rngs.count[...]) == int(same.drop.rngs.count[...]) == 24
+        assert 0 < float(model.largest[...]) < float(same.largest[...])
+
+
+def test_other_shares_compile_nothing_and_change_nothing(tmp_path: Path) -> None:
+    job = dropping()
+    with jax.enable_x64(True):
+        one, step = both(job, (4, 4))
+        step.rebalances = False
+        state, expected = (
+            s.init(job.make_model, rng=jax.random.key(0)) for s in (step, one)
+        )
+        for index, shares in enumerate([(4, 4), (7, 1), (0, 8), (5, 3)]):
+            step.shares = shares
+            assert step.shares == shares
+            state, _ = step(state, job.batch_at(index))
+            expected, _ = one(expected, job.batch_at(index))
+            assert apart(state.params, expected.params) <= TIGHT
+        for replica in step._runner._replicas.values():
+            programs = replica.begin, replica.add, replica.pack, replica.finish
+            assert [p._cache_size() for p in programs] == [1, 1, 1, 1]  # type: ignore[attr-defined]
+        step.save(tmp_path / "kept", state)
+        alone, again = one.restore(tmp_path / "kept"), step.restore(tmp_path / "kept")
+        assert (
+            apart((alone.params, alone.opt_state), (state.params, state.opt_state)) == 0
+        )
+        alone, _ = one(alone, job.batch_at(9))
+        again, _ = step(again, job.batch_at(9))
+        assert apart(again.params, alone.params) <= TIGHT
+        step(state, job.batch_at(9))
+        with pytest.raises(wh.WhaleError, match="was consumed by a step"):
+            step(state, job.batch_at(9))
+
+
+def test_replicas_meet_in_one_all_reduce_of_each_dtype() -> None:
+    job = dropping()
+    with jax.enable_x64(True):
+        _, step = both(job, (3, 1), {"fsdp": 2})
+        exchange = step._runner.exchange
+        text = exchange.program.lower(exchange.abstract()).compile().as_text()
+    lines = [line for line in text.splitlines() if "= " in line and "ROOT" not in line]
+    kinds = ("all-reduce(", "all-gather(", "all-to-all(", "reduce-scatter(", "permute(")
+    found = [kind for line in text.splitlines() for kind in kinds if f" {kind}" in line]
+    assert lines and found == ["all-reduce("] * len(exchange.abstract())
+    assert len(exchange.abstract()) == 2  # float64, and the paces in float32
+
+
+def test_devices_of_unlike_kinds_in_one_process_add_up_by_copies() -> None:
+    job = dropping()
+    with jax.enable_x64(True):
+        one, step = both(job, (3, 1))
+        step._runner.exchange.program = step._runner._telling.program = None
+        state, expected = (
+            s.init(job.make_model, rng=jax.random.key(0)) for s in (step, one)
+        )
+        state, metrics = step(state, job.batch_at(0))
+        expected, wanted = one(expected, job.batch_at(0))
+        assert apart(metrics, wanted) <= TIGHT
+        assert apart(state.params, expected.params) <= TIGHT
+
+
+def simple(m: Any, b: Any) -> Any:
+    return ((jnp.tanh(b["x"] @ m["a"]) @ m["b"] - 1) ** 2).mean()
+
+
+WIDE = {
+    "a": jax.ShapeDtypeStruct((1024, 4096), jnp.float32),
+    "b": jax.ShapeDtypeStruct((4096, 1024), jnp.float32),
+}
+ROWS = {"x": jax.ShapeDtypeStruct((65536, 1024), jnp.float32)}
+
+
+def test_mixed_devices_are_given_shares_by_their_speed(tmp_path: Path) -> None:
+    plan = wh.plan(
+        simple,
+        WIDE,
+        ROWS,
+        optimizer=optax.adam(1e-3),
+        cluster="v100-32:2+p100-16:2",
+        num_micro_batches=32,
+    )
+    kinds = [plan.cluster.nodes[0].kind, plan.cluster.nodes[1].kind]
+    assert kinds[0].name == "v100-32"
+    assert sum(plan.shares) == 32 and len(plan.shares) == plan.axis_sizes["data"]
+    half = len(plan.shares) // 2
+    fast, slow = plan.shares[:half], plan.shares[half:]
+    assert min(fast) > max(slow) > 0
+    assert "times as fast as even shares" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert wh.Plan.load(tmp_path / "plan.json").shares == plan.shares
+    even = plan.what_if(shares=[16, 16] if half == 1 else [8] * 4)
+    assert even.time.step_seconds > plan.time.step_seconds
+    whole = plan.what_if(shares="even")
+    assert whole.shares == () and whole.num_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shares": [3, 1, 1]}, "4 devices make no 3 equal replicas"),
+        ({"shares": [3, 2]}, "add up to 5 micro-batches; the batch has 65536"),
+        ({"shares": [3, -1]}, "expected whole numbers"),
+        ({"shares": [6, 2], "num_micro_batches": 4}, "num_micro_batches is 4"),
+        ({"shares": [6, 2], "mesh": {"data": 4}}, "mesh asks for data 4"),
+        ({"shares": [6, 2], "zero": 1}, "keep the whole optimizer state"),
+        ({"shares": "odd"}, "shares is 'odd'; expected 'even'"),
+        ({"shares": [6, 2], "runnable": False}, "runnable=False"),
+    ],
+)
+def test_shares_that_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(wh.WhaleError, match=text):
+        wh.plan(
+            simple, WIDE, ROWS, optimizer=optax.sgd(0.1), cluster="h100:4", **options
+        )
+
+
+def test_batches_and_shares_that_do_not_match_are_refused() -> None:
+    job = dropping()
+    with jax.enable_x64(True):
+        one, step = both(job, (3, 1))
+        state = step.init(job.make_model, rng=jax.random.key(0))
+        with pytest.raises(wh.WhaleError, match=r"has shape \(8, 8\).*\(16, 8\)"):
+            step(state, job.batch_at(0, 8))
+        for shares in ((1, 2), (2, 2, 0), (5, -1), (1.5, 2.5)):
+            with pytest.raises(wh.WhaleError, match="add up to 4 micro-batches"):
+                step.shares = shares
+        with pytest.raises(wh.WhaleError, match="equal parts of every micro-batch"):
+            one.shares = (2, 2)
+    assert one.shares == () and not one.rebalances
+
+
+def test_plans_of_replicas_are_for_their_number_of_devices() -> None:
+    plan = wh.plan(simple, WIDE, ROWS, cluster="cpu:4", shares=[6, 2], mesh={"fsdp": 2})
+    assert plan.axes == (("data", 2), ("fsdp", 2)) and plan.num_devices == 4
+    assert dataclasses.replace(plan, shares=(5, 3)).hash != plan.hash

@@ -1,0 +1,73 @@
+"""Processes that take unlike shares compute what one device does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from tests.processes import finish, start
+
+
+PROGRAM: Final = """
+import json
+jax.config.update("jax_enable_x64", True)
+import numpy as np
+import whalejax as wh
+from tests.whalejax.test_uneven import apart, dropping
+
+job = dropping()
+model = jax.eval_shape(job.make_model, jax.random.key(0))
+made = []
+for shares, devices in [
+    ([5, 2, 1], jax.devices()[:3]), ("even", jax.local_devices()[:1])
+]:
+    plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=job.optimizer,
+                   cluster=f"cpu:{len(devices)}", num_micro_batches=8, shares=shares)
+    made.append(wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer,
+                           devices=devices))
+step, single = made
+step.rebalances = False
+state, expected = (s.init(job.make_model, rng=jax.random.key(0)) for s in made)
+losses, worst = [], 0.0
+
+def here(tree):
+    return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+
+def own(batch, shares):
+    first = sum(shares[:2]) if index else 0
+    mine = range(first, first + (shares[2] if index else sum(shares[:2])))
+    return {k: np.concatenate([v[m::8] for m in mine]) for k, v in batch.items()}
+
+for number, shares in enumerate([(5, 2, 1), (1, 1, 6), (3, 3, 2)]):
+    step.shares = shares
+    batch = job.batch_at(number)
+    state, metrics = step(state, own(batch, shares) if number else batch)
+    expected, wanted = single(expected, batch)
+    worst = max(worst, apart(here(metrics), wanted))
+    losses.append(float(metrics["loss"]))
+ours, theirs = state.params, expected.params
+worst = max(worst, apart(here(ours), theirs))
+step.save(sys.argv[5], state)
+again = step.restore(sys.argv[5])
+exact = all(
+    np.array_equal(s.data, t.data)
+    for a, b in zip(*map(jax.tree.leaves, (again.params, ours)), strict=True)
+    for s, t in zip(a.addressable_shards, b.addressable_shards, strict=True)
+)
+step.rebalances = True
+for number in range(12):
+    again, metrics = step(again, job.batch_at(number))
+jax.block_until_ready(metrics)
+print(json.dumps([worst, exact, losses, step.shares, step.seconds]), flush=True)
+"""
+
+
+def test_two_processes_with_three_replicas(tmp_path: Path) -> None:
+    """Two replicas are the first's, and one the second's; then shares move."""
+    running = start(PROGRAM, tmp_path / "kept", devices=2)
+    found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
+    for worst, exact, losses, shares, seconds in found:
+        assert worst <= 1e-10 and exact
+        assert [losses, shares, seconds] == found[0][2:]
+        assert sum(shares) == 8 and min(seconds) > 0

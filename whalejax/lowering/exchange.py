@@ -1,0 +1,203 @@
+"""What replicas add up together: one flat buffer for each dtype, in a fixed order.
+
+Replicas compile programs of their own, perhaps for unlike devices, whose collectives
+may stand in other orders. So they meet in one program only, which holds an all-reduce
+of each buffer and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.lowering.ways import shards_on
+
+
+DATA = "data"
+"""The mesh axis along which replicas lie."""
+
+
+class Buffers:
+    """A replica's arrays in one buffer for each dtype, and back.
+
+    Every device packs the shards that it holds. Traced where it is called.
+
+    Attributes:
+        avals: shape and dtype of each buffer, on all devices of the replica together.
+    """
+
+    def __init__(
+        self, mesh: Mesh, avals: Sequence[Any], places: Sequence[NamedSharding]
+    ) -> None:
+        """Know what is packed.
+
+        Args:
+            mesh: of the replica.
+            avals: shapes and dtypes of the arrays.
+            places: their layouts on it.
+        """
+        self._mesh = mesh
+        self._specs = [place.spec for place in places]
+        self._shapes = [
+            place.shard_shape(tuple(aval.shape))
+            for aval, place in zip(avals, places, strict=True)
+        ]
+        dtypes = [jnp.dtype(aval.dtype) for aval in avals]
+        self._groups = [
+            [i for i, other in enumerate(dtypes) if other == dtype]
+            for dtype in sorted(set(dtypes), key=str)
+        ]
+        sizes = [math.prod(shape) for shape in self._shapes]
+        self.avals = [
+            jax.ShapeDtypeStruct(
+                (mesh.size * sum(sizes[i] for i in group),), dtypes[group[0]]
+            )
+            for group in self._groups
+        ]
+
+    def pack(self, arrays: Sequence[Any]) -> list[Any]:
+        """The buffers of the arrays."""
+
+        def local(shards: Sequence[Any]) -> list[Any]:
+            return [
+                jnp.concatenate([shards[i].reshape(-1) for i in group])
+                for group in self._groups
+            ]
+
+        return self._mapped(local, self._specs, [self._flat] * len(self._groups))(
+            list(arrays)
+        )
+
+    def unpack(self, buffers: Sequence[Any]) -> list[Any]:
+        """The arrays of the buffers."""
+
+        def local(flat: Sequence[Any]) -> list[Any]:
+            found: list[Any] = [None] * len(self._shapes)
+            for buffer, group in zip(flat, self._groups, strict=True):
+                start = 0
+                for i in group:
+                    end = start + math.prod(self._shapes[i])
+                    found[i] = buffer[start:end].reshape(self._shapes[i])
+                    start = end
+            return found
+
+        return self._mapped(local, [self._flat] * len(self._groups), self._specs)(
+            list(buffers)
+        )
+
+    @property
+    def _flat(self) -> PartitionSpec:
+        return PartitionSpec(self._mesh.axis_names)
+
+    def _mapped(
+        self, local: Callable[..., Any], given: Any, found: Any
+    ) -> Callable[..., list[Any]]:
+        return jax.shard_map(
+            local,
+            mesh=self._mesh,
+            in_specs=(given,),
+            out_specs=found,
+            check_vma=False,  # What is replicated is packed by every device.
+        )
+
+
+class Exchange:
+    """Adds up buffers of all replicas, and gives each the sums.
+
+    Attributes:
+        program: what runs on all devices; None where they are unlike in one process,
+            which compiles nothing for both.
+    """
+
+    def __init__(self, mesh: Mesh, replicas: Sequence[Mesh], avals: Sequence[Any]):
+        """Compile nothing yet.
+
+        Args:
+            mesh: all devices, replicas along its first axis, ``data``.
+            replicas: the mesh of each, whose first axis has size 1.
+            avals: of a replica's buffers.
+        """
+        self._mesh = mesh
+        self._replicas = list(replicas)
+        self._avals = list(avals)
+        inner = mesh.axis_names[1:]
+        self._every = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._sums = PartitionSpec(inner) if inner else PartitionSpec()
+        self.program: Callable[..., list[Any]] | None = None
+        if not _unlike(mesh):
+            self.program = jax.jit(
+                jax.shard_map(
+                    lambda xs: [jax.lax.psum(x, DATA) for x in xs],
+                    mesh=mesh,
+                    in_specs=(self._every.spec,),
+                    out_specs=self._sums,
+                ),
+                donate_argnums=0,
+            )
+
+    def abstract(self) -> list[Any]:
+        """Shapes, dtypes and layouts of the buffers of all replicas."""
+        return [
+            jax.ShapeDtypeStruct(
+                (len(self._replicas) * aval.shape[0],), aval.dtype, sharding=self._every
+            )
+            for aval in self._avals
+        ]
+
+    def add(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        """The sums over all replicas, on each replica that has devices here.
+
+        Args:
+            buffers: by replica, of those; they are consumed.
+        """
+        if self.program is None:
+            return self._copied(buffers)
+        stacked = [
+            jax.make_array_from_single_device_arrays(
+                aval.shape,
+                aval.sharding,
+                [s.data for several in one for s in several.addressable_shards],
+            )
+            for aval, one in zip(
+                self.abstract(), zip(*buffers.values(), strict=True), strict=True
+            )
+        ]
+        sums = self.program(stacked)
+        return {
+            replica: [
+                jax.make_array_from_single_device_arrays(
+                    x.shape, sharding, shards_on(x, sharding)
+                )
+                for x in sums
+            ]
+            for replica in buffers
+            for sharding in [NamedSharding(self._replicas[replica], self._sums)]
+        }
+
+    def _copied(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        """The sums, made on the first replica; all are this process's."""
+        places = {
+            replica: NamedSharding(self._replicas[replica], self._every.spec)
+            for replica in buffers
+        }
+        first, *others = buffers
+        sums = list(buffers[first])
+        for replica in others:
+            there = [places[first]] * len(sums)
+            added = jax.device_put(list(buffers[replica]), there)
+            sums = [x + y for x, y in zip(sums, added, strict=True)]
+        found: dict[int, list[Any]] = {
+            replica: jax.device_put(sums, [place] * len(sums))
+            for replica, place in places.items()
+        }
+        return found
+
+
+def _unlike(mesh: Mesh) -> bool:
+    """Devices of this process are of several kinds."""
+    return len({device.device_kind for device in mesh.local_devices}) > 1

@@ -1,0 +1,350 @@
+"""The executor for replicas of unlike speed: each takes as many micro-batches as suit.
+
+Every replica, a row of the mesh along ``data``, runs programs of its own on its own
+micro-batches and adds up what they give; then all add up together, and each updates its
+copy of the model. Shares are no part of any program: other ones compile nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from whalejax.batches import dtype_of
+from whalejax.capture import Captured
+from whalejax.lowering.agreement import Agreement
+from whalejax.lowering.constraints import constraints_of
+from whalejax.lowering.evaluate import named
+from whalejax.lowering.exchange import DATA, Exchange
+from whalejax.lowering.replica import Replica, inputs_of
+from whalejax.lowering.spmd import Program
+from whalejax.lowering.statistics import slopes
+from whalejax.lowering.stopwatch import Stopwatch
+from whalejax.lowering.watch import Watch
+from whalejax.lowering.ways import is_here, joined, placed, seen_on
+from whalejax.planner.balance import dealt
+from whalejax.planner.decide import analysed_for
+from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.rebalance import Rebalance
+from whalejax.portions import PortionLayout, checked_shares
+from whalejax.runner import (
+    Metrics,
+    abstract_state,
+    check_compiler_options,
+    fresh_state,
+    laid_out,
+)
+from whalejax.state import Origin, TrainState
+
+
+MicroBatches = Mapping[int, Sequence[Any]]
+"""Flat leaves of micro-batches, by their numbers."""
+
+
+class Uneven:
+    """Runs a plan whose replicas take unlike shares; see ``runner.Runner``.
+
+    Attributes:
+        program: on all devices.
+        mesh: all devices, replicas along its first axis.
+        rebalances: shares follow what replicas are measured to take.
+        exchange: what replicas add up together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        captured: Captured,
+        optimizer: optax.GradientTransformationExtraArgs,
+        devices: Sequence[Any],
+        batch_axes: tuple[int | None, ...],
+        origin: Origin,
+    ) -> None:
+        self._plan, self._origin = plan, origin
+        self._options: Any = dict(plan.compiler_options) or None
+        self.mesh: Mesh = plan.mesh(devices)
+        self._meshes = _rows(self.mesh)
+        self._wholes = [NamedSharding(mesh, PartitionSpec()) for mesh in self._meshes]
+        self._mine = [r for r, whole in enumerate(self._wholes) if is_here(whole)]
+        self.shares = plan.shares
+        self.rebalances = len(self._meshes) > 1
+        self._stopwatches = {r: Stopwatch() for r in self._mine}
+        self._begins: dict[int, Any] = {}
+        self._told: Any = None
+        inner = plan.replica
+        analysed = analysed_for(inner, captured.graph)
+        constraints = constraints_of(inner, analysed, captured)
+        self._programs = [
+            Program(
+                plan=inner,
+                captured=captured,
+                adapter=captured.adapter,
+                constraints=constraints,
+                mesh=mesh,
+                optimizer=optimizer,
+                batch_axes=batch_axes,
+            )
+            for mesh in (self.mesh, *self._meshes)
+        ]
+        self.program = self._programs[0]
+        check_compiler_options(
+            self._options, self._wholes[self._mine[0]], devices[0].platform
+        )
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
+        self.shardings = laid_out(
+            self.program,
+            origin,
+            params=[named(x.param_spec, self.mesh) for x in plan.leaves],
+            followers=[named(x.optimizer_spec, self.mesh) for x in plan.leaves],
+            rest=lambda number: whole,
+            others=whole,
+        )
+        self._agreement = Agreement(self.mesh)
+        self._watch = Watch(alone=not self.mesh.is_multi_process)
+
+    def layout(self, structure: Any) -> PortionLayout:
+        """How batches are given: to this process its micro-batches.
+
+        Args:
+            structure: tree of a batch.
+        """
+        return PortionLayout(
+            structure=structure,
+            leaves=self._plan.batch,
+            shardings=self.batch_shardings,
+            axes=self.program.batch_axes,
+            count=self._plan.num_micro_batches,
+            mine=self.numbers,
+        )
+
+    def numbers(self) -> list[int]:
+        """The micro-batches that this process runs in the next step."""
+        return [m for r in self._mine for m in dealt(self.shares)[r]]
+
+    # Starting.
+
+    def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
+        whole = fresh_state(self.program, self._origin, build)
+        copies = {
+            replica: jax.jit(whole, out_shardings=self._on(replica))(*arguments)
+            for replica in self._mine
+        }
+        return self._joined(copies)
+
+    def _on(self, replica: int) -> TrainState:
+        """The layouts of a state on one replica."""
+        found: TrainState = jax.tree.map(
+            lambda s: NamedSharding(self._meshes[replica], s.spec), self.shardings
+        )
+        return found
+
+    def _joined(self, copies: Mapping[int, TrainState]) -> TrainState:
+        """The state on all devices, of those of the replicas here."""
+        found: TrainState = jax.tree.map(
+            lambda sharding, *leaves: joined(leaves, sharding),
+            self.shardings,
+            *copies.values(),
+        )
+        return found
+
+    def _seen(self, state: TrainState, replica: int) -> TrainState:
+        """The state on the devices of one replica."""
+        found: TrainState = jax.tree.map(seen_on, state, self._on(replica))
+        return found
+
+    # Running.
+
+    def advance(
+        self, state: TrainState, batch: MicroBatches
+    ) -> tuple[TrainState, Metrics]:
+        self._agreement.check((self._plan.hash, self.shares))
+        with self._watch.step():
+            new, metrics = self._advance(state, batch)
+        self._watch.issued(jax.tree.leaves((metrics, new.step)))
+        return new, metrics
+
+    def _advance(
+        self, state: TrainState, batch: MicroBatches
+    ) -> tuple[TrainState, Metrics]:
+        seen = {r: self._seen(state, r) for r in self._mine}
+        told = self.exchange.add(self._ran(seen, batch))
+        new, metrics, paces = {}, {}, None
+        for r in self._mine:
+            new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
+        state.step.delete()  # That the state was consumed is seen by it.
+        found = self._joined(new), self._agreed(metrics)
+        self._begins = {r: metrics[r]["loss"] for r in self._mine}
+        self._settle(paces)
+        return found
+
+    def _ran(
+        self, seen: Mapping[int, TrainState], batch: MicroBatches
+    ) -> dict[int, list[Any]]:
+        """Run all micro-batches here; what each replica has for the exchange."""
+        sums = {r: self._replicas[r].begin() for r in self._mine}
+        rest = {r: seen[r].rest for r in self._mine}
+        for replica, number in self._turns():
+            sums[replica], rest[replica] = self._replicas[replica].add(
+                sums[replica],
+                rest[replica],
+                *inputs_of(self.program, seen[replica]),
+                self._placed(replica, batch[number]),
+                self._numbers[replica][number],
+            )
+        found = {}
+        for r in self._mine:
+            count, later = self.shares[r], sum(self.shares[r + 1 :])
+            numbers = [placed(np.float32(n), self._wholes[r]) for n in (count, later)]
+            found[r], done = self._replicas[r].pack(
+                sums[r], seen[r].rest, rest[r], *numbers, self._paces(r)
+            )
+            if count and r in self._begins:
+                self._stopwatches[r].time(self._begins[r], done, count)
+        return found
+
+    def _paces(self, replica: int) -> Any:
+        """What this replica tells the others of its speed, each in its place."""
+        found = np.zeros(len(self._meshes), np.float32)
+        found[replica] = self._stopwatches[replica].seconds if self.rebalances else 0.0
+        return placed(found, self._wholes[replica])
+
+    def _settle(self, paces: Any) -> None:
+        """Take the shares of the next step from what was told in the last one."""
+        told, self._told = self._told, paces
+        if told is not None and self.rebalances:
+            # On devices of several processes, whose first shard is as all others.
+            seconds = np.asarray(told.addressable_shards[0].data)
+            self._balance.saw(seconds.tolist())
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step."""
+        return self._balance.shares
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        self._balance = Rebalance(checked_shares(shares, self._plan))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured; 0 where not known."""
+        return self._balance.seconds
+
+    def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
+        self._agreement.check((self._plan.hash, self.shares))
+        with self._watch.step():
+            found = self._evaluate(state, batch)
+        self._watch.issued(jax.tree.leaves(found))
+        return found
+
+    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
+        seen = {r: self._seen(state, r) for r in self._mine}
+        sums = {r: self._replicas[r].begin_eval() for r in self._mine}
+        for replica, number in self._turns():
+            sums[replica] = self._replicas[replica].evaluate(
+                sums[replica],
+                *inputs_of(self.program, seen[replica]),
+                self._placed(replica, batch[number]),
+                self._numbers[replica][number],
+            )
+        told = self._telling.add(
+            {r: self._replicas[r].pack_sums(sums[r]) for r in self._mine}
+        )
+        return self._agreed({r: self._replicas[r].report(told[r]) for r in self._mine})
+
+    def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
+        raise PlanError(
+            "every replica of this plan has programs of its own, so there is no one "
+            "program to lower"
+        )
+
+    def _turns(self) -> list[tuple[int, int]]:
+        """The replicas' micro-batches here, in turn, so that all begin at once."""
+        numbers = dealt(self.shares)
+        return [
+            (r, numbers[r][turn])
+            for turn in range(max(self.shares))
+            for r in self._mine
+            if turn < len(numbers[r])
+        ]
+
+    def _placed(self, replica: int, leaves: Sequence[Any]) -> list[Any]:
+        """A micro-batch on the devices of a replica."""
+        places = [named(x.spec, self._meshes[replica]) for x in self._plan.batch]
+        return [placed(x, place) for x, place in zip(leaves, places, strict=True)]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, list[Any]]:
+        """For each replica here, the numbers of micro-batches on its devices."""
+        count = self._plan.num_micro_batches
+        return {
+            r: [placed(np.int32(m), self._wholes[r]) for m in range(count)]
+            for r in self._mine
+        }
+
+    def _agreed(self, copies: Mapping[int, Metrics]) -> Metrics:
+        """Metrics on all devices, of those on the replicas here."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        found: Metrics = jax.tree.map(
+            lambda *leaves: joined(leaves, whole), *copies.values()
+        )
+        return found
+
+    # Programs.
+
+    @functools.cached_property
+    def _replicas(self) -> dict[int, Replica]:
+        """Those with devices here."""
+        state = abstract_state(self.program, self._origin)
+        moving = slopes(self.program.captured)
+        return {
+            r: Replica(
+                self._programs[1 + r],
+                state,
+                self._micro_batch,
+                replicas=len(self._meshes),
+                slopes=moving,
+                options=self._options,
+            )
+            for r in self._mine
+        }
+
+    @property
+    def _micro_batch(self) -> list[Any]:
+        """Shapes and dtypes of a micro-batch."""
+        found = []
+        for leaf, axis in zip(self._plan.batch, self.program.batch_axes, strict=True):
+            shape = list(leaf.shape)
+            if axis is not None:
+                shape[axis] //= self._plan.num_micro_batches
+            found.append(jax.ShapeDtypeStruct(tuple(shape), dtype_of(leaf.dtype)))
+        return found
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        return self._exchange(0)
+
+    @functools.cached_property
+    def _telling(self) -> Exchange:
+        return self._exchange(1)
+
+    def _exchange(self, which: int) -> Exchange:
+        avals = self._replicas[self._mine[0]].avals[which]
+        return Exchange(self.mesh, self._meshes, avals)
+
+
+def _rows(mesh: Mesh) -> list[Mesh]:
+    """The devices of each replica, as a mesh with one row along ``data``."""
+    assert mesh.axis_names[0] == DATA
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return [
+        Mesh(mesh.devices[r : r + 1], mesh.axis_names, axis_types=kinds)
+        for r in range(mesh.devices.shape[0])
+    ]
