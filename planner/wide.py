@@ -65,7 +65,7 @@ FIRST_BLOCK, LAST_BLOCK = 64, 4096
 MOST_POLICIES = 81
 """Combinations of policies; with more TaskGraphs, all of them have the same one."""
 
-SOME = 455
+SOME = 2730
 """Frames whose options are weighed together."""
 
 KEPT = 64
