@@ -18,9 +18,11 @@ from whalejax.planner.decide import Again, Analysed, analyse_graph, check_marks,
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.graph import Graph
+from whalejax.planner.layer_cuts import pace_of, stage_layers
 from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec, Table
 from whalejax.planner.leaves import LeafFacts, lay_out
+from whalejax.planner.mixed import share_notes, stage_kinds
 from whalejax.planner.outlook import Cases, usual_axes
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -36,7 +38,6 @@ from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.waiting import hosts_known, sliced_leaves
-from whalejax.planner.weigh import pace_of, stage_layers
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 from whalejax.planner.written import (
     KEPT_CANDIDATES,
@@ -211,11 +212,7 @@ class _Chosen:
         cases = Cases(search.model, f, case.placement, kind)
         pace_of(cases)
         layers = stage_layers(cases, np.zeros(1, dtype=np.int64))[:, 0]
-        held: list[str] = []
-        for stage in range(self.mesh["stage"]):
-            for group in cases.groups:
-                if group.index[0] <= stage < group.index[0] + group.count[0]:
-                    held.append(search.cluster.kinds[group.kind].name)
+        held = [search.cluster.kinds[kind].name for kind in stage_kinds(cases)]
         return Stages(
             schedule=SCHEDULES[int(f.schedule[0])],
             chunks=int(f.chunks[0]),
@@ -394,6 +391,7 @@ def _proof(search: WideSearch) -> str:
 def _notes(search: WideSearch, best: _Chosen) -> Iterator[str]:
     yield "an estimate: no executor of this version runs it; wh.compile refuses it"
     yield _proof(search)
+    yield from share_notes(search.model, best.case.frames, best.case.placement)
     if search.model.layers == 1:
         yield "no repeated layers were found, so that no pipeline was weighed"
     for name in search.graph.unknown_primitives:
@@ -408,6 +406,8 @@ def _nothing_fits(search: WideSearch) -> str:
     case, lacks, host = search.nearest()
     chosen = _Chosen(search, case)
     limit = search.cluster.memory_bytes
+    least = min(search.cluster.kinds, key=lambda kind: kind.memory_bytes)
+    whose = "" if search.cluster.is_uniform else f" ({least.name} has least)"
     memory = case.weighed.memory_terms(case.row)
     terms = ", ".join(
         f"{name} {gigabytes(nbytes)}"
@@ -416,7 +416,7 @@ def _nothing_fits(search: WideSearch) -> str:
     )
     short = (
         f"lacks {gigabytes(lacks)} ({int(lacks)} bytes) of {gigabytes(limit)} per "
-        "device"
+        f"device{whose}"
         if lacks > 0
         else f"lacks {gigabytes(host)} ({int(host)} bytes) of host memory per device"
     )

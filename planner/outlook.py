@@ -350,7 +350,6 @@ class Cases(_Rows):
     Attributes:
         groups: their stages.
         held: parameters by place.
-        seconds: of one micro-batch at each place.
         over: layers that stages could hold beyond those that there are.
     """
 
@@ -364,17 +363,25 @@ class Cases(_Rows):
         stored = _agreeing([frames.cell, frames.data, frames.fsdp])
         held = _Stored(model, frames.take(stored[0])).places
         self.held = {p: h.expanded(stored[1]) for p, h in held.items()}
-        kinds = list(dict.fromkeys(group.kind for group in self.groups))
-        first, inverse = _agreeing(
-            [frames.cell, frames.order, self._moved(), frames.ring, frames.remat]
-        )
-        inside = _Inside(model, frames.take(first), kinds)
-        self.seconds: Seconds = {k: v[inverse] for k, v in inside.seconds.items()}
-        for used in kinds:
-            self._batch_wide(used)
-            self._parameters(used)
-            self._offloaded(used)
+        self._seconds: Seconds | None = None
         self._sums: dict[tuple[int, int, str], Array] = {}
+
+    @property
+    def seconds(self) -> Seconds:
+        """Of one micro-batch at each place; worked out once it is asked for."""
+        if self._seconds is None:
+            frames = self.frames
+            kinds = list(dict.fromkeys(group.kind for group in self.groups))
+            first, inverse = _agreeing(
+                [frames.cell, frames.order, self._moved(), frames.ring, frames.remat]
+            )
+            inside = _Inside(self.model, frames.take(first), kinds)
+            self._seconds = {k: v[inverse] for k, v in inside.seconds.items()}
+            for used in kinds:
+                self._batch_wide(used)
+                self._parameters(used)
+                self._offloaded(used)
+        return self._seconds
 
     def _moved(self) -> Array:
         """Size of the axis that an order moves inside those of a stage."""
@@ -499,10 +506,12 @@ class Cases(_Rows):
             found = found + self.cell(Column("launches", home, place)) * launch
         return found / self.model.layers if place == LAYER else found
 
-    def stage_seconds(self, group: Group, layers: Array) -> Array:
-        """One micro-batch on a stage of a group with so many layers, both passes."""
+    def stage_seconds(
+        self, group: Group, layers: Array, phases: Sequence[str] = PHASES
+    ) -> Array:
+        """One micro-batch on a stage of a group with so many layers."""
         found = self.zeros
-        for phase in PHASES:
+        for phase in phases:
             found = found + layers * self.place_seconds(group.kind, LAYER, phase)
             found = found + group.first * self.place_seconds(group.kind, FIRST, phase)
             found = found + group.last * self.place_seconds(group.kind, LAST, phase)
@@ -537,9 +546,16 @@ class Cases(_Rows):
                 found = found + values * self.policy(home, name)
         return found
 
-    def in_flight(self, group: Group, parts: Array) -> Array:
-        """Of so many micro-batches, how many stages' worth a group holds at most."""
+    def in_flight(self, group: Group, parts: Array, *, last: bool = False) -> Array:
+        """Of so many micro-batches, how many stages' worth a group holds at most.
+
+        Args:
+            group: its first stage holds most.
+            parts: micro-batches.
+            last: what its last stage holds.
+        """
         f = self.frames
+        stage = np.maximum(0, group.index + group.count - 1) if last else group.index
         held = np.zeros(self.number)
         for index, name in enumerate(SCHEDULES):
             rows = np.flatnonzero(f.schedule == index)
@@ -547,7 +563,7 @@ class Cases(_Rows):
                 held[rows] = most_in_flight(
                     name,
                     f.stage[rows],
-                    group.index[rows],
+                    stage[rows],
                     parts[rows],
                     f.chunks[rows],
                 )

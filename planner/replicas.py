@@ -13,12 +13,12 @@ import numpy as np
 
 from whalejax.planner.balance import pieces_at, smallest_pace
 from whalejax.planner.frames import Frames
+from whalejax.planner.layer_cuts import pace_of
 from whalejax.planner.outlook import Cases, Model, Placement
 from whalejax.planner.variants import Array
 from whalejax.planner.weigh import (
     Weighed,
     least_after,
-    pace_of,
     settle,
     weigh,
 )
@@ -29,6 +29,7 @@ class Replicas:
 
     Attributes:
         kinds: the cases, as if all replicas were of one kind.
+        numbers: replicas of each kind.
         shares: micro-batches of one replica of each kind, such that the last one is
             done as early as can be.
     """
@@ -40,7 +41,7 @@ class Replicas:
         for axis in ("expert", "context", "tensor"):
             each = each * self.kinds[0].mesh[axis]
         seconds = [pace_of(cases) for cases in self.kinds]
-        numbers = [n / each for n in placement.counts]
+        self.numbers = numbers = [n / each for n in placement.counts]
         none = [np.zeros(len(frames))] * len(seconds)
         total = frames.micro_batches
         self.makespan = smallest_pace(numbers, seconds, none, total)

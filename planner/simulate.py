@@ -105,11 +105,137 @@ def simulate_many(
     Raises:
         PlanError: as ``simulate``.
     """
-    seconds = _by_action(table, forward, backward, weight)
-    # The last row of a stage is the last that it does.
-    last = {row.stage: end for row, end in _ends(table, seconds, transfer, np.maximum)}
-    found: np.ndarray = np.max(list(last.values()), axis=0)
-    return found
+    return compiled(table).step_seconds(forward, backward, transfer, weight=weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """Rows of several stages that do not wait for one another.
+
+    Attributes:
+        together: all stages wait for each other before.
+        stages, places, actions: of the rows.
+        reads, waits: slots that rows take in, and which rows those are.
+        writes, leaves: slots that rows leave, and which rows those are.
+    """
+
+    together: bool
+    stages: np.ndarray
+    places: np.ndarray
+    actions: np.ndarray
+    reads: np.ndarray
+    waits: np.ndarray
+    writes: np.ndarray
+    leaves: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A schedule as steps over arrays, for many times at once.
+
+    Attributes:
+        table: the schedule.
+        beats: its rows, as many at a time as do not wait for one another.
+        slots: results that are on their way at most.
+    """
+
+    table: Schedule
+    beats: tuple[_Beat, ...]
+    slots: int
+
+    def step_seconds(
+        self,
+        forward: np.ndarray,
+        backward: np.ndarray,
+        transfer: np.ndarray,
+        *,
+        weight: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """As ``simulate_many``."""
+        table = self.table
+        given = _by_action(table, forward, backward, weight)
+        seconds = np.stack([given[name] for name in table.actions])
+        free = np.zeros((table.num_stages, seconds.shape[-1]))
+        sent = np.empty((self.slots, seconds.shape[-1]))
+        wait = transfer if table.num_stages > 1 else 0.0
+        for beat in self.beats:
+            if beat.together:
+                free[:] = free.max(axis=0)
+            start = free[beat.stages]
+            if len(beat.reads):
+                arrived = sent[beat.reads] + wait
+                start[beat.waits] = np.maximum(start[beat.waits], arrived)
+            start += seconds[beat.actions, beat.places]
+            free[beat.stages] = start
+            if len(beat.writes):
+                sent[beat.writes] = start[beat.leaves]
+        found: np.ndarray = free.max(axis=0)
+        return found
+
+
+def compiled(table: Schedule) -> Compiled:
+    """A schedule whose rows are looked at once.
+
+    Args:
+        table: a legal schedule.
+
+    >>> from whalejax.planner.schedules import schedule
+    >>> steps = compiled(schedule("gpipe", 2, 3))
+    >>> one = np.ones((2, 1))
+    >>> steps.step_seconds(one, 2 * one, np.zeros(1))
+    array([12.])
+    """
+    index = {name: i for i, name in enumerate(table.actions)}
+    beats: list[_Beat] = []
+    slot_of: dict[Key, int] = {}
+    free: list[int] = []
+    slots, turn = 0, 0
+    for rows in _beats(table):
+        together = table.turn(rows[0]) > turn
+        turn = table.turn(rows[0])
+        keys = [table.key(row) for row in rows]
+        needs = [table.needs(row) for row in rows]
+        # What the place itself did before lies behind it in the stage's own order.
+        waits = [i for i, n in enumerate(needs) if n is not None and n[0] != keys[i][0]]
+        # One reads it alone, so that its slot is free once it is read.
+        reads = [slot_of.pop(needs[i]) for i in waits]  # type: ignore[arg-type]
+        leaves = [i for i, key in enumerate(keys) if _handed(table, key)]
+        free += reads
+        writes = []
+        for i in leaves:
+            slots += not free
+            slot_of[keys[i]] = free.pop() if free else slots - 1
+            writes.append(slot_of[keys[i]])
+        numbers = (
+            [row.stage for row in rows],
+            [key[0] for key in keys],
+            [index[key[2]] for key in keys],
+            *(reads, waits, writes, leaves),
+        )
+        beats.append(_Beat(together, *(np.array(n, dtype=np.intp) for n in numbers)))
+    return Compiled(table, tuple(beats), slots)
+
+
+def _handed(table: Schedule, key: Key) -> bool:
+    """Another place takes in what a row makes."""
+    place, _, action = key
+    if action == "forward":
+        return place < table.num_places - 1
+    return action == "backward" and place > 0
+
+
+def _beats(table: Schedule) -> Iterator[list[Row]]:
+    """Rows in order, as many at a time as do not wait for one another."""
+    here: list[Row] = []
+    for row in table.rows:
+        made = {table.key(other) for other in here}
+        same = any(other.stage == row.stage for other in here)
+        if here and (same or row.tick != here[0].tick or table.needs(row) in made):
+            yield here
+            here = []
+        here.append(row)
+    if here:
+        yield here
 
 
 def any_cut_share(

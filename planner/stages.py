@@ -43,11 +43,16 @@ class Stage:
         speed: how many times as fast as the devices that the layers were timed on.
         memory_bytes: of one device.
         in_flight: micro-batches whose activations it holds at most.
+        seconds: of each layer on these devices, where that was measured; takes the
+            place of ``speed``.
+        kind: what the devices are called.
     """
 
     speed: float = 1.0
     memory_bytes: float = float("inf")
     in_flight: int = 1
+    seconds: tuple[float, ...] = ()
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +133,7 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> Cut:
     best[0] = 0.0
     starts: list[np.ndarray] = []
     for stage in stages:
-        cost = _interval_seconds(layers, stage)
+        cost = interval_seconds(layers, stage)
         pace = np.maximum(best[:, None], cost)  # (start, end)
         starts.append(np.argmin(pace, axis=0))
         best = pace[starts[-1], np.arange(count + 1)]
@@ -141,16 +146,37 @@ def cut(layers: Sequence[Layer], stages: Sequence[Stage]) -> Cut:
     return Cut(
         counts=tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)),
         seconds=tuple(
-            float(_interval_seconds(layers, stage)[a, b])
+            float(interval_seconds(layers, stage)[a, b])
             for stage, a, b in zip(stages, bounds, bounds[1:], strict=False)
         ),
     )
 
 
-def _interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
-    """Time of a stage that holds layers start to end; infinite where it cannot."""
+def interval_seconds(layers: Sequence[Layer], stage: Stage) -> np.ndarray:
+    """Time of a stage that holds layers start to end; infinite where it cannot.
+
+    Args:
+        layers: in the model's order.
+        stage: its devices.
+
+    Raises:
+        PlanError: the stage has times of another number of layers.
+
+    >>> interval_seconds([Layer(seconds=2.0), Layer(seconds=4.0)], Stage(speed=2.0))
+    array([[inf,  1.,  3.],
+           [inf, inf,  2.],
+           [inf, inf, inf]])
+    """
     count = len(layers)
+    if stage.seconds and len(stage.seconds) != count:
+        raise PlanError(
+            f"a stage of {stage.kind or 'devices'} has seconds of "
+            f"{len(stage.seconds)} layers, and there are {count}. Time each layer once "
+            "on every kind of device"
+        )
     work = _sums([layer.seconds for layer in layers]) / stage.speed
+    if stage.seconds:
+        work = _sums(stage.seconds)
     entry = np.array([0.0, *(layer.transfer_seconds for layer in layers)])
     static = _sums([layer.static_bytes for layer in layers])
     held = _sums([layer.activation_bytes for layer in layers]) * stage.in_flight

@@ -1,7 +1,6 @@
 """Step time and peak memory of cases, from what ``outlook`` says of their places.
 
-The cut of equal layers into stages is exact: the smallest pace at which all layers find
-a stage, by counting. What a pipeline's schedule makes of it is bounded from below here
+What a pipeline's schedule makes of it is bounded from below here
 and simulated row by row (``settle``) where the bound does not decide.
 """
 
@@ -14,16 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.balance import pieces_at, smallest_pace
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.frames import CHUNKS, SCHEDULES
+from whalejax.planner.layer_cuts import cut_layers, ends, stage_layers, stage_pace
 from whalejax.planner.outlook import HOLDERS, PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.schedules import schedule
-from whalejax.planner.simulate import any_cut_share, simulate_many
+from whalejax.planner.simulate import Compiled, any_cut_share, compiled
 from whalejax.planner.terms import FETCHED, OFFLOADS
 from whalejax.planner.variants import Array
 
@@ -78,7 +77,10 @@ class Weighed:
 
 
 def weigh(
-    cases: Cases, micro_batches: Array | None = None, *, optimistic: bool = False
+    cases: Cases,
+    micro_batches: Array | None = None,
+    *,
+    optimistic: bool = False,
 ) -> Weighed:
     """Weigh cases; the pipeline's time is a lower bound.
 
@@ -89,7 +91,7 @@ def weigh(
             stages interleave and however much the hosts hold; nothing else holds.
     """
     parts = cases.frames.micro_batches if micro_batches is None else micro_batches
-    pace, slowest = _pace(cases)
+    pace, slowest = stage_pace(cases)
     time = {term: parts * _term(cases, slowest, term) for term in TERMS}
     after = _after(cases, parts)
     for name, seconds in after.items():
@@ -109,14 +111,25 @@ def weigh(
     )
 
 
-def pace_of(cases: Cases) -> Array:
-    """Cut the layers into stages; seconds of the slowest for one micro-batch."""
-    _cut(cases)
-    return _pace(cases)[0]
+def fits_of(cases: Cases, micro_batches: Array, hosts: bool) -> Array:
+    """Whether memory holds each case; nothing is timed.
+
+    Args:
+        cases: nothing is cut yet.
+        micro_batches: of one pipeline.
+        hosts: memory of hosts counts.
+    """
+    cut_layers(cases)
+    return _memory(cases, micro_batches, False, hosts=hosts)[1]
 
 
 def least_step(
-    cases: Cases, chunks: Array, zeros: Sequence[int], micro_batches: Array
+    cases: Cases,
+    chunks: Array,
+    zeros: Sequence[int],
+    micro_batches: Array,
+    *,
+    scheduled: bool,
 ) -> Array:
     """A lower bound on the step time of cases under any of some ZeRO levels.
 
@@ -125,9 +138,11 @@ def least_step(
         chunks: into how many parts stages may interleave.
         zeros: the levels.
         micro_batches: of one pipeline.
+        scheduled: only the schedules of the frames count.
     """
-    pace, _ = _pace(cases)
-    found = _bound(cases, pace, micro_batches, cases.frames.chunks)
+    pace, _ = stage_pace(cases)
+    parts = cases.frames.chunks
+    found = _bound(cases, pace, micro_batches, parts, scheduled=scheduled)
     found = np.minimum(found, _any_cut(cases, micro_batches, chunks))
     least: Array = found + least_after(cases, zeros, micro_batches)
     return least
@@ -170,88 +185,6 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
     return after
 
 
-# The cut into stages.
-
-
-def _ends(cases: Cases, group: Group) -> tuple[Array, Array]:
-    """Seconds of one layer on a stage of a group, and of all that is not layers."""
-    alone = cases.stage_seconds(group, cases.zeros)
-    layer = sum(
-        (cases.place_seconds(group.kind, LAYER, p) for p in PHASES), cases.zeros
-    )
-    return np.maximum(layer, 1e-30), alone
-
-
-def _cut(cases: Cases) -> None:
-    """Layers of every group: the most of a stage, and all of its stages' together.
-
-    By computation alone, so that all options of a frame agree in it and its bounds
-    hold for them.
-    """
-    f, total = cases.frames, cases.model.layers
-    counts = [g.count * 1.0 for g in cases.groups]
-    bare = {
-        (kind, place): cases.bare_seconds(kind, place)
-        for kind in {g.kind for g in cases.groups}
-        for place in PLACES
-    }
-    seconds = [np.maximum(bare[g.kind, LAYER], 1e-30) for g in cases.groups]
-    fixed = [
-        g.first * bare[g.kind, FIRST] + g.last * bare[g.kind, LAST]
-        for g in cases.groups
-    ]
-    pace = smallest_pace(counts, seconds, fixed, total)
-    most, together = pieces_at(pace, counts, seconds, fixed)
-    # What is left over is taken from the first stages that have layers, one from each.
-    cases.over = together - total
-    slots = f.stage * f.chunks
-    even, left = total // slots, total % slots
-    rank = cases.zeros
-    for g, each in zip(cases.groups, most, strict=True):
-        g.most, g.rank = each, rank
-        less = np.clip(cases.over - rank, 0.0, g.count) * (each > 0)
-        shares = f.chunks * even + -(-np.maximum(0, left - g.index) // f.stage)
-        g.layers = np.where(f.chunks > 1, shares, each - (less >= g.count))
-        g.layers = np.where(g.count > 0, g.layers, 0.0)
-        g.together = np.where(f.chunks > 1, 0.0, g.count * each - less)
-        rank = rank + g.count * (each > 0)
-
-
-def _pace(cases: Cases) -> tuple[Array, Array]:
-    """Time of the slowest stage, and the index of its group."""
-    times = []
-    for g in cases.groups:
-        whole = cases.stage_seconds(g, g.layers)
-        times.append(np.where(g.count > 0, whole, -1.0))
-    table = np.stack(times)
-    return table.max(axis=0), table.argmax(axis=0)
-
-
-def stage_layers(cases: Cases, rows: Array) -> Array:
-    """Layers of every part along the pipelines of some cases: (part, case).
-
-    Args:
-        cases: the cases, cut.
-        rows: indices of cases that agree in stages and chunks.
-    """
-    f = cases.frames
-    stages, chunks = int(f.stage[rows[0]]), int(f.chunks[rows[0]])
-    total = cases.model.layers
-    if chunks > 1:
-        even, left = divmod(total, stages * chunks)
-        parts = np.array([even + (part < left) for part in range(stages * chunks)])
-        return np.repeat(parts[:, None] * 1.0, len(rows), axis=1)
-    found = np.zeros((stages, len(rows)))
-    for stage in range(stages):
-        for g in cases.groups:
-            index, count = g.index[rows], g.count[rows]
-            inside = (index <= stage) & (stage < index + count)
-            rank = g.rank[rows] + stage - index
-            less = (rank < cases.over[rows]) & (g.most[rows] > 0)
-            found[stage] += inside * (g.most[rows] - less)
-    return found
-
-
 # The pipeline.
 
 
@@ -270,13 +203,21 @@ def _transfer(cases: Cases) -> Array:
     return found
 
 
-def _bound(cases: Cases, pace: Array, parts: Array, chunks: Array) -> Array:
-    """The least time of a pipeline: a stage waits for those before it, twice."""
+def _bound(
+    cases: Cases, pace: Array, parts: Array, chunks: Array, *, scheduled: bool = True
+) -> Array:
+    """The least time of a pipeline: a stage waits for those before it, twice.
+
+    Where a schedule is given, it waits for those behind it too: its first backward
+    comes after all of theirs, and meanwhile it can do only as many forwards as it may
+    hold activations; so it is with its last forward and the backwards then.
+    """
     hop = _transfer(cases)
     found: Array = parts * pace
     before = np.zeros(cases.number)
+    ahead: list[Array] = []
     for g in cases.groups:
-        layer, alone = _ends(cases, g)
+        layer, alone = ends(cases, g)
         one = g.layers * layer + alone
         inner = g.together * layer + g.count * alone - one
         # Of interleaved stages at least the first part of each comes before.
@@ -284,13 +225,30 @@ def _bound(cases: Cases, pace: Array, parts: Array, chunks: Array) -> Array:
         part = cases.model.layers // slots * cases.frames.chunks * layer + alone
         even = np.maximum(0, g.count - 1) * part
         spread = np.where(cases.frames.chunks > 1, even, inner)
-        ahead = before + np.where(g.count > 0, spread, 0.0)
-        hops = 2 * hop * (g.index + g.count - 1)
-        whole = (ahead / chunks) + hops + parts * one
-        found = np.where(g.count > 0, np.maximum(found, whole), found)
+        ahead.append(before + np.where(g.count > 0, spread, 0.0))
         mine = np.where(cases.frames.chunks > 1, part, one)
-        before = np.where(g.count > 0, ahead + mine, before)
+        before = np.where(g.count > 0, ahead[-1] + mine, before)
+    for g, first in zip(cases.groups, ahead, strict=True):
+        place = g.index + g.count - 1
+        one = cases.stage_seconds(g, g.layers)
+        whole = first / chunks + 2 * hop * place + parts * one
+        if scheduled:
+            behind = before - first - one + 2 * hop * (cases.frames.stage - 1 - place)
+            whole = whole + _waits(cases, g, parts, behind)
+        found = np.where(g.count > 0, np.maximum(found, whole), found)
     return found
+
+
+def _waits(cases: Cases, group: Group, parts: Array, behind: Array) -> Array:
+    """How long the last stage of a group waits at least for those behind it."""
+    others = cases.in_flight(group, parts, last=True) - 1
+    ahead = cases.stage_seconds(group, group.layers, ("forward",))
+    back = cases.stage_seconds(group, group.layers, ("backward",))
+    early = np.maximum(0.0, behind - others * ahead)
+    late = np.maximum(0.0, behind - others * back)
+    # Few micro-batches are all on their way at once: it waits for both together.
+    both = np.where(parts > others + 1, early + late, np.maximum(early, late))
+    return np.where(cases.frames.chunks > 1, 0.0, both)
 
 
 def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> None:
@@ -318,17 +276,19 @@ def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> N
         here = rows[same]
         forward, backward = _part_seconds(cases, here)
         table = _table(SCHEDULES[index], stages, count, chunks)
-        seconds = simulate_many(table, forward, backward, hop[here])
+        seconds = table.step_seconds(forward, backward, hop[here])
         left = micro_batches[here] - count
         if (left > 0).any():
             # What one more round of the stages takes, waits for transfers included.
             fewer = _table(SCHEDULES[index], stages, count - stages, chunks)
-            before = simulate_many(fewer, forward, backward, hop[here])
+            before = fewer.step_seconds(forward, backward, hop[here])
             seconds = seconds + left * (seconds - before) / stages
         found.pipeline[here] = seconds
 
 
-_table = functools.lru_cache(maxsize=128)(schedule)
+@functools.lru_cache(maxsize=128)
+def _table(name: str, stages: int, micro_batches: int, chunks: int) -> Compiled:
+    return compiled(schedule(name, stages, micro_batches, chunks))
 
 
 def _part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
@@ -483,7 +443,7 @@ def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Arr
 
 
 def _memory(
-    cases: Cases, parts: Array, optimistic: bool
+    cases: Cases, parts: Array, optimistic: bool, *, hosts: bool = True
 ) -> tuple[dict[str, Array], Array, Array]:
     """Terms on the fullest device, whether all fit, and the most on a host."""
     tables: dict[str, list[Array]] = {}
@@ -523,7 +483,7 @@ def _memory(
         room = device_bytes - sum(terms.values(), np.zeros(1))
         there = g.count > 0
         enough = host <= host_bytes
-        fits &= ~there | ((room >= 0) & (enough | optimistic))
+        fits &= ~there | ((room >= 0) & (enough | optimistic | (not hosts)))
         left.append(np.where(there, room, np.inf))
         most = np.maximum(most, np.where(there, host, 0.0))
         for name, values in terms.items():

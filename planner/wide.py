@@ -10,6 +10,7 @@ the next bound lies above the best plan by more than plans may tie.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, Level
+from whalejax.planner.affordable import Options, weigh_options
 from whalejax.planner.asked import Asked
 from whalejax.planner.choices import choices
 from whalejax.planner.dimensions import analyse
@@ -30,9 +32,9 @@ from whalejax.planner.frames import (
     ordered,
     ringed,
     scheduled,
-    stacked,
 )
 from whalejax.planner.graph import Graph
+from whalejax.planner.layer_cuts import pace_of
 from whalejax.planner.layers import find_layers
 from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
@@ -50,8 +52,8 @@ from whalejax.planner.views import Views
 from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
+    fits_of,
     least_step,
-    pace_of,
     settle,
     weigh,
 )
@@ -60,10 +62,11 @@ from whalejax.planner.weigh import (
 FIRST_BLOCK, LAST_BLOCK = 64, 4096
 """Frames that are looked at together: few while nothing is known, then more."""
 
-PARAMS = 1 << OFFLOADS.index("params")
-
 MOST_POLICIES = 81
 """Combinations of policies; with more TaskGraphs, all of them have the same one."""
+
+SOME = 2730
+"""Frames whose options are weighed together."""
 
 KEPT = 64
 """Cases that a search remembers."""
@@ -325,18 +328,22 @@ class WideSearch:
             self.tally.covered += self._count(placement, frames)
             least = self._least(placement, frames)
             spaces.append((placement, frames, least))
-        # In turns, so that a good plan of one rules out much of the others.
-        left = [self._search(*space) for space in spaces]
-        while left:
-            left = [search for search in left if next(search, False)]
+        # Always where most is promised, so that a good plan rules out much elsewhere.
+        searches = [self._search(*space) for space in spaces]
+        queue = [(0.0, place) for place in range(len(searches))]
+        while queue:
+            _, place = heapq.heappop(queue)
+            promised = next(searches[place], math.inf)
+            if promised < math.inf:
+                heapq.heappush(queue, (promised, place))
         self.tally.bound = min(self.tally.bound, self.tally.best)
         self.cases = ranked(self.cases)
         return self.cases
 
     def _search(
         self, placement: Placement, frames: Frames, least: Array
-    ) -> Iterator[bool]:
-        """Look at frames in order of a bound, in blocks; true after each of them."""
+    ) -> Iterator[float]:
+        """Look at frames in order of a bound, in blocks; yields that of the next."""
         order = np.argsort(least, kind="stable")
         at, size = 0, FIRST_BLOCK
         while at < len(order):
@@ -345,8 +352,9 @@ class WideSearch:
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
             self._block(placement, frames.take(here))
-            yield True
             at, size = at + size, min(2 * size, LAST_BLOCK)
+            if at < len(order):
+                yield float(least[order[at]])
 
     def _limit(self) -> float:
         return self.tally.best * (1 + TIE)
@@ -379,10 +387,7 @@ class WideSearch:
         frames = frames.take(least <= self._limit())
         if not len(frames):
             return
-        # Parameters in host memory pass through two layers' worth of the device's.
-        most = self._offloads()[-1]
-        corners = sorted({most, most & ~PARAMS})
-        corner = frames.with_options([0], self._zeros(), corners)
+        corner = frames.with_options([0], self._zeros(), self._choices().corners)
         fits = self._weigh(placement, corner, optimistic=True).fits
         some: Array = fits.reshape(len(frames), -1).max(axis=1)
         frames = frames.take(some)
@@ -399,8 +404,7 @@ class WideSearch:
             return
         least = self._least_step(placement, frames, self.model)
         order = np.argsort(least, kind="stable")
-        each = len(self.model.policies) * len(self._zeros())
-        size = max(16, LAST_BLOCK // each)
+        size = SOME
         for at in range(0, len(order), size):
             here = order[at : at + size]
             if least[here[0]] > self._limit():
@@ -435,29 +439,40 @@ class WideSearch:
             return Replicas(model, frames, placement).least_step(self._zeros())
         cases = Cases(model, frames, placement, None)
         pace_of(cases)
-        return least_step(cases, chunks, self._zeros(), frames.micro_batches)
+        return least_step(
+            cases,
+            chunks,
+            self._zeros(),
+            frames.micro_batches,
+            scheduled=not any_schedule,
+        )
 
     def _options(self, placement: Placement, frames: Frames) -> None:
         """Weigh frames under every option; host memory only where it must be."""
+        found = weigh_options(
+            frames,
+            self._choices(),
+            lambda some, hosts: self._may_fit(placement, some, hosts),
+            lambda some: self._weigh(placement, some),
+            exact=placement.by != "replicas",
+        )
+        for cases, weighed in found:
+            self._settle(placement, cases, weighed)
+
+    def _choices(self) -> Options:
         remats = range(len(self.model.policies))
-        first, *offloads = self._offloads()
-        cases = frames.with_options(list(remats), self._zeros(), [first])
-        found = self._weigh(placement, cases)
-        self._settle(placement, cases, found)
-        early = found.step - found.time["allocation"]
-        tight = ~found.fits & (early <= self._limit())
-        if not tight.any() or not offloads:
-            return
-        cases = cases.take(tight)
-        moved = stacked([_offloaded(cases, bits) for bits in offloads])
-        found = self._weigh(placement, moved)
-        fits = found.fits.reshape(len(offloads), -1).copy()
-        # What fits with less in host memory is not weighed with more.
-        for place, bits in enumerate(offloads):
-            for other, less in enumerate(offloads):
-                if less != bits and less & bits == less:
-                    found.fits.reshape(len(offloads), -1)[place] &= ~fits[other]
-        self._settle(placement, moved, found)
+        return Options(remats=remats, zeros=self._zeros(), offloads=self._offloads())
+
+    def _may_fit(self, placement: Placement, frames: Frames, hosts: bool) -> Array:
+        """Which frames memory holds; of replicas, with one micro-batch each."""
+        kinds: Sequence[int | None] = (None,)
+        parts = frames.micro_batches
+        if placement.by == "replicas":
+            kinds, parts = placement.kinds, np.ones_like(parts)
+        fits = np.ones(len(frames), dtype=bool)
+        for kind in kinds:
+            fits &= fits_of(Cases(self.model, frames, placement, kind), parts, hosts)
+        return fits
 
     # Weighing.
 
@@ -571,12 +586,6 @@ def _ideal(cluster: Cluster) -> Cluster:
         latency_seconds=0.0,
     )
     return dataclasses.replace(cluster, levels=(level,))
-
-
-def _offloaded(frames: Frames, bits: int) -> Frames:
-    return dataclasses.replace(
-        frames, offload=np.full(len(frames), bits, dtype=np.int64)
-    )
 
 
 def ranked(cases: Sequence[Case]) -> list[Case]:

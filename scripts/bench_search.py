@@ -1,6 +1,6 @@
 """Times the wide search, tracing excluded, and says how much it proved.
 
-Five questions of the size that people ask. Every one is answered with the best plan of
+Six questions of the size that people ask. Every one is answered with the best plan of
 its space: ``gap`` is by how much a plan that was not weighed could at most be faster.
 The last line printed is one JSON object with, for each question,
 
@@ -143,6 +143,14 @@ QUESTIONS: Final = (
         options={},
         batch=1024,
         cluster=lambda: parse("a100-80:32x8+h100:32x8"),
+    ),
+    Question(
+        name="mixed3_512",
+        asked=3.0,
+        model="llama-70b",
+        options={},
+        batch=1024,
+        cluster=lambda: parse("v100-32:16x8+a100-80:32x8+h100:16x8"),
     ),
     Question(
         name="bert_8",

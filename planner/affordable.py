@@ -1,0 +1,155 @@
+"""Which options of frames memory holds, so that only those are timed.
+
+Memory does not depend on the order of the axes over links, and most options of a large
+model do not fit. So frames that differ in their order alone are looked at once, and
+only what fits is given back. Host memory is used only where nothing fits without, and
+no more of it than is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whalejax.planner.frames import Frames, stacked
+from whalejax.planner.terms import OFFLOADS
+from whalejax.planner.variants import Array
+from whalejax.planner.weigh import Weighed
+
+
+PARAMS = 1 << OFFLOADS.index("params")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is weighed for every frame.
+
+    Attributes:
+        remats: combinations of policies.
+        zeros: levels over ``data``.
+        offloads: sets of what lies in host memory, least first; bits of ``OFFLOADS``.
+    """
+
+    remats: Sequence[int]
+    zeros: Sequence[int]
+    offloads: Sequence[int]
+
+    @property
+    def corners(self) -> list[int]:
+        """Sets that spare devices most.
+
+        Parameters in host memory pass through two layers' worth of the device's.
+        """
+        most = self.offloads[-1]
+        return sorted({most, most & ~PARAMS})
+
+
+def weigh_options(
+    frames: Frames,
+    options: Options,
+    may_fit: Callable[[Frames, bool], Array],
+    weigh: Callable[[Frames], Weighed],
+    *,
+    exact: bool,
+) -> Iterator[tuple[Frames, Weighed]]:
+    """Weigh frames under the options that fit, with the least in host memory.
+
+    Args:
+        frames: nothing computed again, nothing in host memory.
+        options: for each of them.
+        may_fit: which frames memory may hold; with or without that of the hosts.
+        weigh: what they cost, and which of them fit.
+        exact: what may fit does.
+
+    Yields:
+        What needs least in host memory, and its cost; then what needs more.
+    """
+    first, inverse = _alike(frames)
+    start, *offloads = options.offloads
+    table = frames.take(first).with_options(options.remats, options.zeros, [start])
+    each = len(table) // len(first)
+    like = inverse[:, None] * each + np.arange(each)
+    fits = may_fit(table, True)[like]
+    row, option = np.nonzero(fits)
+    if len(row):
+        cases = _cases(frames, table, like, row, option, np.full(len(row), start))
+        found = weigh(cases)
+        fits[row, option] = found.fits
+        yield cases, found
+    held = _held(table, np.unique(like[~fits]), options, may_fit)
+    if exact:
+        held = _least(held, offloads)
+    wanted = held[:, like] & ~fits
+    which, row, option = np.nonzero(wanted)
+    if len(row):
+        bits = np.array(offloads)[which]
+        cases = _cases(frames, table, like, row, option, bits)
+        found = weigh(cases)
+        wanted[which, row, option] = found.fits
+        found.fits &= _least(wanted, offloads)[which, row, option]
+        yield cases, found
+
+
+def _held(
+    table: Frames,
+    tight: Array,
+    options: Options,
+    may_fit: Callable[[Frames, bool], Array],
+) -> Array:
+    """For each further set in host memory, which tight rows may fit with it."""
+    offloads = options.offloads[1:]
+    held = np.zeros((len(offloads), len(table)), dtype=bool)
+    if len(tight) and offloads:
+        rows = table.take(tight)
+        spared = stacked([_with_bits(rows, bits) for bits in options.corners])
+        spare = may_fit(spared, False).reshape(-1, len(tight)).any(axis=0)
+        tight = tight[spare]
+    if len(tight) and offloads:
+        rows = table.take(tight)
+        every = stacked([_with_bits(rows, bits) for bits in offloads])
+        held[:, tight] = may_fit(every, True).reshape(-1, len(tight))
+    return held
+
+
+def _least(held: Array, offloads: Sequence[int]) -> Array:
+    """What fits with less in host memory is not weighed with more."""
+    found: Array = held.copy()
+    for place, bits in enumerate(offloads):
+        for other, less in enumerate(offloads):
+            if less != bits and less & bits == less:
+                found[place] &= ~held[other]
+    return found
+
+
+def _alike(frames: Frames) -> tuple[Array, Array]:
+    """Frames that memory holds alike: the first of each, and which each is like."""
+    key = np.zeros(len(frames), dtype=np.int64)
+    for column in (
+        frames.cell,
+        frames.stage,
+        frames.data,
+        frames.fsdp,
+        frames.micro_batches,
+        frames.schedule,
+        frames.chunks,
+    ):
+        key = key * (int(column.max()) + 1) + column
+        key = np.unique(key, return_inverse=True)[1]
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def _cases(
+    frames: Frames, table: Frames, like: Array, row: Array, option: Array, bits: Array
+) -> Frames:
+    """Some frames, each with some option."""
+    rows = like[row, option]
+    return replace(
+        frames.take(row), remat=table.remat[rows], zero=table.zero[rows], offload=bits
+    )
+
+
+def _with_bits(frames: Frames, bits: int) -> Frames:
+    return replace(frames, offload=np.full(len(frames), bits, dtype=np.int64))

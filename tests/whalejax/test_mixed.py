@@ -1,0 +1,65 @@
+"""What plans for unlike devices say of their shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import jax
+
+import whalejax as wh
+from whalejax import jobs, models
+
+
+def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
+    """Notes on shares of a GPT's estimate."""
+    job = models.job("gpt-small", scan_layers=True, annotated=False, layers=8)
+    plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch)),
+        optimizer=job.optimizer,
+        cluster=text,
+        mesh=mesh,
+        runnable=False,
+    )
+    assert all(note in str(plan) for note in plan.notes)
+    words = ("replicas", "stages have", "all devices", "split")
+    return [note for note in plan.notes if note.startswith(words)]
+
+
+def test_replicas_say_shares_gain_and_bound() -> None:
+    (note,) = notes_of("h100:2+a100-80:2", 24, {"stage": 1, "data": 4})
+    found = re.fullmatch(
+        r"replicas take unequal numbers of micro-batches: shares (\d+) on each of 2 "
+        r"h100, (\d+) on each of 2 a100-80: ([\d.]+)× as fast as even shares "
+        r"\(at most ([\d.]+)×\)",
+        note,
+    )
+    assert found, note
+    fast, slow = int(found[1]), int(found[2])
+    assert fast > slow >= 1
+    assert 24 % (2 * (fast + slow)) == 0
+    assert 1 < float(found[3]) <= float(found[4])
+
+
+def test_stages_say_their_layers() -> None:
+    (note,) = notes_of("v100-32:1+p100-16:1", 16, {"stage": 2, "data": 1})
+    found = re.fullmatch(
+        r"stages have (\d+) on (\S+), (\d+) on (\S+) of 8 layers: ([\d.]+)× as fast "
+        r"as equal layers \(at most ([\d.]+)×\)",
+        note,
+    )
+    assert found, note
+    assert {found[2], found[4]} == {"v100-32", "p100-16"}
+    assert int(found[1]) + int(found[3]) == 8
+    assert 1 <= float(found[5]) <= float(found[6])
+
+
+def test_devices_alike_have_nothing_to_say() -> None:
+    assert notes_of("h100:4", 8, {"stage": 1, "data": 4}) == []
+
+
+def test_even_shards_are_said() -> None:
+    notes = notes_of("h100:2+a100-80:2", 8, {"stage": 1, "data": 2, "tensor": 2})
+    assert notes[-1].startswith("split: shards are even over tensor")
