@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from whalejax.meshes.launched import introduce, launched
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -21,8 +22,8 @@ def init_distributed(
 ) -> int:
     """Make this process one of several that run the same program.
 
-    Call it before anything touches a device. With no argument JAX asks the cluster who
-    is who: Slurm, Open MPI, Kubernetes (jobs with indices), TPU. A process that dies or
+    Call it before anything touches a device. With no argument ``whalejax launch`` has
+    said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with indices), TPU. A process that dies or
     stands still ends the others, with an error that names it, once it was silent for
     ``heartbeat_seconds``.
 
@@ -40,6 +41,8 @@ def init_distributed(
         WhaleError: what was given is not enough or contradicts itself; no cluster is
             known; or not all processes came in time.
     """
+    if coordinator is None and num_processes is None and process_id is None:
+        coordinator, num_processes, process_id = launched() or (None, None, None)
     given = {
         "coordinator": coordinator,
         "num_processes": num_processes,
@@ -58,6 +61,7 @@ def init_distributed(
         )
     except (RuntimeError, ValueError) as error:
         raise _problem(error, given, timeout_seconds) from error
+    introduce(jax.local_devices()[0].device_kind, jax.local_device_count())
     return int(jax.process_count())
 
 

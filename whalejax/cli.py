@@ -1,5 +1,5 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``verify``,
-``estimate``, ``calibrate``.
+``estimate``, ``calibrate``, ``launch``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -30,6 +30,7 @@ from whalejax.options import (
     CalibrateCommand,
     Command,
     EstimateCommand,
+    LaunchCommand,
     PlanCommand,
     ShowCommand,
     TrainCommand,
@@ -88,6 +89,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> Command:
+    if argv[:1] == ["launch"]:
+        from whalejax.meshes.launching import words_after
+
+        argv = ["launch", *words_after(argv[1:])]
     parsed: Command = tyro.cli(
         Command,
         prog="whalejax",
@@ -119,6 +124,10 @@ def _run(command: Command, started: float) -> int:
             return _verify(command)
         case CalibrateCommand():
             _calibrate(command)
+        case LaunchCommand():
+            from whalejax import launcher
+
+            return launcher.launch(command)
     return 0
 
 

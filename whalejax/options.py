@@ -215,6 +215,31 @@ class EstimateCommand:
     """where to write the same table with step time, memory and notes appended"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """Start a script as several processes, and stop them together.
+
+    What stands behind the script is its own. It calls wh.init_distributed() first.
+    """
+
+    script: Annotated[conf.Positional[Path], conf.arg(metavar="SCRIPT.py")]
+    """what each process runs"""
+    arguments: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="ARG")] = ()
+    """what the script is given, options and all that stands behind it"""
+    processes: Annotated[int, conf.arg(metavar="N")] = 2
+    """how many, over all hosts"""
+    hosts: Annotated[str, conf.arg(metavar="A,B")] = "localhost"
+    """where; others than this one by ssh, in this folder, with this Python"""
+    cpu_quota: Annotated[str, conf.arg(metavar="P,P")] = ""
+    """percent of a core for each process, to try mixed speeds: 100,33"""
+    logs: Annotated[Path, conf.arg(metavar="FOLDER")] = Path("logs")
+    """one file per rank, rank-0.log and so on"""
+    port: OptionalNumber = None
+    """where process 0 listens; a free one, or 8476 on other hosts"""
+    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
+    """what is given a host and a command"""
+
+
 Command = (
     Annotated[TrainCommand, conf.subcommand("train")]
     | Annotated[PlanCommand, conf.subcommand("plan")]
@@ -223,6 +248,7 @@ Command = (
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
+    | Annotated[LaunchCommand, conf.subcommand("launch")]
 )
 
 

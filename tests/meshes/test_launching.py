@@ -1,0 +1,204 @@
+"""Processes that a launcher starts: who they are, and that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from whalejax.meshes import launching
+from whalejax.meshes.launching import Launch
+from whalejax.meshes.problems import WhaleError
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SECONDS: Final = 60
+
+WHO = """
+import os, sys
+from whalejax.meshes.launched import introduce, launched
+address, count, rank = launched()
+introduce(f"kind{rank}", rank + 1)
+print("rank", rank, "of", count, "at", address, sys.argv[1:], os.environ.get("AT"))
+"""
+
+WAITS = """
+import os, pathlib, subprocess, sys, time
+rank = os.environ["WHALEJAX_PROCESS_ID"]
+child = subprocess.Popen(["sleep", "600"])
+folder = pathlib.Path(sys.argv[1])
+(folder / f"{rank}.tmp").write_text(f"{os.getpid()} {child.pid}")
+(folder / f"{rank}.tmp").rename(folder / f"{rank}.pids")
+if rank == "1" and sys.argv[2] == "fails":
+    while not (folder / "0.pids").exists():
+        time.sleep(0.01)
+    sys.exit("boom")
+print("waits", flush=True)
+time.sleep(600)
+"""
+
+
+def start(tmp_path: Path, program: str, *words: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    options, arguments = list(words), []
+    if "--" in options:
+        place = options.index("--")
+        options, arguments = options[:place], options[place + 1 :]
+    command = [sys.executable, "-m", "whalejax", "launch", "--logs", str(tmp_path)]
+    return subprocess.Popen(
+        [*command, *options, str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until_gone(folder: Path, ranks: int) -> None:
+    files = [folder / f"{rank}.pids" for rank in range(ranks)]
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    assert len(pids) == 2 * ranks
+    pause = threading.Event()
+    for _ in range(500):
+        if not any(map(alive, pids)):
+            return
+        pause.wait(0.01)
+    pytest.fail(f"still there: {[pid for pid in pids if alive(pid)]}")
+
+
+def test_ranks_know_each_other_and_have_logs(tmp_path: Path) -> None:
+    running = start(tmp_path, WHO, "--processes", "3", "--", "--steps", "2")
+    out, errors = running.communicate(timeout=SECONDS)
+    assert running.returncode == 0, errors
+    logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(3)]
+    assert logs[0].strip() == out.strip()  # rank 0 alone is shown
+    addresses = {log.split(" at ")[1].split()[0] for log in logs}
+    assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:")
+    for rank, log in enumerate(logs):
+        assert log.strip().startswith(f"rank {rank} of 3 at ")
+        assert "['--steps', '2']" in log
+        assert "whalejax-rank" not in log
+    table = [line.split() for line in errors.splitlines()]
+    assert table[0][:4] == ["rank", "host", "kind", "devices"]
+    assert [row[:4] for row in table[1:]] == [
+        [str(rank), "localhost", f"kind{rank}", str(rank + 1)] for rank in range(3)
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_first_error_is_shown_and_all_are_stopped(tmp_path: Path) -> None:
+    running = start(tmp_path, WAITS, "--processes", "3", "--", str(tmp_path), "fails")
+    out, errors = running.communicate(timeout=SECONDS)
+    assert running.returncode == 1
+    assert "rank 1 on localhost failed first, with status 1" in errors
+    assert "  [1] boom" in errors
+    pids = [rank for rank in range(3) if (tmp_path / f"{rank}.pids").exists()]
+    assert pids[:2] == [0, 1]
+    wait_until_gone(tmp_path, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+)
+def test_a_launcher_takes_its_processes_with_it(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    running = start(tmp_path, WAITS, "--processes", "1", "--", str(tmp_path), "")
+    assert running.stdout is not None
+    assert running.stdout.readline() == "waits\n"
+    running.send_signal(number)
+    running.communicate(timeout=SECONDS)
+    assert running.wait(SECONDS) == status
+    if number == signal.SIGKILL:  # only what it started itself goes with it then
+        pid, child = map(int, (tmp_path / "0.pids").read_text().split())
+        (tmp_path / "0.pids").write_text(f"{pid} {pid}")
+        os.kill(child, signal.SIGKILL)
+    wait_until_gone(tmp_path, 1)
+
+
+def test_other_hosts_are_reached_by_a_shell(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/sh\nAT="$2:$1"; export AT; exec sh -c "$3"\n')
+    shell.chmod(0o755)
+    running = start(
+        tmp_path,
+        WHO,
+        *("--processes", "4", "--hosts", "node-a,node-b", "--port", "4321"),
+        *("--remote-shell", f"{shell} -x", "--", "it's a word"),
+    )
+    _, errors = running.communicate(timeout=SECONDS)
+    assert running.returncode == 0, errors
+    for rank in range(4):
+        log = (tmp_path / f"rank-{rank}.log").read_text()
+        host = "node-a" if rank < 2 else "node-b"
+        assert f"rank {rank} of 4 at node-a:4321" in log
+        assert log.strip().endswith(f"""["it's a word"] {host}:-x""")
+
+
+def test_without_control_groups_it_runs_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: float) -> None:
+        raise WhaleError("no control group can be made here")
+
+    monkeypatch.setattr(launching, "Quota", refuse)
+    command = (sys.executable, "-c", "print('ran')")
+    made = Launch(command=command, processes=1, quotas=(50,), logs=tmp_path)
+    assert launching.run(made) == 0
+    found = capfd.readouterr()
+    assert "running without CPU quotas: no control group can be made" in found.err
+    assert "ran" in found.out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"processes": 0}, "--processes is 0; expected at least 1"),
+        ({"hosts": ("a", "a")}, "--hosts a,a has a host twice"),
+        ({"hosts": ("a", "b", "c")}, "Raise it to 3"),
+        ({"hosts": ("localhost", "b")}, "which b cannot reach under that name"),
+        ({"hosts": ("", "b")}, "--hosts has an empty name"),
+        ({"port": 70000}, "--port is 70000; expected 1 to 65535"),
+        ({"quotas": (50,)}, "--cpu-quota has 1 values for 2 processes"),
+        ({"hosts": ("b",), "quotas": (5, 5)}, "works on this machine only"),
+        ({"hosts": ("b",), "remote_shell": ("no-such",)}, "no program 'no-such'"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(WhaleError) as error:
+        Launch(**{"command": ("true",), "processes": 2, **given})
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cpu-quota", "fast,slow"), "--cpu-quota is 'fast,slow'; expected percents"),
+        (("--logs", "/dev/null/logs"), "--logs /dev/null/logs: "),
+    ],
+)
+def test_options_are_read_or_refused(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    running = start(tmp_path, WHO, *words)
+    _, errors = running.communicate(timeout=SECONDS)
+    assert running.returncode == 2
+    assert said in errors and "Traceback" not in errors
