@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.lowering.watch import lost, tells_of_loss
 from whalejax.meshes.problems import WhaleError
 from whalejax.state import TrainState
 from whalejax.train import TrainStep
@@ -103,6 +104,7 @@ def train(
     Raises:
         WhaleError: a loss or a parameter is not finite; the step and the last good
             checkpoint are named. No checkpoint holds a state of which this is known.
+            Or another process is gone, which may show only when a loss is waited for.
     """
     first = int(state.step)
     checkpoint = resumed_from
@@ -178,8 +180,8 @@ class _Losses:
 
     def wait(self) -> None:
         """Wait for everything in flight."""
-        for _, loss, _ in self._in_flight:
-            float(loss)
+        for step, loss, _ in self._in_flight:
+            _arrived(step, loss)
 
     def take_all(self) -> None:
         """Take, check and tell everything in flight."""
@@ -188,7 +190,7 @@ class _Losses:
 
     def _take(self) -> None:
         step, loss, scale = self._in_flight.popleft()
-        value = float(loss)
+        value = _arrived(step, loss)
         # In float16 such a step changed nothing, and a smaller scale is tried.
         hopeful = scale is not None and float(scale) > 1.0
         if not math.isfinite(value) and not hopeful:
@@ -198,6 +200,16 @@ class _Losses:
             self._on_step(
                 Progress(step=step, loss=value, step_seconds=self.step_seconds)
             )
+
+
+def _arrived(step: int, loss: Any) -> float:
+    """The loss of a step, waited for; a lost process may show only here."""
+    try:
+        return float(loss)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if jax.process_count() > 1 and tells_of_loss(error):
+            raise lost(error, f"the loss of step {step}") from error
+        raise
 
 
 # Time.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,25 @@ def check_alive(state: TrainState) -> None:
             "this state was consumed by a step, which reuses its memory. Go on with "
             "the state that the step returned: state, metrics = step(state, batch)"
         )
+
+
+@contextmanager
+def consuming(state: TrainState) -> Iterator[None]:
+    """Around what takes the buffers of a state, one program after another.
+
+    Whether a state was consumed is seen by its step count, so that one goes too: in
+    the end, and after an error if any other buffer has gone.
+
+    Args:
+        state: is consumed.
+    """
+    try:
+        yield
+    except BaseException:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            state.step.delete()
+        raise
+    state.step.delete()
 
 
 def strongly_typed(leaf: Any) -> Any:

@@ -28,6 +28,7 @@ from tests.whalejax.runs import (
     step_of,
 )
 from whalejax import loop
+from whalejax.state import check_alive, consuming
 from whalejax.train import TrainState, TrainStep
 
 
@@ -310,3 +311,43 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert losses[:4] != losses[8:]
     fresh = shared_step().init(make_params, rng=jax.random.key(7))
     assert host_leaves(fresh) != host_leaves(uninterrupted)
+
+
+class _Lost:
+    def __float__(self) -> float:
+        raise jax.errors.JaxRuntimeError("INTERNAL: Gloo: Connection closed by peer")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_lost_process_that_shows_in_a_loss(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are issued before they end, so that the error comes with the loss."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        del batch
+        return state, {"loss": _Lost()}
+
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    state = cast(TrainState, SimpleNamespace(step=0))
+    kind = wh.WhaleError if processes > 1 else jax.errors.JaxRuntimeError
+    says = "process of this step is gone.*step 1" if processes > 1 else "Gloo"
+    with pytest.raises(kind, match=says):
+        loop.train(cast(TrainStep, step), state, batches, steps=1)
+
+
+def test_a_state_that_an_error_left_half_taken_is_not_alive() -> None:
+    def state_of() -> Any:
+        step = shared_step()
+        return fresh_state(step)
+
+    whole = state_of()
+    with pytest.raises(KeyError), consuming(whole):
+        raise KeyError
+    check_alive(whole)
+    half = state_of()
+    with pytest.raises(KeyError), consuming(half):
+        jax.tree.leaves(half.params)[0].delete()
+        raise KeyError
+    with pytest.raises(wh.WhaleError, match="consumed"):
+        check_alive(half)

@@ -47,7 +47,7 @@ from whalejax.runner import (
     laid_out,
     metrics_of,
 )
-from whalejax.state import Origin, TrainState
+from whalejax.state import Origin, TrainState, consuming
 
 
 _ALL = -1
@@ -255,16 +255,16 @@ class Apart:
             gradients=tuple(run.summed()),
         )
         before = jax.tree.leaves(state)
-        results = self._finish([*before, *jax.tree.leaves((sums, run.rest_after()))])
-        count = len(before)
+        given = [*before, *jax.tree.leaves((sums, run.rest_after()))]
+        with consuming(state):
+            results = self._finish(given)
         # Of what lies elsewhere there is nothing to change.
         leaves = [
             old if new is None else new
-            for new, old in zip(results[:count], before, strict=True)
+            for new, old in zip(results[: len(before)], before, strict=True)
         ]
         tree: Any = jax.tree.structure(state)
-        state.step.delete()  # That the state was consumed is seen by it.
-        return tree.unflatten(leaves), self._report(results[count:])
+        return tree.unflatten(leaves), self._report(results[len(before) :])
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
         self.moves.agree()

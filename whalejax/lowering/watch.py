@@ -44,6 +44,32 @@ _GONE: Final = (
 """What errors say that come of a lost process."""
 
 
+def tells_of_loss(error: BaseException) -> bool:
+    """Whether an error of a step says that another process is gone.
+
+    Args:
+        error: what issuing a step, or waiting for its results, raised.
+    """
+    return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
+        sign in str(error).lower() for sign in _GONE
+    )
+
+
+def lost(error: BaseException, where: str) -> WhaleError:
+    """What a user is told when another process is gone.
+
+    Args:
+        error: what JAX says of it.
+        where: what was being done.
+    """
+    said = str(error).splitlines()[0][:200]
+    return WhaleError(
+        f"another process of this step is gone ({said}), at {where}. Look for the "
+        "first error of the others, start all processes anew, and restore the latest "
+        "checkpoint"
+    )
+
+
 class Watch:
     """Watches one step at a time.
 
@@ -101,19 +127,9 @@ class Watch:
         except BaseException as error:
             with self._lock:
                 self._begun = self._results = None
-            if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
-                sign in str(error).lower() for sign in _GONE
-            ):
-                raise self._lost(error) from error
+            if not self._alone and tells_of_loss(error):
+                raise lost(error, self._where()) from error
             raise
-
-    def _lost(self, error: BaseException) -> WhaleError:
-        said = str(error).splitlines()[0][:200]
-        return WhaleError(
-            f"another process of this step is gone ({said}), at {self._where()}. Look "
-            "for the first error of the others, start all processes anew, and restore "
-            "the latest checkpoint"
-        )
 
     def _settle(self) -> bool:
         """Note the step's end, if it has ended."""
