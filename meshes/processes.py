@@ -23,9 +23,9 @@ def init_distributed(
     """Make this process one of several that run the same program.
 
     Call it before anything touches a device. With no argument ``whalejax launch`` has
-    said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with indices), TPU. A process that dies or
-    stands still ends the others, with an error that names it, once it was silent for
-    ``heartbeat_seconds``.
+    said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with
+    indices), TPU. A process that dies or stands still ends the others, with an error
+    that names it, once it was silent for ``heartbeat_seconds``.
 
     Args:
         coordinator: address and port of process 0, ``"host:port"``.

@@ -40,7 +40,7 @@ from whalejax.runner import (
     fresh_state,
     laid_out,
 )
-from whalejax.state import Origin, TrainState
+from whalejax.state import Origin, TrainState, consuming
 
 
 MicroBatches = Mapping[int, Sequence[Any]]
@@ -176,9 +176,9 @@ class Uneven:
         seen = {r: self._seen(state, r) for r in self._mine}
         told = self.exchange.add(self._ran(seen, batch))
         new, metrics, paces = {}, {}, None
-        for r in self._mine:
-            new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
-        state.step.delete()  # That the state was consumed is seen by it.
+        with consuming(state):
+            for r in self._mine:
+                new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
         found = self._joined(new), self._agreed(metrics)
         self._begins = {r: metrics[r]["loss"] for r in self._mine}
         self._settle(paces)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -90,8 +91,8 @@ class Watch:
         self.least_seconds = LEAST_SECONDS
         self.doing: Row | Handing | None = None
         self._longest: float | None = None
-        self._begun: float | None = None
-        self._results: Sequence[Any] | None = None
+        # When each step that has not ended was begun, and what it will give.
+        self._open: deque[tuple[float, Sequence[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -101,7 +102,7 @@ class Watch:
             return
         with self._lock:
             self._settle()
-            self._begun, self._results = time.monotonic(), None
+            self._open.append((time.monotonic(), None))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._look_on, name="whalejax-watch", daemon=True
@@ -112,7 +113,7 @@ class Watch:
         """All of a step is issued; it ends when its results are there."""
         if not self._alone:
             with self._lock:
-                self._results = results
+                self._open.append((self._open.pop()[0], results))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -126,29 +127,25 @@ class Watch:
             yield
         except BaseException as error:
             with self._lock:
-                self._begun = self._results = None
+                self._open.clear()
             if not self._alone and tells_of_loss(error):
                 raise lost(error, self._where()) from error
             raise
 
-    def _settle(self) -> bool:
-        """Note the step's end, if it has ended."""
-        if self._begun is None:
-            return True
-        if self._results is None or not all(x.is_ready() for x in self._results):
-            return False
-        took = time.monotonic() - self._begun
-        # The first compiles, and says nothing of those that follow.
-        self._longest = 0.0 if self._longest is None else max(took, self._longest)
-        self._begun = self._results = None
-        return True
+    def _settle(self) -> None:
+        """Note the end of the steps that have ended."""
+        while self._open and _there(self._open[0][1]):
+            took = time.monotonic() - self._open.popleft()[0]
+            # The first compiles, and says nothing of those that follow.
+            self._longest = 0.0 if self._longest is None else max(took, self._longest)
 
     def _overdue(self) -> float | None:
         """The seconds that a step has waited, if they are too many."""
         with self._lock:
-            if self._settle() or self._begun is None or self._longest is None:
+            self._settle()
+            if not self._open or self._longest is None:
                 return None
-            waited = time.monotonic() - self._begun
+            waited = time.monotonic() - self._open[0][0]
             allowed = max(self.least_seconds, TIMES_LONGEST * self._longest)
             return waited if waited > allowed else None
 
@@ -175,3 +172,13 @@ class Watch:
         )
         faulthandler.dump_traceback(file=sys.stderr)
         os._exit(EXIT_CODE)
+
+
+def _there(results: Sequence[Any] | None) -> bool:
+    """What a step gives is there; what the next one has consumed was."""
+    if results is None:
+        return False
+    try:
+        return all(x.is_deleted() or x.is_ready() for x in results)
+    except RuntimeError:  # consumed in this very moment
+        return True
