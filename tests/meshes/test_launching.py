@@ -153,6 +153,7 @@ def test_other_hosts_are_reached_by_a_shell(tmp_path: Path) -> None:
         assert log.strip().endswith(f"""["it's a word"] {host}:-x""")
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX may be there; nothing is shared
 def test_without_control_groups_it_runs_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
