@@ -261,7 +261,8 @@ class Plan:
         """
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
-            return collective.times(self.num_micro_batches)
+            # Where ranks take unlike shares: on the one that takes most.
+            return collective.times(max(self.shares, default=self.num_micro_batches))
         passes = {"forward": stages.ahead + stages.back, "backward": stages.back}
         return collective.count * passes.get(phase, stages.turns)
 

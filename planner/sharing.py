@@ -23,7 +23,7 @@ from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.plan import Candidate, Plan, PlanError
 from whalejax.planner.scored import Request
-from whalejax.planner.terms import TimeTerms
+from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 Decide = Callable[..., Plan]
@@ -54,6 +54,27 @@ class _Shared:
     after: float
     exchange: tuple[Collective, float]
     shares: tuple[int, ...]
+
+    @property
+    def memory(self) -> MemoryTerms:
+        """On the fullest device: its own micro-batches, and what replicas exchange."""
+        alone, count = self.plan.memory, self.plan.num_micro_batches
+        return dataclasses.replace(
+            alone,
+            batch_bytes=alone.batch_bytes * max(self.shares) // count,
+            # Beside the sums there is the buffer in which they cross.
+            working_bytes=alone.working_bytes + alone.gradients_bytes,
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory of the smallest device."""
+        return min(kind.memory_bytes for kind in self.kinds)
+
+    @property
+    def fits(self) -> bool:
+        """Every device holds it."""
+        return self.memory.total_bytes <= self.least_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -277,42 +298,47 @@ def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, 
 
 
 def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
-    best = found[0]
-    plan, replicas = best.plan, len(best.kinds)
-    whole = _time(best)
-    candidates = tuple(
+    """The plan of the fastest that fits; ``found`` has the fastest first."""
+    best = next((one for one in found if one.fits), None)
+    if best is None:
+        raise _nothing_fits(found)
+    plan = best.plan
+    candidates = [
         Candidate(
             layout=_layout(one),
             time=_time(one),
-            memory=one.plan.memory,
-            fits=True,
-            verdict="chosen" if one is best else "slower",
+            memory=one.memory,
+            fits=one.fits,
+            verdict=_verdict(one, best),
         )
-        for one in found
-    )
-    # Beside the sums there is the buffer in which they cross, and what comes back.
-    memory = dataclasses.replace(
-        plan.memory,
-        working_bytes=plan.memory.working_bytes + plan.memory.gradients_bytes,
-    )
-    least = min(kind.memory_bytes for kind in best.kinds)
-    if memory.total_bytes > least:
-        raise PlanError(
-            f"replicas of {plan.num_devices} devices need "
-            f"{gigabytes(memory.total_bytes)} each with what they exchange, and the "
-            f"smallest has {gigabytes(least)}. Give more micro-batches, or a mesh with "
-            "more devices in a replica"
-        )
+        for one in (best, *(other for other in found if other is not best))
+    ]
     return dataclasses.replace(
         plan,
         cluster=cluster,
-        axes=((DATA, replicas), *plan.axes),
+        axes=((DATA, len(best.kinds)), *plan.axes),
         shares=best.shares,
-        time=whole,
-        memory=memory,
+        time=_time(best),
+        memory=best.memory,
         collectives=(*plan.collectives, best.exchange[0]),
-        candidates=candidates,
+        candidates=tuple(candidates),
         notes=(*plan.notes, *_notes(best)),
+    )
+
+
+def _verdict(one: _Shared, best: _Shared) -> str:
+    if one is best:
+        return "chosen"
+    return "slower" if one.fits else "does not fit"
+
+
+def _nothing_fits(found: Sequence[_Shared]) -> PlanError:
+    nearest = min(found, key=lambda one: one.memory.total_bytes - one.least_bytes)
+    return PlanError(
+        f"replicas of {nearest.plan.num_devices} devices need "
+        f"{gigabytes(nearest.memory.total_bytes)} each with what they exchange, and "
+        f"the smallest device has {gigabytes(nearest.least_bytes)}. Give more "
+        "micro-batches, or a mesh with more devices in a replica"
     )
 
 
