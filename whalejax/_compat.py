@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax._src import effects, source_info_util
+from jax._src import distributed, effects, source_info_util
 from jax.core import Tracer
 
 
@@ -372,3 +372,25 @@ def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     make: Any = jax.ShapeDtypeStruct
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype)
     return made
+
+
+def tell_processes(key: str, text: str) -> None:
+    """Leave a text where all processes of this program can read it, under a new key."""
+    _coordination().key_value_set(key, text)
+
+
+def told_by(key: str, wait_seconds: float) -> str | None:
+    """A text that another process left; None if it did not come in time."""
+    try:
+        found = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+    return str(found)
+
+
+def _coordination() -> Any:
+    """The client of the service that joined the processes."""
+    client: Any = distributed.global_state.client
+    return client

@@ -21,6 +21,7 @@ from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.executor import gradients_of, losses_of
 from whalejax.lowering.spmd import Program, Sums, owners_of, update, wide
+from whalejax.lowering.watch import Watch
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import LossScale, all_finite
@@ -88,7 +89,8 @@ class OneProgram:
         origin: Origin,
     ) -> None:
         self.mesh: Mesh = plan.mesh(devices)
-        self._agreement = Agreement(self.mesh)
+        self._agreement = Agreement(self.mesh, one_kind=True)
+        self.watch = Watch(alone=not self.mesh.is_multi_process)
         analysed = analysed_for(plan, captured.graph)
         self.program = Program(
             plan=plan,
@@ -129,12 +131,16 @@ class OneProgram:
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
         self._agreement.check(self.program.plan.hash)
-        found: tuple[TrainState, Metrics] = self._step(state, list(batch))
+        with self.watch.step():
+            found: tuple[TrainState, Metrics] = self._step(state, list(batch))
+        self.watch.issued(jax.tree.leaves(found[1]))
         return found
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
         self._agreement.check(self.program.plan.hash)
-        found: Metrics = self._loss(state, list(batch))
+        with self.watch.step():
+            found: Metrics = self._loss(state, list(batch))
+        self.watch.issued(jax.tree.leaves(found))
         return found
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:

@@ -1,24 +1,56 @@
-"""Do all processes run the same? Asked once, before one waits for another."""
+"""Do all processes run the same? Asked once, before one waits for another.
+
+They compare through the service that joined them, not by a collective: programs that
+differ would wait for each other in it.
+"""
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+import itertools
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+import jaxlib.version
 from jax.sharding import Mesh
 
+import whalejax
+from whalejax import _compat
 from whalejax.planner.plan import PlanError
 
 
-class Agreement:
-    """Compares what the processes of a mesh are about to do."""
+WAIT_SECONDS: Final = 300.0
+"""For a process that has not come to the comparison: it may still be planning."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        processes = {device.process_index for device in mesh.devices.flat}
+_rounds = itertools.count()
+"""Programs that are alike compare as often, and in one order."""
+
+
+class Agreement:
+    """Compares what the processes of a mesh are about to do.
+
+    Attributes:
+        wait_seconds: for a process that has not come.
+    """
+
+    def __init__(self, mesh: Mesh, *, one_kind: bool = False) -> None:
+        """Know who takes part.
+
+        Args:
+            mesh: of all processes, or nothing is compared.
+            one_kind: their devices must be of one kind, as one program runs on them.
+        """
+        devices: Any = mesh.devices
+        processes = {device.process_index for device in devices.flat}
         # All processes take part in the comparison, so none may be left out.
         self._open = 1 < len(processes) == jax.process_count()
+        self._kinds = sorted({d.device_kind for d in devices.flat if _here(d)})
+        self._one_kind = one_kind
+        self.wait_seconds = WAIT_SECONDS
 
     def check(self, what: object) -> None:
         """Compare, the first time that it is called; all processes call it.
@@ -27,27 +59,85 @@ class Agreement:
             what: its text says all that must be alike.
 
         Raises:
-            PlanError: processes have other plans, or another version of JAX.
+            PlanError: processes have other plans, versions or kinds of device, or did
+                not come in time; with their numbers.
         """
         if not self._open:
             return
         self._open = False
-        mine = [zlib.crc32(text.encode()) for text in (repr(what), jax.__version__)]
-        every = multihost_utils.process_allgather(np.array([mine], np.uint32))
-        for column, name in enumerate(("plan", "version of JAX")):
-            found = every.reshape(-1, len(mine))[:, column].tolist()
-            others = [str(n) for n, value in enumerate(found) if value != found[0]]
-            if others:
-                raise PlanError(
-                    f"processes {', '.join(others)} have another {name} than process "
-                    f"0, and would wait for what it does not send. {_REMEDIES[name]}"
-                )
+        found = _exchanged(self._facts(what), self.wait_seconds)
+        problems = differences(found)
+        if problems:
+            raise PlanError(
+                f"{'; '.join(problems)}. They would wait for what the others do not "
+                "send"
+            )
+
+    def _facts(self, what: object) -> dict[str, str]:
+        facts = {
+            "plan": hashlib.sha256(repr(what).encode()).hexdigest()[:12],
+            "whalejax": whalejax.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        }
+        if self._one_kind:
+            facts["device kind"] = ", ".join(self._kinds)
+        return facts
+
+
+def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """What processes have otherwise than process 0, with the remedy.
+
+    Args:
+        found: what each process says of itself, by name.
+
+    >>> for line in differences([{"jax": "0.10.0"}, {"jax": "0.10.2"}]): print(line)
+    processes 1 have another jax than process 0 (0.10.2, not 0.10.0): install one in all
+    """
+    problems = []
+    for name, first in found[0].items():
+        others = [n for n, facts in enumerate(found) if facts.get(name) != first]
+        if others:
+            theirs = sorted({found[n].get(name, "none") for n in others})
+            problems.append(
+                f"processes {', '.join(map(str, others))} have another {name} than "
+                f"process 0 ({', '.join(theirs)}, not {first}): "
+                f"{_REMEDIES.get(name, 'install one in all')}"
+            )
+    return problems
 
 
 _REMEDIES = {
     "plan": (
-        "Plan once, save the plan (plan.save), and load it in all processes "
+        "plan once, save the plan (plan.save), and load it in all processes "
         "(wh.Plan.load)"
     ),
-    "version of JAX": f"This process has {jax.__version__}; install one in all",
+    "device kind": "plan for the kinds that are there (wh.Cluster.detect())",
 }
+
+
+def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, str]]:
+    """What every process says of itself, by its number."""
+    folder = f"whalejax/agreement/{next(_rounds)}"
+    _compat.tell_processes(f"{folder}/{jax.process_index()}", json.dumps(mine))
+    end = time.monotonic() + wait_seconds
+    found: list[dict[str, str]] = []
+    missing: list[str] = []
+    for number in range(jax.process_count()):
+        said = _compat.told_by(f"{folder}/{number}", max(0.1, end - time.monotonic()))
+        if said is None:
+            missing.append(str(number))
+        else:
+            found.append(json.loads(said))
+    if missing:
+        raise PlanError(
+            f"processes {', '.join(missing)} did not come to the first step in "
+            f"{wait_seconds:.0f} s after process {jax.process_index()}. Look for the "
+            "first error of theirs; all must compile the same steps in the same order"
+        )
+    return found
+
+
+def _here(device: Any) -> bool:
+    return bool(device.process_index == jax.process_index())

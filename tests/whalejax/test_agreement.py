@@ -1,0 +1,105 @@
+"""Processes that are not alike hear of it at once; none waits for another."""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+import pytest
+
+from tests.processes import finish, start
+from whalejax.lowering.watch import EXIT_CODE
+
+
+PROGRAM: Final = """
+import time
+import numpy as np, optax
+import whalejax as wh
+from whalejax.lowering import agreement
+
+case = sys.argv[5]
+odd = index == count - 1
+if odd and case == "versions":
+    wh.__version__ = "0.0.9"
+    agreement.jaxlib.version.__version__ = "0.0.8"
+x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
+model = {"w": np.full((8, 4), 0.1, np.float32)}
+tx = optax.sgd(0.1)
+loss = lambda m, b: ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
+mesh = {"fsdp": count} if odd and case == "plan" else {"data": count}
+plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster=f"h100:{count}",
+               mesh=mesh)
+step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+state = step.init_from(model)
+step._runner._agreement.wait_seconds = 2
+part = slice(index * 16 // count, (index + 1) * 16 // count)
+begun = time.monotonic()
+if case != "absent" or not odd:
+    try:
+        step(state, {"x": x[part], "y": y[part]})
+    except wh.PlanError as error:
+        print("refused:", error, flush=True)
+    else:
+        print("went through", flush=True)
+    print(time.monotonic() - begun, flush=True)
+else:
+    time.sleep(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("plan", ("processes 1 have another plan than process 0", "wh.Plan.load")),
+        (
+            "versions",
+            (
+                "processes 1 have another whalejax than process 0 (0.0.9, not",
+                "processes 1 have another jaxlib than process 0 (0.0.8, not",
+            ),
+        ),
+        ("absent", ("processes 1 did not come to the first step in 2 s",)),
+        ("none", ("went through",)),
+    ],
+)
+def test_processes_that_differ_are_named(case: str, texts: tuple[str, ...]) -> None:
+    outputs = finish(start(PROGRAM, case))
+    for output in outputs[:1] if case == "absent" else outputs:
+        for text in texts:
+            assert text in output
+        assert float(output.splitlines()[-1]) < 10
+
+
+STOPS: Final = """
+import os, signal
+import numpy as np, optax
+import whalejax as wh
+
+x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
+model = {"w": np.full((8, 4), 0.1, np.float32)}
+tx = optax.sgd(0.1)
+loss = lambda m, b: ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
+plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster="h100:2",
+               mesh={"data": 2})
+step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+step._runner.watch.least_seconds = 2
+state = step.init_from(model)
+half = slice(index * 8, index * 8 + 8)
+for turn in range(4):
+    if turn == 3 and index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    state, metrics = step(state, {"x": x[half], "y": y[half]})
+    float(metrics["loss"])
+"""
+
+
+def test_a_program_that_waits_for_a_frozen_process_ends() -> None:
+    running = start(STOPS)
+    try:
+        _, errors = running[0].communicate(timeout=60)
+        assert running[0].returncode == EXIT_CODE, errors[-2000:]
+        assert "whalejax: a step has waited for" in errors
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
