@@ -20,7 +20,15 @@ sides in the middle, once with shares that follow and once with even ones:
     recovered_steps          after the change of sides, steps until the mean of five
                              reaches 0.93 of the speed to which the run settles
 
-    python scripts/bench_mixed.py [--quotas 50,33,25] [--rounds 9] [--disturb]
+With ``--several 70,50,30,20`` as many processes share the cores under these quotas and
+find their shares of 128 micro-batches in 20 steps:
+
+    shares, proportions      what was found, and each one's part of the measured speeds
+    shares_off               the largest distance between them, relative
+
+    python scripts/bench_mixed.py [--quotas 50,33,25] [--rounds 9]
+    python scripts/bench_mixed.py --disturb [--seconds 120]
+    python scripts/bench_mixed.py --several 70,50,30,20
 """
 
 from __future__ import annotations
@@ -58,6 +66,11 @@ SAMPLES = 2
 SETTLES = 24
 """Steps in which a run finds its shares."""
 
+MANY = 128
+"""Micro-batches of a step of --several."""
+
+SEVERAL_STEPS = 20
+
 WINDOW = 30.0
 CURVE = 20
 
@@ -68,6 +81,7 @@ def main() -> None:
     parser.add_argument("--quotas", default="50,33,25", help="percent, several")
     parser.add_argument("--rounds", type=int, default=9, help="timed pairs")
     parser.add_argument("--disturb", action="store_true", help="load comes and goes")
+    parser.add_argument("--several", default="", help="quotas of as many processes")
     parser.add_argument("--seconds", type=float, default=120.0, help="of --disturb")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -86,15 +100,15 @@ def main() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     running = [
-        subprocess.Popen([*command, str(index)], env=environment) for index in range(2)
+        subprocess.Popen([*command, str(index)], env=environment)
+        for index in range(len(_quotas(arguments)))
     ]
     sys.exit(max(process.wait() for process in running))
 
 
 def _work(arguments: argparse.Namespace) -> None:
     """One of the processes."""
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[arguments.process % len(cores)]
+    core = _core(arguments)
     os.sched_setaffinity(0, {core})
     import jax
 
@@ -103,13 +117,19 @@ def _work(arguments: argparse.Namespace) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(
-        f"127.0.0.1:{arguments.port}", 2, arguments.process, initialization_timeout=120
+        f"127.0.0.1:{arguments.port}",
+        len(_quotas(arguments)),
+        arguments.process,
+        initialization_timeout=120,
     )
     found: dict[str, Any] = {}
     with Quota(100) as quota:
         quota.add(os.getpid())
         if arguments.disturb:
             found.update(_disturbed(arguments, quota, core))
+        elif arguments.several:
+            quota.set(_quotas(arguments)[arguments.process])
+            found.update(_several())
         else:
             run = _Run(SIZES)
             for percent in map(int, arguments.quotas.split(",")):
@@ -126,6 +146,48 @@ def _work(arguments: argparse.Namespace) -> None:
     jax.distributed.shutdown()
 
 
+def _quotas(arguments: argparse.Namespace) -> list[float]:
+    """Of each process, as it begins."""
+    return [float(q) for q in (arguments.several or "100,100").split(",")]
+
+
+def _core(arguments: argparse.Namespace) -> int:
+    """The core of this process: each in turn goes where least is taken."""
+    taken = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
+    chosen = []
+    for quota in _quotas(arguments):
+        core = min(taken, key=lambda c: taken[c])
+        taken[core] += quota
+        chosen.append(core)
+    return chosen[arguments.process]
+
+
+def _several() -> dict[str, Any]:
+    """Shares that many processes find, beside their measured speeds."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    run = _Run(SHORT, count=MANY)
+    for _ in range(SEVERAL_STEPS):
+        run.step()
+    run.trained.rebalances = False
+    found = tuple(run.trained.shares)
+    few = MANY // len(found) // 4
+    alone = []
+    for _ in range(5):
+        _together("alone")
+        alone.append(run.alone(few))
+    mine = np.array([statistics.median(alone)], np.float32)
+    speeds = 1.0 / multihost_utils.process_allgather(mine).ravel()
+    parts = speeds / speeds.sum()
+    off = np.abs(np.array(found) / MANY - parts) / parts
+    return {
+        "shares": list(found),
+        "proportions": [round(float(p), 4) for p in parts],
+        "shares_off": round(float(off.max()), 4),
+    }
+
+
 def _together(name: str) -> None:
     from jax.experimental import multihost_utils
 
@@ -135,7 +197,9 @@ def _together(name: str) -> None:
 class _Run:
     """A training run over both processes, or on this one's device alone."""
 
-    def __init__(self, sizes: dict[str, Any], *, alone: bool = False) -> None:
+    def __init__(
+        self, sizes: dict[str, Any], *, alone: bool = False, count: int = COUNT
+    ) -> None:
         import jax
         import optax
 
@@ -143,7 +207,7 @@ class _Run:
         from whalejax import jobs, models
 
         job = models.job("gpt-test", annotated=False, **sizes)
-        self.batch_at = lambda index: job.batch_at(index, COUNT * SAMPLES)
+        self.batch_at = lambda index: job.batch_at(index, count * SAMPLES)
         model = jobs.abstract_model(job)
         optimizer = optax.sgd(0.01, momentum=0.9)
         devices = jax.local_devices() if alone else jax.devices()
@@ -153,8 +217,8 @@ class _Run:
             self.batch_at(0),
             optimizer=optimizer,
             cluster=f"cpu:{len(devices)}",
-            num_micro_batches=COUNT,
-            shares="even" if alone else [COUNT // 2] * 2,
+            num_micro_batches=count,
+            shares="even" if alone else [count // len(devices)] * len(devices),
         )
         step = wh.compile(
             plan, job.loss_fn, model, optimizer=optimizer, devices=devices
@@ -198,7 +262,8 @@ class _Run:
 
         from whalejax.planner.rebalance import Rebalance
 
-        kept, self.runner._balance = self.runner._balance, Rebalance([count, count])
+        several = [count] * len(self.runner.shares)
+        kept, self.runner._balance = self.runner._balance, Rebalance(several)
         batch = self.trained._layout.place(self.batch_at(0))
         mine = self.runner._mine
         seen = {r: self.runner._seen(self.state, r) for r in mine}

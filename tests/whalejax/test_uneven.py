@@ -94,7 +94,7 @@ MODELS = {model.name: model for model in cases.MODELS}
 @pytest.mark.parametrize(
     ("name", "shares", "inner"),
     [
-        ("gpt", (5, 2, 1), {}),
+        pytest.param("gpt", (5, 2, 1), {}, marks=pytest.mark.full),
         pytest.param("bert", (0, 8), {}, marks=pytest.mark.full),
         pytest.param(
             "gpt-scan", (3, 1), {"fsdp": 2, "tensor": 2}, marks=pytest.mark.full

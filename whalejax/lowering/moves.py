@@ -38,8 +38,9 @@ class Moves:
         mesh = apart.mesh
         self._agreement = Agreement(mesh)
         rows: Any = mesh.devices
+        self._on_cpus = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
         alone = all(len({d.process_index for d in row}) == 1 for row in rows)
-        if mesh.is_multi_process and alone and mesh.devices.flat[0].platform == "cpu":
+        if self._on_cpus and alone:
             # A CPU process that waits for another does nothing else in that thread.
             self._aside = ThreadPoolExecutor(1, "whalejax-moves")
 
@@ -110,15 +111,18 @@ class Moves:
             [self._handing(v, handing.target) for v in values],
             self._aside,
         )
-        if self._aside is not None:
-            self._last = [coming]
+        if self._on_cpus:
+            # Aside, the last is done when all are.
+            kept = [] if self._aside is not None else self._last
+            self._last = [*kept, coming]
         return coming
 
     def settle(self) -> None:
         """Wait until all that was handed over is, before anything else is moved."""
-        for coming in self._last:
-            coming()
+        arrays = [x for coming in self._last for x in coming() if x is not None]
         self._last = []
+        if self._on_cpus:
+            jax.block_until_ready([x for x in arrays if not x.is_deleted()])
 
     def _sent(
         self,

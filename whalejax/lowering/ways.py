@@ -84,7 +84,14 @@ class Everywhere:
             return copied
         if self._program is None:
             self._program = self._build()
-        return self._program(arrays)
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return self._program(arrays)
+        # Where a thread of the processor waits for other processes in a program, none
+        # may be needed by another: this one runs alone.
+        jax.block_until_ready([x for x in arrays if x is not None])
+        told = self._program(arrays)
+        jax.block_until_ready(told)
+        return told
 
     def _build(self) -> Callable[..., list[Any]]:
         """A program that gathers a row of each stage, and takes that of one."""
