@@ -116,7 +116,7 @@ class Launch:
     def coordinator(self) -> str:
         """Where process 0 listens, ``"host:port"``."""
         if all(map(is_here, self.hosts)):
-            return f"127.0.0.1:{self.port or _free_port()}"
+            return f"127.0.0.1:{self.port or free_port()}"
         return f"{self.hosts[0]}:{self.port or PORT}"
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
@@ -378,7 +378,8 @@ def _terminated() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -1,8 +1,8 @@
 """CPU quotas by Linux control groups, to try mixed speeds on one machine.
 
-A process under a quota of 33 percent of a core gets that much of every tenth of a
-second and then waits, as a slower processor would on average. Needs write access to the
-``cpu`` controller (version 1) or the unified hierarchy (version 2): root, usually.
+A process under a quota of 33 percent of a core gets that much of every fiftieth of a
+second and then waits, as a slower processor would on average. Needs write access to
+the ``cpu`` controller (version 1) or the unified hierarchy (version 2): root, usually.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from whalejax.planner.balance import shares
+from whalejax.planner.balance import makespan, shares
 
 
 WINDOW: Final = 16
@@ -80,7 +80,7 @@ class Rebalance:
                 self._probe()
             return
         wanted = self._wanted()
-        before, after = (_last(s, self.seconds) for s in (self.shares, wanted))
+        before, after = (makespan(s, self.seconds) for s in (self.shares, wanted))
         if before > after * (1 + WORTH):
             self.shares = wanted
         self._probe()
@@ -116,7 +116,3 @@ def _changed(seen: Sequence[float]) -> bool:
 def _scatter(seen: Sequence[float]) -> float:
     low, middle, high = np.quantile(seen, [0.25, 0.5, 0.75])
     return float((high - low) / middle)
-
-
-def _last(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    return max(k * s for k, s in zip(counts, seconds, strict=True))

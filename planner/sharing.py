@@ -15,7 +15,14 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.balance import dealt, shares
+from whalejax.planner.balance import (
+    dealt,
+    even_shares,
+    gain_words,
+    makespan,
+    shares,
+    speed_bound,
+)
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.explain import gigabytes
@@ -84,7 +91,7 @@ class _Shared:
     @property
     def pace(self) -> float:
         """When the last replica is done with its micro-batches."""
-        return _last(self.shares, self.seconds)
+        return makespan(self.shares, self.seconds)
 
 
 def decide_shares(
@@ -371,23 +378,15 @@ def _share_words(one: _Shared) -> str:
 
 
 def _notes(one: _Shared) -> Iterator[str]:
-    total, replicas = sum(one.shares), len(one.kinds)
-    even = [total // replicas + (r < total % replicas) for r in range(replicas)]
+    total = sum(one.shares)
+    even = even_shares(total, len(one.kinds))
     rest = one.exchange[1] + one.after
-    gain = (_last(even, one.seconds) + rest) / one.step_seconds
-    speeds = [1.0 / s for s in one.seconds]
-    bound = sum(speeds) / (replicas * min(speeds))
-    yield (
-        f"shares: {_share_words(one)} of {total} micro-batches; {gain:.2f} times as "
-        f"fast as even shares, of at most {bound:.2f} in fractions"
-    )
+    gain = (makespan(even, one.seconds) + rest) / one.step_seconds
+    words = gain_words(gain, speed_bound(one.seconds))
+    yield f"shares: {_share_words(one)} of {total} micro-batches: {words}"
     idle = [r for r, share in enumerate(one.shares) if not share]
     if idle:
         yield (
             f"replicas {', '.join(map(str, idle))} take no micro-batch: the others "
             "are done before. Give more micro-batches, or plan without them"
         )
-
-
-def _last(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    return max(k * s for k, s in zip(counts, seconds, strict=True))

@@ -37,7 +37,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -89,14 +88,12 @@ def main() -> None:
     if arguments.process is not None:
         _work(arguments)
         return
+    from whalejax.meshes.launching import free_port
     from whalejax.meshes.quota import why_no_quota
 
     if problem := why_no_quota():
         sys.exit(problem)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, *sys.argv, "--port", str(port), "--process"]
+    command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     running = [

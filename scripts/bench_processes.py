@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -55,10 +54,9 @@ def main() -> None:
     if arguments.process is not None:
         _work(arguments)
         return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, *sys.argv, "--port", str(port), "--process"]
+    from whalejax.meshes.launching import free_port
+
+    command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     running = [

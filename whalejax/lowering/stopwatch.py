@@ -21,31 +21,42 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._queue: queue.SimpleQueue[tuple[Any, Any, int]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def time(self, before: Any, after: Any, count: int) -> None:
-        """Measure micro-batches that were issued.
+    def start(self, before: Any) -> None:
+        """Micro-batches are about to be issued.
 
         Args:
             before: an array that is there when they can begin.
-            after: one that is there when they are done; donated to nothing.
-            count: how many they are, 1 or more.
         """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._look_on, name="whalejax-stopwatch", daemon=True
             )
             self._thread.start()
-        self._queue.put((before, after, count))
+        self._queue.put((before, 0))
+
+    def stop(self, after: Any, count: int) -> None:
+        """They are issued.
+
+        Args:
+            after: an array that is there when they are done; donated to nothing.
+            count: how many they are, 1 or more.
+        """
+        self._queue.put((after, count))
 
     def _look_on(self) -> None:
+        started: float | None = None
         while True:
-            before, after, count = self._queue.get()
+            array, count = self._queue.get()
             try:
-                jax.block_until_ready(before)
-                start = time.perf_counter()
-                jax.block_until_ready(after)
+                jax.block_until_ready(array)
             except (RuntimeError, ValueError):
-                continue  # The step itself says what failed.
-            self.seconds = (time.perf_counter() - start) / count
+                started = None  # The step itself says what failed.
+                continue
+            now = time.perf_counter()
+            if not count:
+                started = now
+            elif started is not None:
+                self.seconds = (now - started) / count

@@ -188,6 +188,9 @@ class Uneven:
         self, seen: Mapping[int, TrainState], batch: MicroBatches
     ) -> dict[int, list[Any]]:
         """Run all micro-batches here; what each replica has for the exchange."""
+        timed = [r for r in self._mine if self.shares[r] and r in self._begins]
+        for r in timed:  # Issuing takes time too, and programs run meanwhile.
+            self._stopwatches[r].start(self._begins[r])
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}
         for replica, number in self._turns():
@@ -205,8 +208,8 @@ class Uneven:
             found[r], done = self._replicas[r].pack(
                 sums[r], seen[r].rest, rest[r], *numbers, self._paces(r)
             )
-            if count and r in self._begins:
-                self._stopwatches[r].time(self._begins[r], done, count)
+            if r in timed:
+                self._stopwatches[r].stop(done, count)
         return found
 
     def _paces(self, replica: int) -> Any:
