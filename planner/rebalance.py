@@ -22,7 +22,7 @@ WINDOW: Final = 16
 LEAST: Final = 4
 """Measurements before anything is concluded; as many in a row show a change."""
 
-WORTH: Final = 0.03
+WORTH: Final = 0.01
 """By which part a step must get shorter for shares to change."""
 
 CHANGED: Final = 0.15

@@ -25,6 +25,7 @@ find their shares of 128 micro-batches in 20 steps:
 
     shares, proportions      what was found, and each one's part of the measured speeds
     shares_off               the largest distance between them, relative
+    shares_off_of_believed   the same from the speeds that the run itself measured
 
     python scripts/bench_mixed.py [--quotas 50,33,25] [--rounds 9]
     python scripts/bench_mixed.py --disturb [--seconds 120]
@@ -160,29 +161,43 @@ def _core(arguments: argparse.Namespace) -> int:
 
 
 def _several() -> dict[str, Any]:
-    """Shares that many processes find, beside their measured speeds."""
+    """Shares that many processes find, beside their speeds measured before and after."""
     import numpy as np
     from jax.experimental import multihost_utils
 
     run = _Run(SHORT, count=MANY)
+    run.trained.rebalances = False
+    run.step()
+    alone = _rounds_alone(run)
+    run.trained.rebalances = True
     for _ in range(SEVERAL_STEPS):
         run.step()
     run.trained.rebalances = False
-    found = tuple(run.trained.shares)
-    few = MANY // len(found) // 4
-    alone = []
-    for _ in range(5):
-        _together("alone")
-        alone.append(run.alone(few))
+    alone += _rounds_alone(run)
+    found, believed = np.array(run.trained.shares), np.array(run.runner.seconds)
     mine = np.array([statistics.median(alone)], np.float32)
     speeds = 1.0 / multihost_utils.process_allgather(mine).ravel()
     parts = speeds / speeds.sum()
-    off = np.abs(np.array(found) / MANY - parts) / parts
+    followed = 1.0 / believed / (1.0 / believed).sum()
     return {
-        "shares": list(found),
+        "shares": found.tolist(),
         "proportions": [round(float(p), 4) for p in parts],
-        "shares_off": round(float(off.max()), 4),
+        "shares_off": _off(found / MANY, parts),
+        "shares_off_of_believed": _off(found / MANY, followed),
     }
+
+
+def _rounds_alone(run: _Run) -> list[float]:
+    """Seconds of a micro-batch while all compute as they do in a step, several times."""
+    found = []
+    for _ in range(9):
+        _together("alone")
+        found.append(run.alone(run.trained.shares[run.runner._mine[0]]))
+    return found
+
+
+def _off(found: Any, wanted: Any) -> float:
+    return round(float((abs(found - wanted) / wanted).max()), 4)
 
 
 def _together(name: str) -> None:
