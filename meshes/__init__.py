@@ -19,5 +19,6 @@ from whalejax.meshes.kinds import BandwidthPoint as BandwidthPoint
 from whalejax.meshes.kinds import DeviceKind as DeviceKind
 from whalejax.meshes.kinds import MatmulPoint as MatmulPoint
 from whalejax.meshes.kinds import Source as Source
+from whalejax.meshes.kinds import TimedModel as TimedModel
 from whalejax.meshes.problems import Problems as Problems
 from whalejax.meshes.problems import WhaleError as WhaleError

@@ -33,6 +33,7 @@ from whalejax.meshes.kinds import (
     DeviceKind,
     MatmulPoint,
     Source,
+    TimedModel,
 )
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.tables import Table, toml_text
@@ -216,6 +217,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
     values["flops_per_second"] = table.table("flops_per_second").numbers()
     values["matmul_points"] = tuple(map(_matmul_point, table.tables("matmul_points")))
     values["memory_points"] = tuple(map(_memory_point, table.tables("memory_points")))
+    values["timed_models"] = tuple(map(_timed_model, table.tables("timed_models")))
     values["sources"] = tuple(map(_source, table.tables("sources")))
     return {key: value for key, value in values.items() if value not in (None, ())}
 
@@ -240,6 +242,18 @@ def _memory_point(table: Table) -> BandwidthPoint:
     )
     table.done()
     return point
+
+
+def _timed_model(table: Table) -> TimedModel:
+    timed = TimedModel(
+        weights=table.text("weights"),
+        samples=table.integer("samples"),
+        seconds=table.number("seconds"),
+        predicted_seconds=table.number("predicted_seconds"),
+        title=table.text("title", ""),
+    )
+    table.done()
+    return timed
 
 
 def _source(table: Table) -> Source:

@@ -84,6 +84,25 @@ def effective_size(m: Any, k: Any, n: Any) -> Any:
     return 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedModel:
+    """What a micro-batch of one model was measured to take on one device.
+
+    Attributes:
+        weights: ``Plan.weights_hash`` of the model.
+        samples: of the micro-batch.
+        seconds: measured, forward and backward.
+        predicted_seconds: what the planner then expected of this device.
+        title: what the model is called.
+    """
+
+    weights: str
+    samples: int
+    seconds: float
+    predicted_seconds: float
+    title: str = ""
+
+
 class _Curve:
     """A positive quantity interpolated in the logarithms of both axes.
 
@@ -146,6 +165,7 @@ class DeviceKind:
             products of the same sizes; None where they are alike.
         cores: that take the tiles of a product one by one (a GPU's streaming
             multiprocessors); 0 where tiles do not matter.
+        timed_models: models whose micro-batches were measured on this kind.
         sources: where each number comes from.
     """
 
@@ -167,6 +187,7 @@ class DeviceKind:
     fresh_bytes_per_second: float | None = None
     convolution_share: float | None = None
     cores: int = 0
+    timed_models: tuple[TimedModel, ...] = ()
     sources: tuple[Source, ...] = ()
     _matmul: dict[tuple[str, bool], _Curve] = field(
         init=False, repr=False, compare=False, hash=False
@@ -371,4 +392,6 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         numbers[f"matmul_points.{i}"] = min(p.m, p.k, p.n, p.batch, p.flops_per_second)
     for i, b in enumerate(kind.memory_points):
         numbers[f"memory_points.{i}"] = min(b.moved_bytes, b.bytes_per_second)
+    for i, t in enumerate(kind.timed_models):
+        numbers[f"timed_models.{i}"] = min(t.samples, t.seconds, t.predicted_seconds)
     return numbers

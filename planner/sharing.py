@@ -1,8 +1,9 @@
 """Plans whose data-parallel replicas are unlike: each takes micro-batches of its own.
 
 Every kind of device is asked how long a micro-batch takes on one replica, in a search
-of its own; shares are the integers with which the last replica is done as early as can
-be. All replicas have one layout: that of the kind with the least memory.
+of its own, corrected by what it was measured to take (``timed``); shares are the
+integers with which the last replica is done as early as can be. All replicas have one
+layout: that of the kind with the least memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from whalejax.planner.layout import divisors
 from whalejax.planner.plan import Candidate, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.terms import MemoryTerms, TimeTerms
+from whalejax.planner.timed import corrections, timing_note, weights_hash
 
 
 Decide = Callable[..., Plan]
@@ -253,7 +255,11 @@ def _weigh(
     }
     plans[kinds[0].name] = first
     on = tuple(node.kind for node in cluster.nodes for _ in range(node.count // size))
-    seconds = tuple(_pace(plans[kind.name], count) for kind in on)
+    ratios = corrections(on, weights_hash(graph.params))
+    seconds = tuple(
+        _pace(plans[kind.name], count) * ratio
+        for kind, ratio in zip(on, ratios, strict=True)
+    )
     summed = _exchange(first, cluster, len(on))
     return _Shared(
         plan=first,
@@ -379,6 +385,8 @@ def _share_words(one: _Shared) -> str:
 
 def _notes(one: _Shared) -> Iterator[str]:
     total = sum(one.shares)
+    if note := timing_note(one.kinds, weights_hash(one.plan.leaves)):
+        yield note
     even = even_shares(total, len(one.kinds))
     rest = one.exchange[1] + one.after
     gain = (makespan(even, one.seconds) + rest) / one.step_seconds

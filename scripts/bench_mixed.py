@@ -161,7 +161,7 @@ def _core(arguments: argparse.Namespace) -> int:
 
 
 def _several() -> dict[str, Any]:
-    """Shares that many processes find, beside their speeds measured before and after."""
+    """Shares that many processes find, and speeds measured before and after."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -188,7 +188,7 @@ def _several() -> dict[str, Any]:
 
 
 def _rounds_alone(run: _Run) -> list[float]:
-    """Seconds of a micro-batch while all compute as they do in a step, several times."""
+    """Seconds of a micro-batch while all compute as in a step, several times."""
     found = []
     for _ in range(9):
         _together("alone")

@@ -246,7 +246,25 @@ def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.calibrate import write_calibration
 
     _check_output(command.output)
+    if command.model is None and (command.set or command.samples or command.precision):
+        raise WhaleError(
+            "--set, --samples and --precision are of --model; it is missing"
+        )
+    job = None
+    if command.model is not None:
+        job = find_job(command.model, named_values(command.set))
     cluster = write_calibration(command.output, command.seconds)
+    if job is not None:
+        from whalejax.timing import with_timing
+
+        cluster, timed = with_timing(
+            cluster, job, command.samples, by_task_graph(command)["precision"]
+        )
+        cluster.save(command.output)
+        print(
+            f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
+            f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
+        )
     print(f"{cluster.describe()}, measured and written to {command.output}")
 
 

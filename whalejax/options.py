@@ -199,6 +199,13 @@ class CalibrateCommand:
     """where to write the description, which --cluster takes"""
     seconds: float = 18.0
     """stop measuring after about this long"""
+    model: OptionalText = None
+    """also time a micro-batch of this model: gpt, file.py:function"""
+    set: Settings = ()
+    """options of --model: layers=96 hidden=12288"""
+    samples: OptionalNumber = None
+    """of that micro-batch; the job's whole batch if left out"""
+    precision: Precision = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +317,9 @@ BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring
 """Options that take one word, or one for each TaskGraph; a word of each."""
 
 
-def by_task_graph(command: TrainCommand | PlanCommand) -> dict[str, Any]:
+def by_task_graph(
+    command: TrainCommand | PlanCommand | CalibrateCommand,
+) -> dict[str, Any]:
     """What ``--precision``, ``--remat`` and ``--attention`` say, as for ``wh.plan``.
 
     Args:
@@ -327,7 +336,7 @@ def by_task_graph(command: TrainCommand | PlanCommand) -> dict[str, Any]:
     {'*': 'bf16', 'split': 'f32'}
     """
     return {
-        option: _word_or_words(getattr(command, option), f"--{option}", example)
+        option: _word_or_words(getattr(command, option, ()), f"--{option}", example)
         for option, example in BY_TASK_GRAPH.items()
     }
 

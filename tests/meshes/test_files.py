@@ -18,6 +18,7 @@ from whalejax.meshes import (
     MatmulPoint,
     Node,
     Source,
+    TimedModel,
     WhaleError,
     cluster,
     device_kind,
@@ -65,6 +66,17 @@ KINDS = st.builds(
     transcendentals_per_second=st.none() | POSITIVE,
     fresh_bytes_per_second=st.none() | POSITIVE,
     convolution_share=st.none() | POSITIVE,
+    timed_models=st.lists(
+        st.builds(
+            TimedModel,
+            weights=TEXTS,
+            samples=st.integers(1, 9),
+            seconds=POSITIVE,
+            predicted_seconds=POSITIVE,
+            title=st.text(max_size=5),
+        ),
+        max_size=2,
+    ).map(tuple),
     sources=st.lists(
         st.builds(Source, field=TEXTS, url=TEXTS, title=st.text(max_size=5), date=TEXTS)
     ).map(tuple),
