@@ -100,6 +100,7 @@ class Hosting:
             "optimizer": any(self.state),
             "activations": bool(self.program.waiting),
             "params": any(self.leaves),
+            "gradients": False,  # no executor keeps them there
         }
         each = [name for name in OFFLOADS if there[name]]
         for size in range(1, len(each) + 1):

@@ -479,11 +479,14 @@ class Cases(_Rows):
         for place in PLACES:
             params = self.held[place].params * away
             saved = self.saved(place) * self.offloads("activations")
+            # Sums of gradients come and go again with every micro-batch.
+            sums = 2 * self.gradients(place) * self.offloads("gradients")
             for phase in PHASES:
                 compute = self.seconds[kind, place, phase, "compute"]
                 if place == LAYER:
                     compute = compute * self.model.layers
-                exposed = exposed_seconds(params + saved, link, compute)
+                moved = params + saved + (sums if phase == "backward" else 0.0)
+                exposed = exposed_seconds(moved, link, compute)
                 self._add(kind, place, phase, "offload", exposed)
 
     def place_seconds(self, kind: int, place: int, phase: str) -> Array:

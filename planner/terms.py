@@ -17,8 +17,17 @@ ALL = "*"
 """Stands for every TaskGraph that has no policy of its own."""
 
 
-OFFLOADS = ("optimizer", "activations", "params")
-"""What may lie in host memory."""
+OFFLOADS = ("optimizer", "activations", "params", "gradients")
+"""What may lie in host memory; gradients only beside params, and in estimates."""
+
+_GRADIENTS_ALONE = 1 << OFFLOADS.index("gradients"), 1 << OFFLOADS.index("params")
+
+OFFLOAD_SETS = tuple(
+    bits
+    for bits in range(1 << len(OFFLOADS))
+    if not bits & _GRADIENTS_ALONE[0] or bits & _GRADIENTS_ALONE[1]
+)
+"""What may lie there together, bits of ``OFFLOADS``; no set before a part of it."""
 
 UNCOUNTED_MOVES = (
     "moving to host memory and back is not counted: the cluster does not say how fast "

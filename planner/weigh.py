@@ -371,6 +371,7 @@ def _update_transfers(cases: Cases, group: Group, shares: dict[int, Array]) -> A
         moved = moved + shares[place] * (
             cases.offloads("optimizer") * 2 * cases.owned(held.state)
             + cases.offloads("params") * 2 * held.params
+            + cases.offloads("gradients") * cases.owned(held.gradients, 2)
         )
     return moved / link
 
@@ -465,9 +466,11 @@ def _memory(
         activations = held * _mixed(shares, saved)
         away = {name: cases.offloads(name) for name in OFFLOADS}
         kept = np.minimum(activations, 2 * saved[LAYER] / cases.model.layers)
+        two = FETCHED * static["gradients"][LAYER] / cases.model.layers
+        least = np.minimum(gradients, two)
         terms = {
             "params": params * ~away["params"],
-            "gradients": gradients,
+            "gradients": np.where(away["gradients"], least, gradients),
             "optimizer": state * ~away["optimizer"] + cases.model.optimizer_other_bytes,
             "state": np.full(cases.number, float(cases.model.state_bytes)),
             "batch": cases.model.batch_bytes / (cases.frames.data * cases.frames.fsdp),
@@ -478,6 +481,7 @@ def _memory(
             away["params"] * params
             + away["optimizer"] * state
             + away["activations"] * activations
+            + away["gradients"] * gradients
         )
         device_bytes, host_bytes = cases.capacity(g.kind)
         room = device_bytes - sum(terms.values(), np.zeros(1))

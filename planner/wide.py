@@ -46,7 +46,7 @@ from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.search import Request
 from whalejax.planner.simulate import any_cut_share
-from whalejax.planner.terms import OFFLOADS
+from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.variants import Array, Points, Variant, Variants
 from whalejax.planner.views import Views
 from whalejax.planner.waiting import hosts_known
@@ -362,7 +362,7 @@ class WideSearch:
     def _offloads(self) -> list[int]:
         if self.request.offload is not None:
             return [sum(1 << OFFLOADS.index(name) for name in self.request.offload)]
-        return list(range(1 << len(OFFLOADS))) if hosts_known(self.cluster) else [0]
+        return list(OFFLOAD_SETS) if hosts_known(self.cluster) else [0]
 
     def _zeros(self) -> list[int]:
         return [0, 1, 2] if self.request.zero is None else [self.request.zero]

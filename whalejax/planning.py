@@ -453,6 +453,16 @@ def _checked_offload(
     for name in given:
         if name not in OFFLOADS:
             problems.add(f"{name!r} is none of {', '.join(OFFLOADS)}; () is nothing")
+    if "gradients" in given and "params" not in given:
+        problems.add(
+            "gradients lie in host memory only beside the parameters that they are of. "
+            "Add 'params', or leave 'gradients' out"
+        )
+    if runnable and "gradients" in given:
+        problems.add(
+            "no executor of this version keeps gradients in host memory. Leave "
+            "'gradients' out, or estimate with runnable=False"
+        )
     if runnable and "params" in given and not hosts().params:
         problems.add(
             "this optimizer does not update parameters element by element (it takes "

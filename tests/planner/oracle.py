@@ -180,6 +180,7 @@ class Oracle:
             frozenset(some)
             for count in range(len(OFFLOADS) + 1)
             for some in itertools.combinations(OFFLOADS, count)
+            if "gradients" not in some or "params" in some
         ]
         least = math.inf
         for choice in self.choices():
@@ -366,9 +367,11 @@ class Pipeline:
         away = self.choice.offload
         if not away or not link:
             return 0.0
-        params, _, _ = self.held(place)
+        params, gradients, _ = self.held(place)
         nbytes = self.saved(place) * ("activations" in away)
         nbytes += params * ("params" in away)
+        if phase == "backward":
+            nbytes += 2 * gradients * ("gradients" in away)
         return max(0.0, nbytes / link - compute)
 
     def stage(self, index: int, layers: float) -> tuple[float, float]:
@@ -483,11 +486,10 @@ class Pipeline:
                 exposed = 1 - oracle.hidden.overlap_parameters
                 total += share * leaf.count * each * exposed
         for place in HOLDERS:
-            params, _, state = self.held(place)
-            transfers += (
-                shares[place] * 2 * state * ("optimizer" in self.choice.offload)
-            )
-            transfers += shares[place] * 2 * params * ("params" in self.choice.offload)
+            away, (params, gradients, state) = self.choice.offload, self.held(place)
+            transfers += shares[place] * 2 * state * ("optimizer" in away)
+            transfers += shares[place] * 2 * params * ("params" in away)
+            transfers += shares[place] * gradients * ("gradients" in away)
         kind = oracle.cluster.kinds[self.kinds[index]]
         if transfers:
             total += transfers / (kind.host_link_bytes_per_second or math.inf)
@@ -541,6 +543,11 @@ class Pipeline:
         ranks = self.mesh["data"] * self.mesh["fsdp"]
         total += request.state_bytes + sum(request.batch_bytes) / ranks
         total += self.oracle.links.facts.optimizer_other_bytes
+        if "gradients" in away:
+            host += gradients
+            gradients = min(
+                gradients, 2 * held[HOLDERS.index(LAYER)][1] / self.oracle.layers
+            )
         total += gradients
         if "params" in away:
             host += params
