@@ -57,12 +57,12 @@ class Replicas:
         found: Array = self.makespan + np.min(after, axis=0)
         return found
 
-    def weigh(self, *, optimistic: bool = False, exact: bool = False) -> Weighed:
+    def weigh(self, *, exact: bool = False) -> Weighed:
         """The slowest kind's time, the fullest kind's memory, and whether all fit."""
         parts = []
         for cases, share in zip(self.kinds, self.shares, strict=True):
             counts = np.maximum(1.0, share)
-            parts.append(weigh(cases, counts, optimistic=optimistic))
+            parts.append(weigh(cases, counts))
             if exact:
                 settle(cases, parts[-1], np.arange(len(self.frames)), counts)
         slowest = np.stack([w.step for w in parts]).argmax(axis=0)
@@ -81,7 +81,7 @@ class Replicas:
             time={n: pick([w.time[n] for w in parts], slowest) for n in names[0]},
             memory={n: pick([w.memory[n] for w in parts], fullest) for n in names[1]},
             fits=np.stack([w.fits for w in parts]).all(axis=0)
-            & ((np.stack(self.shares).min(axis=0) >= 1) | optimistic),
+            & (np.stack(self.shares).min(axis=0) >= 1),
             wire=sum((w.wire for w in parts), np.zeros(1)),
             host=pick([w.host for w in parts], fullest),
         )

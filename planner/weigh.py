@@ -76,19 +76,12 @@ class Weighed:
         )
 
 
-def weigh(
-    cases: Cases,
-    micro_batches: Array | None = None,
-    *,
-    optimistic: bool = False,
-) -> Weighed:
+def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
     """Weigh cases; the pipeline's time is a lower bound.
 
     Args:
         cases: what to weigh; ``pace_of`` has cut them.
         micro_batches: of one pipeline, where replicas differ; the frames' otherwise.
-        optimistic: a lower bound on memory, whatever is computed again, however
-            stages interleave and however much the hosts hold; nothing else holds.
     """
     parts = cases.frames.micro_batches if micro_batches is None else micro_batches
     pace, slowest = stage_pace(cases)
@@ -96,7 +89,7 @@ def weigh(
     after = _after(cases, parts)
     for name, seconds in after.items():
         time[name] = time.get(name, 0.0) + seconds
-    memory, fits, host = _memory(cases, parts, optimistic)
+    memory, fits, host = _memory(cases, parts, False)
     temporary = memory["gradients"] + memory["activations"] + memory["working"]
     time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
     return Weighed(
@@ -111,16 +104,20 @@ def weigh(
     )
 
 
-def fits_of(cases: Cases, micro_batches: Array, hosts: bool) -> Array:
+def fits_of(
+    cases: Cases, micro_batches: Array, hosts: bool, *, optimistic: bool = False
+) -> Array:
     """Whether memory holds each case; nothing is timed.
 
     Args:
         cases: nothing is cut yet.
         micro_batches: of one pipeline.
         hosts: memory of hosts counts.
+        optimistic: memory may hold it whatever is computed again, however stages
+            interleave and however much the hosts hold.
     """
     cut_layers(cases)
-    return _memory(cases, micro_batches, False, hosts=hosts)[1]
+    return _memory(cases, micro_batches, optimistic, hosts=hosts)[1]
 
 
 def least_step(

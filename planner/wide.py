@@ -388,9 +388,8 @@ class WideSearch:
         if not len(frames):
             return
         corner = frames.with_options([0], self._zeros(), self._choices().corners)
-        fits = self._weigh(placement, corner, optimistic=True).fits
-        some: Array = fits.reshape(len(frames), -1).max(axis=1)
-        frames = frames.take(some)
+        fits = self._may_fit(placement, corner, False, True)
+        frames = frames.take(fits.reshape(len(frames), -1).max(axis=1))
         frames = ordered(frames, self._sizes)
         least = self._least_step(placement, frames, self.model, any_schedule=True)
         frames = ringed(frames.take(least <= self._limit()), self._sizes["context"])
@@ -404,9 +403,8 @@ class WideSearch:
             return
         least = self._least_step(placement, frames, self.model)
         order = np.argsort(least, kind="stable")
-        size = SOME
-        for at in range(0, len(order), size):
-            here = order[at : at + size]
+        for at in range(0, len(order), SOME):
+            here = order[at : at + SOME]
             if least[here[0]] > self._limit():
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
@@ -463,28 +461,29 @@ class WideSearch:
         remats = range(len(self.model.policies))
         return Options(remats=remats, zeros=self._zeros(), offloads=self._offloads())
 
-    def _may_fit(self, placement: Placement, frames: Frames, hosts: bool) -> Array:
+    def _may_fit(
+        self, placement: Placement, some: Frames, hosts: bool, optimistic: bool = False
+    ) -> Array:
         """Which frames memory holds; of replicas, with one micro-batch each."""
         kinds: Sequence[int | None] = (None,)
-        parts = frames.micro_batches
+        parts = some.micro_batches
         if placement.by == "replicas":
             kinds, parts = placement.kinds, np.ones_like(parts)
-        fits = np.ones(len(frames), dtype=bool)
+        fits = np.ones(len(some), dtype=bool)
         for kind in kinds:
-            fits &= fits_of(Cases(self.model, frames, placement, kind), parts, hosts)
+            cases = Cases(self.model, some, placement, kind)
+            fits &= fits_of(cases, parts, hosts, optimistic=optimistic)
         return fits
 
     # Weighing.
 
-    def _weigh(
-        self, placement: Placement, frames: Frames, *, optimistic: bool = False
-    ) -> Weighed:
+    def _weigh(self, placement: Placement, frames: Frames) -> Weighed:
         self.tally.weighed += len(frames)
         if placement.by == "replicas":
-            return Replicas(self.model, frames, placement).weigh(optimistic=optimistic)
+            return Replicas(self.model, frames, placement).weigh()
         cases = Cases(self.model, frames, placement, None)
         pace_of(cases)
-        return weigh(cases, optimistic=optimistic)
+        return weigh(cases)
 
     def _settle(self, placement: Placement, frames: Frames, found: Weighed) -> None:
         """Simulate the schedules of the cases that may be best, best first."""
