@@ -538,30 +538,22 @@ class Pipeline:
         )[index]
         flight = flight / self.choice.chunks
         activations = flight * sum(shares[p] * self.saved(p) for p in PLACES)
-        host = 0.0
         total = self._working(shares, micro_batches, held[LAYER])
         ranks = self.mesh["data"] * self.mesh["fsdp"]
         total += request.state_bytes + sum(request.batch_bytes) / ranks
         total += self.oracle.links.facts.optimizer_other_bytes
-        if "gradients" in away:
-            host += gradients
-            gradients = min(
-                gradients, 2 * held[HOLDERS.index(LAYER)][1] / self.oracle.layers
-            )
-        total += gradients
-        if "params" in away:
-            host += params
-        else:
-            total += params
-        if "optimizer" in away:
-            host += state
-        else:
-            total += state
-        if "activations" in away:
-            host += activations
-            activations = min(activations, 2 * self.saved(LAYER) / self.oracle.layers)
+        several = self.oracle.layers / 2
+        # What is whole, and what stays on the device of what lies with the host.
+        terms = {
+            "gradients": (gradients, min(gradients, self.held(LAYER)[1] / several)),
+            "params": (params, 0.0),
+            "optimizer": (state, 0.0),
+            "activations": (activations, min(activations, self.saved(LAYER) / several)),
+        }
+        host = sum(whole for name, (whole, _) in terms.items() if name in away)
+        total += sum(pair[name in away] for name, pair in terms.items())
         kinds = self._sharing(index)
-        fits = total + activations <= min(k.memory_bytes for k in kinds)
+        fits = total <= min(k.memory_bytes for k in kinds)
         return fits and host <= min(k.host_memory_bytes or 0 for k in kinds)
 
     def _sharing(self, index: int) -> Sequence[Any]:
