@@ -15,6 +15,9 @@ COORDINATOR: Final = "WHALEJAX_COORDINATOR"
 NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
 PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
 
+PORT: Final = 8476
+"""Where process 0 listens, if it runs on another host and no port was given."""
+
 MARK: Final = "whalejax-rank "
 """Begins the line in which a process says what it has; the launcher takes it out."""
 

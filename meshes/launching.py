@@ -31,6 +31,7 @@ from whalejax.meshes.launched import (
     ENDS_FOR_ANOTHER,
     MARK,
     NUM_PROCESSES,
+    PORT,
     PROCESS_ID,
 )
 from whalejax.meshes.problems import Problems, WhaleError
@@ -39,9 +40,6 @@ from whalejax.meshes.quota import Quota
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
 """What a host and a command are handed to. ``-tt``: they end with the connection."""
-
-PORT: Final = 8476
-"""Where process 0 listens, if it runs on another host and no port was given."""
 
 GRACE_SECONDS: Final = 10.0
 """From the signal that asks processes to end to the one that ends them."""
@@ -69,6 +67,7 @@ class Launch:
         logs: folder of one log per rank, on this machine.
         port: where process 0 listens; a free one if left out and all is here.
         remote_shell: the words before a host's name and the command for it.
+        tells: print the table of ranks, and rank 0's failure, which it has said itself.
     """
 
     command: tuple[str, ...]
@@ -78,6 +77,7 @@ class Launch:
     logs: Path = Path("logs")
     port: int | None = None
     remote_shell: tuple[str, ...] = REMOTE_SHELL
+    tells: bool = True
 
     def __post_init__(self) -> None:
         with Problems("launch") as problems:
@@ -280,7 +280,7 @@ class _Group:
     def _show(self) -> None:
         """Print the table, once: when all said what they have, or have ended."""
         with self._lock:
-            if not self._shown:
+            if self._launch.tells and not self._shown:
                 self._shown = True
                 _say(self.table())
 
@@ -327,7 +327,8 @@ class _Group:
                 failed = {rank: status, **self._failing()}
                 self.stop()
                 self._show()
-                _say(self._failure(failed))
+                if self._launch.tells or rank:
+                    _say(self._failure(failed))
                 return status if status > 0 else 128 - status
         self.stop()
         self._show()
