@@ -15,8 +15,14 @@ COORDINATOR: Final = "WHALEJAX_COORDINATOR"
 NUM_PROCESSES: Final = "WHALEJAX_NUM_PROCESSES"
 PROCESS_ID: Final = "WHALEJAX_PROCESS_ID"
 
+PORT: Final = 8476
+"""Where process 0 listens, if it runs on another host and no port was given."""
+
 MARK: Final = "whalejax-rank "
 """Begins the line in which a process says what it has; the launcher takes it out."""
+
+ENDS_FOR_ANOTHER: Final = 70
+"""Status of a process that ends because of another one."""
 
 
 def launched(
@@ -47,3 +53,14 @@ def introduce(kind: str, devices: int) -> None:
     if launched() is not None:
         said = json.dumps({"kind": kind, "devices": devices})
         print(f"{MARK}{said}", flush=True)
+
+
+def blame(rank: int, why: str) -> None:
+    """Tell the launcher, if there is one, because of whom this process ends.
+
+    Args:
+        rank: the other one.
+        why: words that follow its name.
+    """
+    if launched() is not None:
+        print(f"{MARK}{json.dumps({'blames': rank, 'why': why})}", flush=True)

@@ -20,12 +20,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from whalejax.meshes.launched import COORDINATOR, MARK, NUM_PROCESSES, PROCESS_ID
+from whalejax.meshes.launched import (
+    COORDINATOR,
+    ENDS_FOR_ANOTHER,
+    MARK,
+    NUM_PROCESSES,
+    PORT,
+    PROCESS_ID,
+)
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.quota import Quota
 
@@ -33,15 +41,16 @@ from whalejax.meshes.quota import Quota
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
 """What a host and a command are handed to. ``-tt``: they end with the connection."""
 
-PORT: Final = 8476
-"""Where process 0 listens, if it runs on another host and no port was given."""
-
 GRACE_SECONDS: Final = 10.0
 """From the signal that asks processes to end to the one that ends them."""
+
+SOON_SECONDS: Final = 1.0
+"""Ranks that fail so soon after the first may have failed before it."""
 
 TAIL_LINES: Final = 20
 """So much of a log is shown of the process that failed first."""
 
+_FOR_ANOTHER: Final = (ENDS_FOR_ANOTHER, -signal.SIGABRT)
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 
@@ -58,6 +67,7 @@ class Launch:
         logs: folder of one log per rank, on this machine.
         port: where process 0 listens; a free one if left out and all is here.
         remote_shell: the words before a host's name and the command for it.
+        tells: print the table of ranks, and rank 0's failure, which it has said itself.
     """
 
     command: tuple[str, ...]
@@ -67,6 +77,7 @@ class Launch:
     logs: Path = Path("logs")
     port: int | None = None
     remote_shell: tuple[str, ...] = REMOTE_SHELL
+    tells: bool = True
 
     def __post_init__(self) -> None:
         with Problems("launch") as problems:
@@ -199,6 +210,7 @@ class _Group:
         self._threads: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._said: dict[int, tuple[str, str]] = {}
+        self._blamed: dict[int, str] = {}
         self._shown = False
         self._lock = threading.Lock()
 
@@ -258,6 +270,9 @@ class _Group:
     def _introduced(self, rank: int, said: str) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = json.loads(said)
+            if "blames" in found:
+                self._blamed.setdefault(int(found["blames"]), str(found["why"]))
+                return
             self._said[rank] = str(found["kind"]), str(found["devices"])
         if len(self._said) == len(self._running):
             self._show()
@@ -265,7 +280,7 @@ class _Group:
     def _show(self) -> None:
         """Print the table, once: when all said what they have, or have ended."""
         with self._lock:
-            if not self._shown:
+            if self._launch.tells and not self._shown:
                 self._shown = True
                 _say(self.table())
 
@@ -309,24 +324,48 @@ class _Group:
         for _ in self._running:
             rank, status = self._ended.get()
             if status:
+                failed = {rank: status, **self._failing()}
                 self.stop()
                 self._show()
-                _say(self._failure(rank, status))
+                if self._launch.tells or rank:
+                    _say(self._failure(failed))
                 return status if status > 0 else 128 - status
         self.stop()
         self._show()
         return 0
 
-    def _failure(self, rank: int, status: int) -> str:
-        how = f"status {status}"
-        if status < 0:
-            how = f"signal {signal.Signals(-status).name}"
+    def _failing(self) -> dict[int, int]:
+        """Ranks that fail in the moments after the first, and their status."""
+        found = {}
+        end = time.monotonic() + SOON_SECONDS
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left = max(0.0, end - time.monotonic())
+                rank, status = self._ended.get(timeout=left)
+                if status:
+                    found[rank] = status
+        return found
+
+    def _failure(self, failed: Mapping[int, int]) -> str:
+        """Who failed first, and how.
+
+        Args:
+            failed: ranks in the order in which they did, and their status.
+        """
+        first = next(iter(failed))
+        # Who ends for another one says so; JAX aborts those that a service has left.
+        own = [rank for rank, status in failed.items() if status not in _FOR_ANOTHER]
+        rank = next(iter((*self._blamed, *own, first)))
+        if rank in failed and (rank in own or not self._blamed):
+            how = f"failed first, with {_words(failed[rank])}"
+        else:
+            how = f"{self._blamed[rank]} (rank {first} ended for it)"
         text = self.log(rank).read_text(encoding="utf-8", errors="replace")
         lines = text.splitlines()[-TAIL_LINES:]
         return "\n".join(
             [
-                f"whalejax: rank {rank} on {self._launch.host_of(rank)} failed first, "
-                f"with {how}; all others were stopped. The end of {self.log(rank)}:",
+                f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; all "
+                f"others were stopped. The end of {self.log(rank)}:",
                 *(f"  [{rank}] {line}" for line in lines),
             ]
         )
@@ -346,6 +385,12 @@ class _Group:
             process.wait()
         for thread in self._threads:
             thread.join(GRACE_SECONDS)
+
+
+def _words(status: int) -> str:
+    if status < 0:
+        return f"signal {signal.Signals(-status).name}"
+    return f"status {status}"
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

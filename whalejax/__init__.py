@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from whalejax.annotations import stage as stage
     from whalejax.attending import attention as attention
     from whalejax.feed import Feed as Feed
+    from whalejax.joining import init_distributed as init_distributed
     from whalejax.losses import Aux as Aux
     from whalejax.losses import Job as Job
     from whalejax.losses import WeightedLoss as WeightedLoss
     from whalejax.meshes import Cluster as Cluster
     from whalejax.meshes import WhaleError as WhaleError
     from whalejax.meshes import cluster as cluster
-    from whalejax.meshes.processes import init_distributed as init_distributed
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
     from whalejax.planning import plan as plan
@@ -51,7 +51,7 @@ _MODULE_OF_NAME = {
     "attention": "whalejax.attending",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.train",
-    "init_distributed": "whalejax.meshes.processes",
+    "init_distributed": "whalejax.joining",
     "pipeline": "whalejax.annotations",
     "plan": "whalejax.planning",
     "replicate": "whalejax.annotations",

@@ -374,9 +374,20 @@ def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return made
 
 
-def tell_processes(key: str, text: str) -> None:
-    """Leave a text where all processes of this program can read it, under a new key."""
-    _coordination().key_value_set(key, text)
+def tell_processes(key: str, text: str, *, again: bool = False) -> None:
+    """Leave a text where all processes of this program can read it.
+
+    Args:
+        key: a new one, if not ``again``.
+        text: to be read.
+        again: in place of what was left under the key.
+    """
+    _coordination().key_value_set(key, text, allow_overwrite=again)
+
+
+def all_told(folder: str) -> list[tuple[str, str]]:
+    """Keys and texts of all that was left in a folder of keys."""
+    return [(str(k), str(v)) for k, v in _coordination().key_value_dir_get(folder)]
 
 
 def told_by(key: str, wait_seconds: float) -> str | None:

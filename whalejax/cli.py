@@ -1,5 +1,5 @@
 """The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``verify``,
-``estimate``, ``calibrate``, ``launch``.
+``estimate``, ``calibrate``, ``launch``, ``doctor``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -29,6 +29,7 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
+    DoctorCommand,
     EstimateCommand,
     LaunchCommand,
     PlanCommand,
@@ -62,9 +63,9 @@ def main(argv: Sequence[str]) -> int:
         argv: the words after the program's name.
 
     Returns:
-        0; 1 where a plan that was verified does not fit; 2 where something the user
-        gave cannot be used, with the reason on standard error; 130 where the user
-        interrupted.
+        0; 1 where a plan that was verified does not fit, or a host has a problem; 2
+        where something the user gave cannot be used, with the reason on standard
+        error; 130 where the user interrupted.
     """
     started = time.monotonic()
     if list(argv) == ["--version"]:
@@ -128,6 +129,10 @@ def _run(command: Command, started: float) -> int:
             from whalejax import launcher
 
             return launcher.launch(command)
+        case DoctorCommand():
+            from whalejax import doctor
+
+            return doctor.doctor(command)
     return 0
 
 

@@ -23,8 +23,9 @@ from typing import Any, Final, NoReturn
 import jax
 import jax.numpy as jnp
 
+from whalejax.beats import tells_of_loss
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
-from whalejax.lowering.watch import lost, tells_of_loss
+from whalejax.lowering.watch import lost
 from whalejax.meshes.problems import WhaleError
 from whalejax.state import TrainState
 from whalejax.train import TrainStep

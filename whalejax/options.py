@@ -247,6 +247,28 @@ class LaunchCommand:
     """what is given a host and a command"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorCommand:
+    """Look for what would keep this host, or several, from running a program together.
+
+    Versions, devices, addresses, clocks and control groups, each with its remedy. Ends
+    with status 1 where there is a problem.
+    """
+
+    hosts: Annotated[str | None, conf.arg(metavar="A,B")] = None
+    """start it on these too, by ssh as whalejax launch does, and compare them"""
+    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
+    """meet others there that were started with the same words, and compare"""
+    processes: OptionalNumber = None
+    """how many meet at --coordinator; under Slurm all tasks if left out"""
+    timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 60.0
+    """those that have not come after so long are missing"""
+    remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
+    """what is given a host and a command"""
+    json: bool = False
+    """print the result as one line of JSON and nothing else"""
+
+
 Command = (
     Annotated[TrainCommand, conf.subcommand("train")]
     | Annotated[PlanCommand, conf.subcommand("plan")]
@@ -256,6 +278,7 @@ Command = (
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
     | Annotated[LaunchCommand, conf.subcommand("launch")]
+    | Annotated[DoctorCommand, conf.subcommand("doctor")]
 )
 
 

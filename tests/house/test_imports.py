@@ -36,7 +36,6 @@ MESHES_WITH_JAX: Final = (
     "detect.py",
     "measure.py",
     "probes.py",
-    "processes.py",
 )
 PythonFiles = Callable[..., list[Path]]
 NAMES: Final = tuple(name for name in whalejax.__all__ if name != "__version__")

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from tests.processes import finish, start
-from whalejax.lowering.watch import EXIT_CODE
+from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 
 
 PROGRAM: Final = """
@@ -97,8 +97,9 @@ def test_a_program_that_waits_for_a_frozen_process_ends() -> None:
     running = start(STOPS)
     try:
         _, errors = running[0].communicate(timeout=60)
-        assert running[0].returncode == EXIT_CODE, errors[-2000:]
+        assert running[0].returncode == ENDS_FOR_ANOTHER, errors[-2000:]
         assert "whalejax: a step has waited for" in errors
+        assert "process 1 (pid " in errors
     finally:
         for process in running:
             process.send_signal(signal.SIGKILL)

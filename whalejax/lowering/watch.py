@@ -8,7 +8,6 @@ is waited for, and ends the process.
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import threading
 import time
@@ -17,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import jax
-
+from whalejax import beats
+from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.issuing import Handing, words_of
 from whalejax.planner.schedules import Row
@@ -30,44 +29,19 @@ LEAST_SECONDS: Final = 300.0
 TIMES_LONGEST: Final = 10
 """Or so many times as long as the longest before it."""
 
-EXIT_CODE: Final = 70
-"""Of a process that is ended."""
-
-_GONE: Final = (
-    "gloo",
-    "nccl",
-    "connection",
-    "socket",
-    "unavailable",
-    "deadline_exceeded",
-    "aborted",
-)
-"""What errors say that come of a lost process."""
-
-
-def tells_of_loss(error: BaseException) -> bool:
-    """Whether an error of a step says that another process is gone.
-
-    Args:
-        error: what issuing a step, or waiting for its results, raised.
-    """
-    return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
-        sign in str(error).lower() for sign in _GONE
-    )
-
 
 def lost(error: BaseException, where: str) -> WhaleError:
-    """What a user is told when another process is gone.
+    """What a user is told when another process is gone; waits to see which.
 
     Args:
         error: what JAX says of it.
         where: what was being done.
     """
     said = str(error).splitlines()[0][:200]
+    who = beats.begun().missing() or "which one cannot be seen from here"
     return WhaleError(
-        f"another process of this step is gone ({said}), at {where}. Look for the "
-        "first error of the others, start all processes anew, and restore the latest "
-        "checkpoint"
+        f"another process of this step is gone ({said}), at {where}: {who}. Look for "
+        "its first error, start all processes anew, and restore the latest checkpoint"
     )
 
 
@@ -100,6 +74,7 @@ class Watch:
         """A step is about to be issued."""
         if self._alone:
             return
+        beats.begun().step()
         with self._lock:
             self._settle()
             self._open.append((time.monotonic(), None))
@@ -128,7 +103,7 @@ class Watch:
         except BaseException as error:
             with self._lock:
                 self._open.clear()
-            if not self._alone and tells_of_loss(error):
+            if not self._alone and beats.tells_of_loss(error):
                 raise lost(error, self._where()) from error
             raise
 
@@ -147,6 +122,8 @@ class Watch:
                 return None
             waited = time.monotonic() - self._open[0][0]
             allowed = max(self.least_seconds, TIMES_LONGEST * self._longest)
+            if beats.begun().ended():  # for one that has gone home nobody need wait
+                allowed = min(allowed, beats.begun().silent_seconds)
             return waited if waited > allowed else None
 
     def _look_on(self) -> None:
@@ -161,17 +138,20 @@ class Watch:
 
     def _end(self, waited: float) -> None:
         longest = self._longest or 0.0
+        who = beats.begun().late() or (
+            "All processes are there and have begun as many steps: another one does "
+            "something else than this one"
+        )
         print(
             f"whalejax: a step has waited for {waited:.0f} s at {self._where()}; the "
-            f"longest before took {longest:.1f} s. Another process has stopped, or "
-            "does something else than this one, which ends here. Look for the first "
-            "error of the others, start all processes anew, and restore the latest "
-            "checkpoint",
+            f"longest before took {longest:.1f} s. {who}. This process ends here. Look "
+            "for the first error of the others, start all processes anew, and restore "
+            "the latest checkpoint",
             file=sys.stderr,
             flush=True,
         )
         faulthandler.dump_traceback(file=sys.stderr)
-        os._exit(EXIT_CODE)
+        beats.begun().leave(ENDS_FOR_ANOTHER)
 
 
 def _there(results: Sequence[Any] | None) -> bool:

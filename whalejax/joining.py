@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from whalejax import beats
 from whalejax.meshes.launched import introduce, launched
 from whalejax.meshes.problems import Problems, WhaleError
 
@@ -25,14 +26,16 @@ def init_distributed(
     Call it before anything touches a device. With no argument ``whalejax launch`` has
     said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with
     indices), TPU. A process that dies or stands still ends the others, with an error
-    that names it, once it was silent for ``heartbeat_seconds``.
+    that names it, once it was silent for ``heartbeat_seconds``; one that fails ends
+    them at once.
 
     Args:
         coordinator: address and port of process 0, ``"host:port"``.
         num_processes: how many there are.
         process_id: the number of this one, from 0.
         timeout_seconds: after which a process that has not come is missed.
-        heartbeat_seconds: after which one that says nothing is gone.
+        heartbeat_seconds: after which one that says nothing is gone; Python must get a
+            turn in this time in each.
 
     Returns:
         The number of processes. It may be called again, and does nothing then.
@@ -57,11 +60,14 @@ def init_distributed(
             num_processes,
             process_id,
             initialization_timeout=math.ceil(timeout_seconds),
-            heartbeat_timeout_seconds=math.ceil(heartbeat_seconds),
+            # JAX's own end is for what ours does not see, and tells less.
+            heartbeat_timeout_seconds=math.ceil(2 * heartbeat_seconds),
         )
     except (RuntimeError, ValueError) as error:
         raise _problem(error, given, timeout_seconds) from error
     introduce(jax.local_devices()[0].device_kind, jax.local_device_count())
+    if jax.process_count() > 1:
+        beats.begun(heartbeat_seconds)
     return int(jax.process_count())
 
 

@@ -1,0 +1,187 @@
+"""Hosts find out before they run what would keep them from running together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.processes import free_port
+from whalejax import cli
+from whalejax.meshes import checkup
+from whalejax.meshes.checkup import Check, Report
+from whalejax.meshes.meeting import GREETING, Met, meet
+from whalejax.meshes.problems import WhaleError
+
+
+FACTS = {"jax": "0.10.2", "python": "3.11", "device kind": "NVIDIA H100"}
+
+
+def host(name: str, **facts: str) -> Report:
+    return Report(
+        host=name, facts={**FACTS, **facts}, checks=(Check(name="a", found=name),)
+    )
+
+
+def beside(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Do something in a thread; the result waits for its end."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(30)
+        return found[0]
+
+    return result
+
+
+def together(
+    *reports: Report, count: int | None = None, seconds: float = 20
+) -> list[Met]:
+    """What hosts find that meet on this machine."""
+    place = f"127.0.0.1:{free_port()}"
+    size = len(reports) if count is None else count
+    waiting = [beside(lambda r=r: meet(r, place, size, seconds)) for r in reports]
+    return [result() for result in waiting]
+
+
+def by_name(met: Met) -> dict[str, Check]:
+    return {check.name: check for check in met.between}
+
+
+def test_hosts_that_are_alike_have_no_problem() -> None:
+    found = together(host("a"), host("b"), host("c"))
+    assert found[0] == found[1] == found[2]
+    assert {report.host for report in found[0].reports} == {"a", "b", "c"}
+    assert {check.verdict for check in found[0].between} == {"ok"}
+    assert "3 of 3" in by_name(found[0])["hosts"].found
+    assert by_name(found[0])["clocks"].found.count("±") == 2
+
+
+def test_versions_that_differ_are_a_problem_with_its_remedy() -> None:
+    first, second = together(
+        host("a"), host("b", jax="0.11.0", **{"device kind": "cpu"})
+    )
+    assert first == second
+    checks = by_name(first)
+    assert checks["same jax"].verdict == "problem"
+    assert "has 0.11.0" in checks["same jax"].found
+    assert "has 0.10.2" in checks["same jax"].found
+    assert checks["same jax"].remedy == "Install one jax on all hosts"
+    assert checks["same device kind"].verdict == "warning"
+    assert checks["same python"].verdict == "ok"
+
+
+def test_who_does_not_come_is_missed() -> None:
+    (met,) = together(host("a"), count=2, seconds=0.5)
+    assert by_name(met)["hosts"].verdict == "problem"
+    assert "1 of 2 came" in by_name(met)["hosts"].found
+    assert "firewall" in by_name(met)["hosts"].remedy
+
+
+def test_a_clock_that_is_off_is_a_problem() -> None:
+    port = free_port()
+    met = beside(lambda: meet(host("a"), f"127.0.0.1:{port}", 2, 20))
+    while True:
+        try:
+            link = socket.create_connection(("127.0.0.1", port), 10)
+            break
+        except ConnectionRefusedError:
+            continue
+    with link, link.makefile("rw") as lines:
+        assert json.loads(lines.readline()) == GREETING
+        print(json.dumps(host("b").document()), file=lines, flush=True)
+        while "time" in (told := json.loads(lines.readline())):
+            print(json.dumps({"time": time.time() - 5}), file=lines, flush=True)
+    check = by_name(met())["clocks"]
+    assert check.verdict == "problem" and "b -5.0" in check.found
+    assert Met.from_document(told) == met()
+
+
+def test_something_else_at_the_port_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(WhaleError, match="is not whalejax doctor, or does not"):
+            meet(host("a"), place, 2, 0.3)
+
+
+def test_a_coordinator_that_is_not_there_is_said() -> None:
+    # 192.0.2.0/24 is for documentation: nothing is there, and it is not here.
+    with pytest.raises(
+        WhaleError, match="192.0.2.1:9 was not reached in 0 s|unreachable"
+    ):
+        meet(host("a"), "192.0.2.1:9", 2, 0.3)
+    with pytest.raises(WhaleError, match="no-such.invalid has no address here"):
+        meet(host("a"), "no-such.invalid:9", 2, 0.3)
+
+
+def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in found["hosts"][0]["checks"]}
+    assert found["ok"] and found["problem"] == 0
+    assert {
+        "whalejax",
+        "jax",
+        "jaxlib",
+        "python",
+        "devices",
+        "address",
+        "port",
+        "clock",
+    }
+    assert checks["devices"]["found"] == "8×cpu (cpu)"
+    for check in checks.values():
+        assert bool(check["remedy"]) == (check["verdict"] != "ok")
+
+
+def test_what_is_wrong_ends_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkup, "_DEVICES", "raise SystemExit('no driver')")
+    monkeypatch.setattr(checkup.metadata, "version", lambda _: "0.4.1")
+    refuse = "no control group can be made here (/sys: Read-only file system). Run as"
+    monkeypatch.setattr(checkup, "why_no_quota", lambda: refuse)
+    monkeypatch.setattr(checkup.metadata, "requires", lambda _: ["jax>=0.10.2,<0.13"])
+    with socket.create_server(("", 0)) as other:
+        monkeypatch.setattr(checkup, "PORT", other.getsockname()[1])
+        assert cli.main(["doctor"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "no driver",
+        "pip install 'jax>=0.10.2,<0.13'",
+        "Read-only file",
+        "port",
+    ):
+        assert text in said
+    assert "2 problems" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--coordinator", "here"], "expected HOST:PORT"),
+        (["--processes", "2"], "--processes is for --coordinator"),
+        (["--hosts", "a,b", "--coordinator", "a:1"], "Give one"),
+        (["--timeout", "0"], "--timeout is 0"),
+    ],
+)
+def test_options_that_contradict(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_reports_travel_as_data() -> None:
+    given = dataclasses.replace(
+        host("a"), checks=(Check(name="x", found="y", verdict="warning", remedy="z"),)
+    )
+    assert Report.from_document(json.loads(json.dumps(given.document()))) == given

@@ -1,0 +1,149 @@
+"""One process that dies, stands still or fails ends the others, and they name it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.processes import ROOT
+from whalejax.beats import Beat, Hearing
+
+
+SCRIPT: Final = """
+import os, signal, sys, time
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_num_cpu_devices", 1)
+import numpy as np, optax
+import whalejax as wh
+
+kind, who, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+count = wh.init_distributed(heartbeat_seconds=10)
+index = jax.process_index()
+x, y = np.ones((24, 8), np.float32), np.ones((24, 4), np.float32)
+model = {"w": np.full((8, 4), 0.1, np.float32)}
+tx = optax.sgd(0.1)
+loss = lambda m, b: ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
+options = {"mesh": {"data": count}} if kind == "spmd" else {
+    "num_micro_batches": 8, "shares": [4, 2, 2]}
+plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster=f"h100:{count}",
+               **options)
+step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+state = step.init_from(model)
+for turn in range(1000):
+    if turn == 3 and index == who:
+        print("begins to", how, os.getpid(), flush=True)
+        if how == "fail":
+            raise ValueError("no such file: part-7")
+        os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+    rows = step.batch_rows()
+    state, metrics = step(state, {"x": x[rows], "y": y[rows]})
+    float(metrics["loss"])
+"""
+
+
+def launched(
+    tmp_path: Path, *words: str
+) -> tuple[subprocess.CompletedProcess[str], dict[int, str]]:
+    """Run the script as three processes; what the launcher and the ranks wrote."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    command = [sys.executable, "-m", "whalejax", "launch", "--logs", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--processes", "3", str(script), *words],
+        env={**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    logs = {r: (tmp_path / f"rank-{r}.log").read_text() for r in range(3)}
+    return done, logs
+
+
+CASES: Final = [
+    ("uneven", 1, "die", "failed first, with signal SIGKILL"),
+    ("spmd", 0, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
+    ("spmd", 1, "die", "failed first, with signal SIGKILL"),
+    ("spmd", 2, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
+    ("uneven", 2, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
+    ("uneven", 0, "die", "failed first, with signal SIGKILL"),
+    ("spmd", 2, "fail", "failed first, with status 1"),
+    ("uneven", 0, "fail", "failed first, with status 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "who", "how", "says"),
+    [
+        pytest.param(*case, marks=[] if number == 1 else pytest.mark.full)
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_the_launcher_names_the_rank(
+    kind: str, who: int, how: str, says: str, tmp_path: Path
+) -> None:
+    done, logs = launched(tmp_path, kind, str(who), how)
+    assert f"begins to {how}" in logs[who], done.stderr
+    assert done.returncode != 0
+    assert re.search(rf"whalejax: rank {who} on localhost ({says})", done.stderr), (
+        done.stderr
+    )
+
+
+def hearing(*beats: Beat, silent_seconds: float = 10.0) -> Hearing:
+    """What process 1 knows, at second 100, of those with numbers from 0."""
+    found = Hearing(1, silent_seconds)
+    found.hear(dict(enumerate(beats)), 100.0)
+    found.look(100.0)
+    return found
+
+
+def beat(count: int = 1, **more: Any) -> Beat:
+    return Beat(count=count, host="node", pid=7, **more)
+
+
+def quiet(found: Hearing, until: int, *beats: Beat) -> dict[int, str]:
+    """Look every second while the service answers with the same beats."""
+    gone: dict[int, str] = {}
+    for now in range(101, until + 1):
+        found.hear(dict(enumerate(beats)), float(now))
+        gone = found.look(float(now))
+    return gone
+
+
+def test_who_says_nothing_is_missed_after_its_time() -> None:
+    beats = [beat(), beat(), beat()]
+    found = hearing(*beats)
+    assert not quiet(found, 110, *beats)
+    found.hear({0: beat(2)}, 110.5)
+    assert found.look(111.0) == {
+        2: "has said nothing for 11 s: it is gone or stands still"
+    }
+    assert found.where(2) == "process 2 (pid 7 on node)"
+
+
+def test_a_service_that_does_not_answer_is_process_0() -> None:
+    found = hearing(beat(), beat(), beat())
+    gone = {now: found.look(float(now)) for now in range(101, 112)}
+    assert not gone[110]
+    assert list(gone[111]) == [0] and "for 11 s" in gone[111][0]
+
+
+def test_who_stood_still_itself_accuses_nobody() -> None:
+    found = hearing(beat(), beat(), beat())
+    assert not found.look(500.0)
+    assert not found.look(505.0)
+
+
+def test_who_failed_is_named_at_once_and_who_ended_is_not() -> None:
+    found = hearing(beat(failed="ValueError: no"), beat(steps=3), beat(ended=True))
+    assert found.look(101.0) == {0: "failed with ValueError: no"}
+    assert found.ended() and found.behind() == [0, 2]
+    assert not hearing(beat(), beat(), beat()).ended()

@@ -1,0 +1,359 @@
+"""Who of several processes is still there: each says so, and sees who does not.
+
+JAX ends the processes that are left when one is gone, with words that do not always
+name it, and waits minutes for one that failed and holds the others up. Here each
+process leaves a beat with the service that joined them and reads those of all; when one
+is silent or has failed, the others end with an error that names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from whalejax import _compat
+from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame
+
+
+SILENT_SECONDS: Final = 30.0
+"""A process that has said nothing for so long is gone or stands still."""
+
+BEATS_IN_SILENCE: Final = 15
+"""So many beats fall into that time."""
+
+MISSED: Final = 4
+"""Beats missed by one that, after a connection broke, is taken for gone."""
+
+GRACE_LOOKS: Final = 2
+"""So often one that failed is seen, each half a beat apart, before others end."""
+
+_GONE: Final = (
+    "gloo",
+    "nccl",
+    "connection",
+    "socket",
+    "unavailable",
+    "deadline_exceeded",
+    "aborted",
+)
+"""What errors say that come of a lost process."""
+_FOLDER: Final = "whalejax/beats"
+_REMEDY: Final = (
+    "Look for its first error, start all processes anew, and restore the latest "
+    "checkpoint"
+)
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Whether an error of a step says that another process is gone.
+
+    Args:
+        error: what issuing a step, or waiting for its results, raised.
+    """
+    return isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(
+        sign in str(error).lower() for sign in _GONE
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a process says of itself.
+
+    Attributes:
+        count: rises with every beat.
+        host: where it runs.
+        pid: its number there.
+        steps: that it has begun.
+        failed: the error that it ends with, or empty.
+        ended: it ends, and has no error.
+    """
+
+    count: int
+    host: str
+    pid: int
+    steps: int = 0
+    failed: str = ""
+    ended: bool = False
+
+
+class Hearing:
+    """What is known of all processes from their beats, and when it was heard.
+
+    Apart from threads and from JAX, so that it is a function of what was heard.
+    """
+
+    def __init__(self, mine: int, silent_seconds: float) -> None:
+        """Nothing is known yet.
+
+        Args:
+            mine: the number of this process.
+            silent_seconds: after which one that says nothing is missed.
+        """
+        self._mine = mine
+        self._silent_seconds = silent_seconds
+        self._heard: dict[int, tuple[float, Beat]] = {}
+        self._answered: float | None = None
+        self._looked: float | None = None
+
+    def hear(self, beats: Mapping[int, Beat], now: float) -> None:
+        """The service has answered.
+
+        Args:
+            beats: the latest of every process that has begun to beat.
+            now: seconds on a clock that does not jump.
+        """
+        self._answered = now
+        for number, beat in beats.items():
+            known = self._heard.get(number)
+            if known is None or known[1].count != beat.count:
+                self._heard[number] = now, beat
+
+    def look(self, now: float, *, seconds: float | None = None) -> dict[int, str]:
+        """Who is missed, and why; their numbers and words that follow their name.
+
+        Args:
+            now: as in ``hear``. Where this process itself stood still since it looked
+                last, all others are heard anew.
+            seconds: of silence that are too many; as made if left out.
+        """
+        before, self._looked = self._looked, now
+        if before is not None and now - before > self._silent_seconds / 2:
+            self._heard = {n: (now, beat) for n, (_, beat) in self._heard.items()}
+            self._answered = None if self._answered is None else now
+        limit = self._silent_seconds if seconds is None else seconds
+        found = {}
+        for number, (at, beat) in sorted(self._heard.items()):
+            if number == self._mine or beat.ended:
+                continue
+            if beat.failed:
+                found[number] = f"failed with {beat.failed}"
+            elif now - at > limit and self._current(now, limit):
+                found[number] = _silent(now - at)
+        if self._answered is not None and not self._current(now, limit):
+            # The service runs in process 0, and answers as long as that does.
+            if self._mine:
+                found = {0: _silent(now - self._answered)}
+        return found
+
+    def _current(self, now: float, limit: float) -> bool:
+        return self._answered is not None and now - self._answered <= limit
+
+    def where(self, number: int) -> str:
+        """A process by its number and place."""
+        known = self._heard.get(number)
+        if known is None:
+            return f"process {number}"
+        return f"process {number} (pid {known[1].pid} on {known[1].host})"
+
+    def behind(self) -> list[int]:
+        """Those that have begun fewer steps than this one, or have ended."""
+        mine = self._heard.get(self._mine)
+        steps = 0 if mine is None else mine[1].steps
+        return [
+            number
+            for number, (_, beat) in sorted(self._heard.items())
+            if number != self._mine and (beat.steps < steps or beat.ended)
+        ]
+
+    def ended(self) -> bool:
+        """Whether one of the others has ended, and well."""
+        others = (beat for n, (_, beat) in self._heard.items() if n != self._mine)
+        return any(beat.ended for beat in others)
+
+    def beat_of(self, number: int) -> Beat:
+        """The last beat of one that was heard."""
+        return self._heard[number][1]
+
+
+def _silent(seconds: float) -> str:
+    return f"has said nothing for {seconds:.0f} s: it is gone or stands still"
+
+
+class Beats:
+    """The beats of this process, and its look at those of the others.
+
+    Attributes:
+        silent_seconds: after which a process that says nothing ends the others.
+    """
+
+    def __init__(self, silent_seconds: float = SILENT_SECONDS) -> None:
+        """Begin to beat; all processes were joined before.
+
+        Args:
+            silent_seconds: see the attribute.
+        """
+        self.silent_seconds = silent_seconds
+        self._pause = silent_seconds / BEATS_IN_SILENCE
+        self._mine = jax.process_index()
+        self._hearing = Hearing(self._mine, silent_seconds)
+        self._lock = threading.Lock()
+        self._count, self._steps, self._blames = 0, 0, False
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"whalejax-{name}", daemon=True)
+            for name, target in (("beat", self._beat), ("look", self._look))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._close)
+
+    def step(self) -> None:
+        """A step is begun."""
+        self._steps += 1
+
+    def missing(self) -> str:
+        """Who is gone, after a connection broke; empty if that cannot be seen.
+
+        Waits until a process that is gone has missed enough beats, and some more.
+        """
+        end = time.monotonic() + 2 * MISSED * self._pause
+        while time.monotonic() < end:
+            with self._lock:
+                gone = self._hearing.look(
+                    time.monotonic(), seconds=MISSED * self._pause
+                )
+                if gone:
+                    return self._named(gone)
+            time.sleep(self._pause / 4)
+        return ""
+
+    def late(self) -> str:
+        """Whom a step waits for that takes too long; empty if all have begun it."""
+        with self._lock:
+            gone = self._hearing.look(time.monotonic(), seconds=MISSED * self._pause)
+            if gone:
+                return self._named(gone)
+            behind = self._hearing.behind()
+            words = []
+            for number in behind:
+                beat = self._hearing.beat_of(number)
+                does = "has ended" if beat.ended else "still runs"
+                words.append(
+                    f"{self._hearing.where(number)} {does} and has begun {beat.steps} "
+                    f"steps, this one {self._steps}"
+                )
+            if words:
+                self._blames = True
+                blame(behind[0], "is behind the others")
+            return "; ".join(words)
+
+    def leave(self, status: int) -> None:
+        """End without JAX, which would wait for the others.
+
+        With process 0 goes the service: the others must have seen why before.
+
+        Args:
+            status: of the process.
+        """
+        if self._mine == 0:
+            time.sleep((GRACE_LOOKS + 2) * self._pause)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def ended(self) -> bool:
+        """Whether another process has ended, and well."""
+        with self._lock:
+            return self._hearing.ended()
+
+    def _named(self, gone: Mapping[int, str]) -> str:
+        number, why = next(iter(gone.items()))
+        self._blames = True
+        blame(number, why)
+        return "; ".join(f"{self._hearing.where(n)} {w}" for n, w in gone.items())
+
+    # Threads.
+
+    def _beat(self) -> None:
+        """Say that this process is there and hear the others, until it ends."""
+        while jax.distributed.is_initialized():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                # Of a service that does not answer the other thread tells.
+                self._say()
+                told = _compat.all_told(_FOLDER)
+                beats = {
+                    int(key.rpartition("/")[2]): Beat(**json.loads(text))
+                    for key, text in told
+                }
+                with self._lock:
+                    self._hearing.hear(beats, time.monotonic())
+            if self._over.wait(self._pause):
+                return
+        self._over.set()
+
+    def _say(self, **more: Any) -> None:
+        self._count += 1
+        beat = {
+            "count": self._count,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "steps": self._steps,
+            **more,
+        }
+        _compat.tell_processes(f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True)
+
+    def _look(self) -> None:
+        """End this process when another is missed."""
+        seen = 0
+        while not self._over.wait(self._pause / 2):
+            with self._lock:
+                gone = self._hearing.look(time.monotonic())
+            # What made another one fail may be about to be said here too.
+            seen = seen + 1 if gone else 0
+            if seen > GRACE_LOOKS:
+                self._end(self._named(gone))
+
+    def _end(self, said: str) -> None:
+        print(
+            f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.leave(ENDS_FOR_ANOTHER)
+
+    def _close(self) -> None:
+        """Say how this process ends; one that failed waits for nobody."""
+        if not jax.distributed.is_initialized():
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None and tells_of_loss(error) and not self._blames:
+            # It came where nothing of ours was looking on.
+            said = self.missing()
+            if said:
+                print(f"whalejax: {said}. {_REMEDY}", file=sys.stderr, flush=True)
+        self._over.set()
+        for thread in self._threads:
+            thread.join(2 * self._pause)
+        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self._blames or not failed:
+                self._say(ended=True)
+            else:
+                self._say(failed=failed.splitlines()[0][:200])
+        if failed:
+            self.leave(1)
+
+
+_begun: list[Beats] = []
+
+
+def begun(silent_seconds: float = SILENT_SECONDS) -> Beats:
+    """The beats of this process; they begin with the first call.
+
+    Args:
+        silent_seconds: of that call.
+    """
+    if not _begun:
+        _begun.append(Beats(silent_seconds))
+    return _begun[0]
