@@ -268,7 +268,7 @@ class Apart:
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
         self.moves.agree()
-        with self.watch.step():
+        with self.watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self.watch.issued(jax.tree.leaves(found))
         return found
@@ -346,6 +346,7 @@ class Apart:
                         place,
                         stage,
                         made,
+                        mesh=self.meshes[stage],
                         splits=self.table.splits_backward,
                         options=self._options,
                     )
