@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import socket
+import sys
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -25,7 +29,9 @@ def init_distributed(
     Call it before anything touches a device. With no argument ``whalejax launch`` has
     said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with
     indices), TPU. A process that dies or stands still ends the others, with an error
-    that names it, once it was silent for ``heartbeat_seconds``.
+    that names it, once it was silent for ``heartbeat_seconds``. One in which an error
+    is not caught ends at once, without functions of ``atexit``: JAX's would wait for
+    the others, which may be waiting for it.
 
     Args:
         coordinator: address and port of process 0, ``"host:port"``.
@@ -61,8 +67,27 @@ def init_distributed(
         )
     except (RuntimeError, ValueError) as error:
         raise _problem(error, given, timeout_seconds) from error
+    _end_at_once()
     introduce(jax.local_devices()[0].device_kind, jax.local_device_count())
     return int(jax.process_count())
+
+
+def _end_at_once() -> None:
+    """Make an error that nobody catches the end of the process."""
+
+    def end(
+        before: Any,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        before(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    if jax.process_count() > 1:
+        sys.excepthook = functools.partial(end, sys.excepthook)
 
 
 def _check(given: dict[str, Any], timeout: float, heartbeat: float) -> None:

@@ -50,6 +50,7 @@ class Moves:
         """
         layouts = [
             (
+                plan.model_hash,
                 plan.axes,
                 *((x.path, x.param_spec, x.optimizer_spec) for x in plan.leaves),
             )
