@@ -51,8 +51,8 @@ for axis in ("data", "fsdp"):
         step.eval(state, {"x": x[:5], "y": y[half]})
     except wh.WhaleError as error:
         assert (
-            f"batch['x'] has shape (5, 8) in process {jax.process_index()}; the plan is "
-            "for the global shape (16, 8), of which this process gives (8, 8)."
+            f"batch['x'] has shape (5, 8) in process {jax.process_index()}; the plan "
+            "is for the global shape (16, 8), of which this process gives (8, 8)."
         ) in str(error), error
     else:
         raise AssertionError("nothing is said")

@@ -411,10 +411,8 @@ class Apart:
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
         """For each stage, the numbers of the micro-batches."""
-        count = self.table.num_micro_batches
-        return [
-            [placed(np.int32(m), whole) for m in range(count)] for whole in self.whole
-        ]
+        every = range(self.table.num_micro_batches)
+        return [[placed(np.int32(m), whole) for m in every] for whole in self.whole]
 
     @functools.cached_property
     def _dims(self) -> Dimensions:

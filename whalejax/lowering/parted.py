@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from whalejax.cutting import Fixed, Operand, Step, Steps
-from whalejax.lowering.ways import Everywhere, is_here, joined, placed, run_alone, seen_on
+from whalejax.lowering.ways import (
+    Everywhere,
+    is_here,
+    joined,
+    placed,
+    run_alone,
+    seen_on,
+)
 from whalejax.planner.plan import PlanError
 
 
