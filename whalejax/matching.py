@@ -116,7 +116,7 @@ class BatchLayout:
         dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if shape not in shapes:
             others = [str(other) for other in shapes if other != planned.shape]
-            if not others:
+            if jax.process_count() == 1 and not others:
                 return (
                     f"{name} has shape {shape}; the plan is for the global shape "
                     f"{planned.shape}. Plan again for this batch"
@@ -124,8 +124,9 @@ class BatchLayout:
             return (
                 f"{name} has shape {shape} in process {jax.process_index()}; the plan "
                 f"is for the global shape {planned.shape}, of which this process gives "
-                f"{others[0]}. Give the samples that step.batch_rows() names (as "
-                "wh.Feed(..., step) does), or plan again for another batch"
+                f"{others[0] if others else 'all'}. Give the samples that "
+                "step.batch_rows() names (as wh.Feed(..., step) does), or plan again "
+                "for another batch"
             )
         if dtype != planned.dtype and not _harmless(dtype, planned.dtype):
             return (

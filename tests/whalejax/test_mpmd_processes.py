@@ -250,7 +250,8 @@ def test_an_error_in_one_process_ends_the_others() -> None:
         for process in running:
             process.kill()
     assert all(process.returncode for process in running)
-    assert "batch['x'] has shape (5, 8); the plan is for the global" in errors[0]
+    assert "batch['x'] has shape (5, 8) in process 0; the plan is for" in errors[0]
+    assert "of which this process gives all" in errors[0]
 
 
 def test_a_hand_over_that_fails_is_the_last() -> None:
