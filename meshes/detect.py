@@ -32,8 +32,10 @@ def detect(calibrate: bool = True) -> Cluster:
     if devices[0].platform == "cpu" and jax.process_count() > 1:
         raise WhaleError(
             f"{jax.process_count()} CPU processes with {len(devices)} devices: only "
-            f"the devices of one process can be measured. Describe the cluster in a "
-            f"TOML file; whalejax calibrate -o cluster.toml writes one to start from"
+            f"the devices of one process can be measured. On one machine say "
+            f'cluster="cpu:{len(devices)}" (the catalogue\'s CPU, so that times are '
+            "rough); or describe the cluster in a TOML file: whalejax calibrate -o "
+            "cluster.toml writes one to start from"
         )
     return assemble(devices, calibrate_local() if calibrate else None)
 

@@ -97,9 +97,13 @@ def check_devices(
     places = _places(task_graphs, num_devices)
     needed = places.needed
     if needed > num_devices:
+        counts = (n for g in task_graphs for n in (_devices(g), _stage_devices(g)))
+        remedy = "Lower the counts, or leave devices= out to use all"
+        if all(n is None for n in counts):
+            remedy = f"Mark at most {num_devices} stages, or take {needed} devices"
         problems.add(
             f"the marks ask for {needed} devices ({_listing(task_graphs)}); there are "
-            f"{num_devices}. Lower the counts, or leave devices= out to use all"
+            f"{num_devices}. {remedy}"
         )
     elif num_devices % needed:
         problems.add(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from whalejax import _compat
+from whalejax.adapters_leaves import is_key
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.lowering.ways import absent, is_here
@@ -60,8 +61,13 @@ class BatchLayout:
         for leaf, planned, sharding in zip(
             self.flat(batch), self.leaves, self.shardings, strict=True
         ):
-            # Of a process's part the size is known when it is put together.
-            shapes = {np.shape(leaf) if _is_part(leaf) else planned.shape}
+            shapes = [planned.shape]
+            if _is_part(leaf, sharding):
+                # What lies on devices of other processes alone is not looked at.
+                here = is_here(sharding)
+                shapes.append(
+                    part_shape(sharding, planned.shape) if here else np.shape(leaf)
+                )
             problem = self.problem(leaf, planned, shapes)
             if problem:
                 problems.add(problem)
@@ -110,10 +116,17 @@ class BatchLayout:
         dtype = str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if shape not in shapes:
             others = [str(other) for other in shapes if other != planned.shape]
-            parts = f", or {others[0]} of this process" if others else ""
+            if jax.process_count() == 1 and not others:
+                return (
+                    f"{name} has shape {shape}; the plan is for the global shape "
+                    f"{planned.shape}. Plan again for this batch"
+                )
             return (
-                f"{name} has shape {shape}; the plan is for the global shape "
-                f"{planned.shape}{parts}. Plan again for this batch"
+                f"{name} has shape {shape} in process {jax.process_index()}; the plan "
+                f"is for the global shape {planned.shape}, of which this process gives "
+                f"{others[0] if others else 'all'}. Give the samples that "
+                "step.batch_rows() names (as wh.Feed(..., step) does), or plan again "
+                "for another batch"
             )
         if dtype != planned.dtype and not _harmless(dtype, planned.dtype):
             return (
@@ -123,9 +136,24 @@ class BatchLayout:
         return ""
 
 
-def _is_part(leaf: Any) -> bool:
-    """The leaf is this process's part of a global one."""
-    return jax.process_count() > 1 and not isinstance(leaf, jax.Array)
+def _is_part(leaf: Any, sharding: NamedSharding) -> bool:
+    """The leaf may be this process's part of what several processes hold."""
+    shared = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not (shared or sharding.is_fully_addressable or is_key(leaf))
+
+
+def part_shape(sharding: NamedSharding, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what the devices of this process hold of a global array.
+
+    Args:
+        sharding: its layout.
+        shape: of all of it.
+    """
+    spans: list[set[tuple[int, int]]] = [set() for _ in shape]
+    for index in sharding.addressable_devices_indices_map(tuple(shape)).values():
+        for found, cut, size in zip(spans, index or (), shape, strict=True):
+            found.add(cut.indices(size)[:2])
+    return tuple(sum(stop - start for start, stop in found) for found in spans)
 
 
 def _harmless(given: str, planned: str) -> bool:
@@ -138,7 +166,7 @@ def _harmless(given: str, planned: str) -> bool:
 
 
 def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) and not _is_part(leaf, sharding):
         if str(leaf.dtype) != planned.dtype:
             leaf = leaf.astype(planned.dtype)
         same = leaf.sharding == sharding
@@ -146,7 +174,7 @@ def _as_planned(leaf: Any, planned: BatchLeaf, sharding: NamedSharding) -> Any:
     array = np.asarray(leaf, jnp.dtype(planned.dtype))
     if not is_here(sharding):
         return absent(jax.ShapeDtypeStruct(planned.shape, array.dtype), sharding)
-    if _is_part(leaf):
+    if _is_part(leaf, sharding):
         return jax.make_array_from_process_local_data(sharding, array, planned.shape)
     # A loader may fill its buffer again while the step still runs.
     return jax.device_put(array, sharding, may_alias=False)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.stack import stack_of
 from whalejax.capture.units import units_of
@@ -187,6 +188,11 @@ def _why_apart(captured: Captured, asked: Asked, marked: bool) -> str:
         return "marks say where the model is cut"
     if asked.schedule not in (None, *LOCKSTEP):
         return f"one program for all stages does not follow {asked.schedule}"
+    if _compat.open_jaxpr(captured.jaxpr)[0].effects:
+        return (
+            "the loss prints or calls back, which one program for all stages would do "
+            "again in its backward pass, and in turns without a micro-batch"
+        )
     try:
         stack_of(captured)
     except PlanError as error:

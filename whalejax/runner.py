@@ -131,7 +131,7 @@ class OneProgram:
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
         self._agreement.check(self.program.plan.hash)
-        with self.watch.step():
+        with self.watch.step("an evaluation"):
             found: tuple[TrainState, Metrics] = self._step(state, list(batch))
         self.watch.issued(jax.tree.leaves(found[1]))
         return found

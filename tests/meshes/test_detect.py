@@ -146,6 +146,7 @@ def test_several_cpu_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         detect()
     assert str(error.value) == (
         "2 CPU processes with 8 devices: only the devices of one process can be "
-        "measured. Describe the cluster in a TOML file; whalejax calibrate -o "
-        "cluster.toml writes one to start from"
+        'measured. On one machine say cluster="cpu:8" (the catalogue\'s CPU, so that '
+        "times are rough); or describe the cluster in a TOML file: whalejax calibrate "
+        "-o cluster.toml writes one to start from"
     )

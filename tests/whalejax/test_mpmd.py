@@ -410,6 +410,16 @@ def nested_marks(model: Any, x: Any) -> Any:
             return jnp.tanh(h @ model["b"]).mean()
 
 
+def three_marks(model: Any, x: Any) -> Any:
+    with wh.pipeline():
+        with wh.stage():
+            h = x @ model["a"]
+        with wh.stage():
+            h = jnp.tanh(h @ model["b"])
+        with wh.stage():
+            return h.mean()
+
+
 def any_number(model: Any, x: Any) -> Any:
     with wh.pipeline():
         return plain(model, x)
@@ -429,6 +439,11 @@ def plain(model: Any, x: Any) -> Any:
         ),
         (one_mark, {}, ("one stage is marked, and a pipeline needs two",)),
         (two_marks, {}, ("marks give it one", "take another schedule")),
+        (
+            three_marks,
+            {"cluster": "h100:2"},
+            ("marks ask for 3 devices", "Mark at most 2 stages, or take 3 devices"),
+        ),
         (wide_marks, {}, ("stages have equally many devices so far",)),
         (nested_marks, {}, ("stands inside stage", "not allowed")),
         (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),

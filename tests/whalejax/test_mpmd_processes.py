@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.processes import finish, start
+from tests.processes import ROOT, finish, free_port, start
+from whalejax.lowering.crossing import Aside
 
 
 PROGRAM: Final = """
-import json
+import json, threading
 jax.config.update("jax_enable_x64", True)
 import numpy as np, optax
 import whalejax as wh
 from tests.whalejax.test_mpmd import Marked
 
-kept, schedule, aside = sys.argv[5], sys.argv[6], sys.argv[7] == "aside"
+kept, schedule, where = sys.argv[5:8]
+aside = where != "in order"
 job = Marked(schedule).job()
 model = jax.tree.map(lambda x: x.astype("float64"), job.make_model(jax.random.key(0)))
 every = jax.devices()
-devices = [every[0], *every[3:5]] if aside else every
+devices = [every[0], *every[3:5]] if where == "aside" else every
 tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
 plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
                cluster=f"h100:{len(devices)}", num_micro_batches=6)
 step = wh.compile(plan, job.loss_fn, model, optimizer=tx, devices=devices)
 assert (step._runner.moves._aside is not None) == aside
 alone = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
-                cluster="h100:3", num_micro_batches=6)
+                cluster=f"h100:{jax.local_device_count()}", num_micro_batches=6)
 single = wh.compile(alone, job.loss_fn, model, optimizer=tx,
                     devices=jax.local_devices())
 state, expected = (s.init_from(model, rng=jax.random.key(3)) for s in (step, single))
@@ -57,6 +62,21 @@ for index in range(3):
 for part in ("params", "opt_state", "model"):
     worst = max(worst, *compare(getattr(state, part), getattr(expected, part)))
 batch = job.batch_at(3)
+moves, gate = step._runner.moves, threading.Event()
+if aside and jax.process_index() == 0:
+    # In an evaluation it only sends, and last of all the others hand something on:
+    # it waits for its own hand-overs, which are made late.
+    submit, settle = moves._aside.submit, moves.settle
+
+    def late(hand, arrays):
+        return submit(lambda xs: (gate.wait(), hand(xs))[1], arrays)
+
+    def settled():
+        gate.set()
+        settle()
+        assert moves._aside._last.done(), "hand-overs are not made"
+
+    moves._aside.submit, moves.settle = late, settled
 worst = max(worst, apart(step.eval(state, batch)["loss"],
                          single.eval(expected, batch)["loss"]))
 assert int(state.step) == 3
@@ -75,18 +95,21 @@ print(json.dumps([plan.stages.executor, worst, exact, losses]), flush=True)
 
 
 @pytest.mark.parametrize(
-    "schedule, where",
+    "schedule, where, count",
     [
         # The stage in the middle lies in both.
-        pytest.param("1f1b", "in order", marks=pytest.mark.full),
-        ("zb-h1", "aside"),  # each stage is in one of them
+        pytest.param("1f1b", "in order", 2, marks=pytest.mark.full),
+        ("zb-h1", "aside", 2),  # each stage is in one of them
+        pytest.param("1f1b", "one each", 3, marks=pytest.mark.full),
     ],
 )
-def test_three_stages_of_two_processes(
-    schedule: str, where: str, tmp_path: Path
+def test_three_stages_of_several_processes(
+    schedule: str, where: str, count: int, tmp_path: Path
 ) -> None:
     """They compute what the stages of one process do, which equal one device."""
-    running = start(PROGRAM, tmp_path / "kept", schedule, where, devices=3)
+    devices = 1 if where == "one each" else 3
+    kept = tmp_path / "kept"
+    running = start(PROGRAM, kept, schedule, where, count=count, devices=devices)
     found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
     for executor, worst, exact, losses in found:
         assert executor == "mpmd" and exact
@@ -181,3 +204,79 @@ def test_a_process_that_stops_ends_the_others(how: str, says: str) -> None:
     assert running[0].returncode not in (0, -signal.SIGKILL)
     assert re.search(rf"whalejax.*{says}", errors, re.S), errors[-3000:]
     assert "restore" in errors
+
+
+FAILS: Final = """
+import sys
+import numpy as np, optax
+import whalejax as wh
+
+port, index = sys.argv[1], int(sys.argv[2])
+wh.init_distributed(f"127.0.0.1:{port}", 2, index)
+import jax
+
+model = {k: np.full((8, 8), 0.1, np.float32) for k in "ab"}
+batch = {"x": np.ones((16, 8), np.float32)}
+
+def loss(m, b):
+    with wh.pipeline():
+        with wh.stage():
+            h = jax.numpy.tanh(b["x"] @ m["a"])
+        with wh.stage():
+            return ((h @ m["b"] - 1) ** 2).mean()
+
+tx = optax.sgd(0.1)
+plan = wh.plan(loss, model, batch, optimizer=tx, cluster="h100:2", num_micro_batches=4)
+step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
+state, _ = step(step.init_from(model), batch)
+rows = 5 if index == 0 else 16
+step(state, {"x": np.ones((rows, 8), np.float32)})
+"""
+
+
+def test_an_error_in_one_process_ends_the_others() -> None:
+    """It does not wait for the others to end, as they wait for it."""
+    port = free_port()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, str(port), str(index)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in running]
+    except subprocess.TimeoutExpired:
+        pytest.fail("one process still waits for the other")
+    finally:
+        for process in running:
+            process.kill()
+    assert all(process.returncode for process in running)
+    assert "batch['x'] has shape (5, 8) in process 0; the plan is for" in errors[0]
+    assert "of which this process gives all" in errors[0]
+
+
+def test_a_hand_over_that_fails_is_the_last() -> None:
+    """The other process would take the next one for it."""
+    done: list[str] = []
+
+    def fails(arrays: Sequence[str]) -> list[str]:
+        raise RuntimeError(f"{arrays[0]} is not there")
+
+    def works(arrays: Sequence[str]) -> list[str]:
+        done.extend(arrays)
+        return [*arrays]
+
+    aside = Aside()
+    assert aside.settle() == []
+    aside.submit(works, ["a"])
+    assert aside.settle() == ["a"]
+    for hand, name in ((fails, "b"), (works, "c")):
+        aside.submit(hand, [name])
+    with pytest.raises(RuntimeError, match="b is not there"):
+        aside.settle()
+    assert done == ["a"]

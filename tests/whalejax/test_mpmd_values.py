@@ -151,3 +151,32 @@ def test_what_a_model_says_while_it_runs_is_said_once(schedule: str) -> None:
         step.eval(state, batch(0, 16))
         jax.effects_barrier()
     assert len(said) == len(set(said)) == 2 * 2 * 4
+
+
+def test_layers_in_a_scan_say_it_once_as_well() -> None:
+    """One program for all stages would do it again, so they get their own."""
+    said: list[float] = []
+
+    def layer(h: Any, weights: Any) -> Any:
+        h = jnp.tanh(h @ weights)
+        jax.debug.callback(lambda x: said.append(float(x)), h.sum())
+        return h, None
+
+    def talking(model: Any, batch: Any) -> Any:
+        h, _ = jax.lax.scan(layer, batch["x"], model["layers"])
+        return ((h @ model["out"] - batch["y"]) ** 2).mean()
+
+    def stacked(key: Any) -> Any:
+        weights = jax.random.normal(key, (5, WIDTH, WIDTH)) * 0.3
+        return {"layers": weights[:4], "out": weights[4]}
+
+    with jax.enable_x64(True):
+        job = wh.Job(talking, stacked, batch, optax.sgd(0.1), batch_size=16)
+        model = stacked(jax.random.key(0))
+        options: Any = {"num_micro_batches": 4, "mesh": {"stage": 2}}
+        step = compiled(job, model, devices=2, **options)
+        runner_of(step)
+        step(step.init_from(model), batch(0, 16))
+        jax.effects_barrier()
+    assert len(said) == len(set(said)) == 4 * 4
+    assert "the loss prints or calls back, which one program" in str(step.plan)

@@ -43,6 +43,19 @@ for axis in ("data", "fsdp"):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
     again = step.init_from(state.model)
+    local = {name: jax.numpy.asarray(part) for name, part in parts.items()}
+    assert step.eval(state, local) == step.eval(state, parts) == step.eval(
+        state, {"x": x, "y": y}
+    )
+    try:
+        step.eval(state, {"x": x[:5], "y": y[half]})
+    except wh.WhaleError as error:
+        assert (
+            f"batch['x'] has shape (5, 8) in process {jax.process_index()}; the plan "
+            "is for the global shape (16, 8), of which this process gives (8, 8)."
+        ) in str(error), error
+    else:
+        raise AssertionError("nothing is said")
     _, metrics = step(again, parts)
     losses.append(float(metrics["loss"]))
     path = f"{sys.argv[5]}/{axis}"

@@ -357,3 +357,30 @@ def test_a_checkpoint_goes_to_a_file_system(tmp_path: Any) -> None:
     step = step_for(squares, MODEL, BATCH)
     with pytest.raises(wh.WhaleError, match="gs://bucket/run: checkpoints are written"):
         step.save("gs://bucket/run", step.init_from(MODEL))
+
+
+def test_an_evaluation_reports_numbers_of_the_types_that_a_step_does() -> None:
+    def counting(model: Any, batch: Any) -> Any:
+        metrics = {"count": jnp.int32(3), "any": batch["x"].sum() > 0}
+        return ((batch["x"] @ model["w"]) ** 2).mean(), wh.Aux(metrics=metrics)
+
+    with jax.enable_x64(True):
+        model, batch = {"w": np.ones((8, 4))}, {"x": np.ones((16, 8))}
+        tx = optax.sgd(0.1)
+        plan = wh.plan(
+            counting,
+            model,
+            batch,
+            optimizer=tx,
+            cluster="h100:2",
+            mesh={"data": 2},
+            num_micro_batches=4,
+        )
+        devices = jax.devices()[:2]
+        step = wh.compile(plan, counting, model, optimizer=tx, devices=devices)
+        state = step.init_from(model)
+        evaluated = step.eval(state, batch)
+        _, stepped = step(state, batch)
+    for name in ("count", "any"):
+        assert evaluated[name].dtype == stepped[name].dtype
+        assert evaluated[name] == stepped[name]

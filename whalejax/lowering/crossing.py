@@ -8,7 +8,7 @@ all processes that hold devices of one launch them in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from whalejax.lowering.ways import (
     impl_of,
     is_here,
     rows_of,
+    run_alone,
     shards_on,
     unwrapped,
     wrapped,
@@ -33,6 +34,43 @@ Coming = Callable[[], list[Any]]
 """Gives arrays that are on their way; waits until they are issued."""
 
 
+class Aside:
+    """A thread of its own, where one hand-over is made after the other.
+
+    After one that failed none is made any more: the other process would take the next
+    one for it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "whalejax-moves")
+        self._last: Future[list[Any]] | None = None
+
+    def submit(
+        self, hand: Callable[[Sequence[Any]], list[Any]], arrays: Sequence[Any]
+    ) -> Future[list[Any]]:
+        """Make a hand-over when those before it are made.
+
+        Args:
+            hand: makes it.
+            arrays: what it takes.
+        """
+        before = self._last
+
+        def then(arrays: Sequence[Any]) -> list[Any]:
+            nonlocal before
+            if before is not None:
+                before.result()
+                before = None
+            return hand(arrays)
+
+        self._last = self._thread.submit(then, arrays)
+        return self._last
+
+    def settle(self) -> list[Any]:
+        """Wait until all are issued; what the last one gave, or the error of one."""
+        return [] if self._last is None else self._last.result()
+
+
 class Way:
     """From the devices of one stage to as many of another, for some arrays."""
 
@@ -41,6 +79,8 @@ class Way:
         avals: Sequence[Any],
         sources: Sequence[NamedSharding],
         targets: Sequence[NamedSharding],
+        *,
+        alone: bool = False,
     ) -> None:
         """Know what is sent.
 
@@ -49,17 +89,19 @@ class Way:
             sources: layouts on the stage that has the arrays, about; they may come
                 with others on its devices.
             targets: layouts on the stage that takes them.
+            alone: nothing else is done until it is sent.
         """
         self._targets = list(targets)
         devices: set[Any] = set()
         devices.update(*(s.device_set for s in (*sources[:1], *targets[:1])))
         processes = {d.process_index for d in devices}
         self._here = jax.process_index() in processes
+        self._alone = alone
         self._crossing: _Crossing | None = None
         if self._here and len(processes) > 1 and sources[0].mesh != targets[0].mesh:
             self._crossing = _Crossing(avals, sources[0].mesh, targets)
 
-    def send(self, arrays: Sequence[Any], aside: Executor | None = None) -> Coming:
+    def send(self, arrays: Sequence[Any], aside: Aside | None = None) -> Coming:
         """The arrays on the other stage; None for each if that is not here.
 
         Args:
@@ -69,7 +111,7 @@ class Way:
         if not self._here:
             return lambda: [None] * len(self._targets)
         if self._crossing is not None:
-            return self._crossing.send(arrays, aside)
+            return self._crossing.send(arrays, aside, alone=self._alone)
         found: list[Any] = jax.device_put(list(arrays), self._targets)
         return lambda: found
 
@@ -94,7 +136,7 @@ class _Crossing:
         self.plain = [not is_key(a) and bool(a.shape) for a in avals]
         self.unwrap, self.wrap = self._wrapping(avals, raw, targets)
         both = [behind(s) for s in specs]
-        pair = Mesh(np.stack([devices, target.devices]), (STAGE, *names))
+        self.pair = pair = Mesh(np.stack([devices, target.devices]), (STAGE, *names))
         self.joint = [
             jax.ShapeDtypeStruct(
                 (2 * shape[0], *shape[1:]), r.dtype, sharding=NamedSharding(pair, spec)
@@ -132,12 +174,14 @@ class _Crossing:
             jax.jit(wrap, out_shardings=list(targets)),
         )
 
-    def send(self, arrays: Sequence[Any], aside: Executor | None) -> Coming:
+    def send(
+        self, arrays: Sequence[Any], aside: Aside | None, *, alone: bool
+    ) -> Coming:
         """The arrays on the other side; None for each if that is not here."""
         if self.sends and not self._as_sent(arrays):
             arrays = self.unwrap(list(arrays))
         if aside is None:
-            handed = self._cross(arrays)
+            handed = self._cross(arrays, alone=alone)
             return lambda: self._taken(handed)
         waiting = aside.submit(self._cross_at_once, arrays)
         return lambda: self._taken(waiting.result())
@@ -155,7 +199,7 @@ class _Crossing:
             jax.block_until_ready(arrays)
         return self._cross(arrays)
 
-    def _cross(self, arrays: Sequence[Any]) -> list[Any]:
+    def _cross(self, arrays: Sequence[Any], *, alone: bool = False) -> list[Any]:
         shards = [list(zeros) for zeros in self.nothing]
         if self.sends:
             for several, x in zip(shards, arrays, strict=True):
@@ -164,7 +208,9 @@ class _Crossing:
             jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, several)
             for aval, several in zip(self.joint, shards, strict=True)
         ]
-        found: list[Any] = self.hand(joint)
+        found: list[Any] = (
+            run_alone(self.hand, joint, self.pair) if alone else self.hand(joint)
+        )
         return found
 
     def _taken(self, handed: Sequence[Any]) -> list[Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from whalejax.lowering.agreement import Agreement
-from whalejax.lowering.crossing import Coming, Way
+from whalejax.lowering.crossing import Aside, Coming, Way
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.spmd import wide
 from whalejax.planner.issuing import Handing, issue_order
@@ -33,8 +32,7 @@ class Moves:
     def __init__(self, apart: Apart) -> None:
         self._apart = apart
         self._ways: dict[Hashable, Way] = {}
-        self._last: list[Coming] = []
-        self._aside: Executor | None = None
+        self._aside: Aside | None = None
         mesh = apart.mesh
         self._agreement = Agreement(mesh)
         rows: Any = mesh.devices
@@ -42,7 +40,7 @@ class Moves:
         alone = all(len({d.process_index for d in row}) == 1 for row in rows)
         if self._on_cpus and alone:
             # A CPU process that waits for another does nothing else in that thread.
-            self._aside = ThreadPoolExecutor(1, "whalejax-moves")
+            self._aside = Aside()
 
     def agree(self) -> None:
         """Compare the plan with that of the other processes, the first time.
@@ -52,6 +50,7 @@ class Moves:
         """
         layouts = [
             (
+                plan.model_hash,
                 plan.axes,
                 *((x.path, x.param_spec, x.optimizer_spec) for x in plan.leaves),
             )
@@ -103,7 +102,7 @@ class Moves:
         """
         values = self.values_of(handing)
         way = handing.action, handing.source, handing.target
-        coming = self._sent(
+        return self._sent(
             way,
             [None] * len(values) if arrays is None else arrays,
             [self._apart.avals[v] for v in values],
@@ -111,18 +110,11 @@ class Moves:
             [self._handing(v, handing.target) for v in values],
             self._aside,
         )
-        if self._on_cpus:
-            # Aside, the last is done when all are.
-            kept = [] if self._aside is not None else self._last
-            self._last = [*kept, coming]
-        return coming
 
     def settle(self) -> None:
         """Wait until all that was handed over is, before anything else is moved."""
-        arrays = [x for coming in self._last for x in coming() if x is not None]
-        self._last = []
-        if self._on_cpus:
-            jax.block_until_ready([x for x in arrays if not x.is_deleted()])
+        if self._aside is not None:
+            jax.block_until_ready(self._aside.settle())
 
     def _sent(
         self,
@@ -131,10 +123,12 @@ class Moves:
         avals: Sequence[Any],
         sources: Sequence[NamedSharding],
         targets: Sequence[NamedSharding],
-        aside: Executor | None = None,
+        aside: Aside | None = None,
     ) -> Coming:
         if key not in self._ways:
-            self._ways[key] = Way(avals, sources, targets)
+            # Where a stage lies in several processes, its own programs wait as well.
+            alone = self._on_cpus and self._aside is None
+            self._ways[key] = Way(avals, sources, targets, alone=alone)
         return self._ways[key].send(arrays, aside)
 
     def _handing(self, value: Value, place: int) -> NamedSharding:

@@ -268,7 +268,7 @@ class Apart:
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
         self.moves.agree()
-        with self.watch.step():
+        with self.watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self.watch.issued(jax.tree.leaves(found))
         return found
@@ -346,6 +346,7 @@ class Apart:
                         place,
                         stage,
                         made,
+                        mesh=self.meshes[stage],
                         splits=self.table.splits_backward,
                         options=self._options,
                     )
@@ -410,10 +411,8 @@ class Apart:
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
         """For each stage, the numbers of the micro-batches."""
-        count = self.table.num_micro_batches
-        return [
-            [placed(np.int32(m), whole) for m in range(count)] for whole in self.whole
-        ]
+        every = range(self.table.num_micro_batches)
+        return [[placed(np.int32(m), whole) for m in every] for whole in self.whole]
 
     @functools.cached_property
     def _dims(self) -> Dimensions:

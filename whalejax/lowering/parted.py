@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from whalejax.cutting import Fixed, Operand, Step, Steps
-from whalejax.lowering.ways import Everywhere, is_here, joined, placed, seen_on
+from whalejax.lowering.ways import (
+    Everywhere,
+    is_here,
+    joined,
+    placed,
+    run_alone,
+    seen_on,
+)
 from whalejax.planner.plan import PlanError
 
 
@@ -374,8 +381,10 @@ class Parted:
             if not usable:
                 usable.append(self._usable(given, gives, there))
             others.update((n, x) for n, x in given.items() if n not in usable[0])
-            found: tuple[list[Any], list[Any]] = compiled(
-                {n: given[n] for n in usable[0]}, others, vectors
+            found: tuple[list[Any], list[Any]] = run_alone(
+                lambda several: compiled(*several),
+                ({n: given[n] for n in usable[0]}, others, vectors),
+                whole.mesh,
             )
             return found
 

@@ -10,6 +10,7 @@ import jax
 
 from whalejax.cutting import Operand, Step, Steps
 from whalejax.lowering.places import Place
+from whalejax.lowering.ways import run_alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Site:
 
 
 def site_of(
-    number: int, stage: int, place: Place, *, splits: bool, options: Any
+    number: int, stage: int, place: Place, *, mesh: Any, splits: bool, options: Any
 ) -> Site:
     """A place with its programs, which are compiled when they are run.
 
@@ -64,6 +65,7 @@ def site_of(
         number: of the place.
         stage: which holds it.
         place: what it computes.
+        mesh: devices of the stage.
         splits: gradients of parameters are made in a program of their own.
         options: of the compiler.
     """
@@ -80,7 +82,7 @@ def site_of(
         also: Sequence[Step] = (),
     ) -> Piece:
         name = f"{name}_{number}"
-        return _piece(name, steps, gives, given, added, options, also)
+        return _piece(name, steps, gives, given, added, mesh, options, also)
 
     weight = None
     gives, given = place.behind, {*inputs, *kept}
@@ -112,6 +114,7 @@ def _piece(
     gives: Sequence[Operand],
     given: set[int],
     added: int,
+    mesh: Any,
     options: Any,
     also: Sequence[Step],
 ) -> Piece:
@@ -123,6 +126,7 @@ def _piece(
         gives: what the part makes, of which the last are added to something.
         given: what it may take.
         added: how many.
+        mesh: devices on which it runs.
         options: of the compiler.
         also: what it does beside.
     """
@@ -137,8 +141,9 @@ def _piece(
         return results[:first], [a + b for a, b in pairs]
 
     part.__name__ = name
+    compiled = jax.jit(part, donate_argnums=1, compiler_options=options)
     return Piece(
         reads=tuple(reads),
         gives=tuple(gives[:first]),
-        run=jax.jit(part, donate_argnums=1, compiler_options=options),
+        run=lambda *arrays: run_alone(lambda two: compiled(*two), arrays, mesh),
     )

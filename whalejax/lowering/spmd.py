@@ -348,7 +348,7 @@ def losses_of(
     all_sums = jax.lax.map(
         lambda pair: one(pair[0], whole(pair[1])), (jnp.arange(count), parts)
     )
-    summed: Sums = jax.tree.map(lambda x: x.sum(0), all_sums)
+    summed: Sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), all_sums)
     return summed
 
 

@@ -10,7 +10,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters_leaves import is_key
-from whalejax.lowering.ways import absent, behind, is_here, rows_of, shards_on, zeros_on
+from whalejax.lowering.ways import (
+    absent,
+    behind,
+    is_here,
+    rows_of,
+    run_alone,
+    shards_on,
+    zeros_on,
+)
 from whalejax.planner.shared import STAGE
 
 
@@ -67,7 +75,7 @@ def collected(array: Any, target: NamedSharding, mesh: Mesh) -> Any:
     if target.device_set == array.sharding.device_set:
         return jax.device_put(array, target)
     together = NamedSharding(_stacked(mesh, target.mesh), target.spec)
-    every = jax.jit(lambda x: x, out_shardings=together)(array)
+    every = run_alone(jax.jit(lambda x: x, out_shardings=together), array, mesh)
     if not is_here(target):
         return absent(array, target)
     return jax.make_array_from_single_device_arrays(
@@ -124,7 +132,7 @@ def _spreading(
             shards += [shard.data for shard in rows.addressable_shards]
         size = (len(mesh.devices) * shape[0], *shape[1:])
         whole = jax.make_array_from_single_device_arrays(size, stacked, shards)
-        found = program(whole)
+        found = run_alone(program, whole, mesh)
         return found if array.shape else found.reshape(())
 
     return run

@@ -242,7 +242,7 @@ class Uneven:
 
     def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
         self._agreement.check((self._plan.hash, self.shares))
-        with self._watch.step():
+        with self._watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self._watch.issued(jax.tree.leaves(found))
         return found

@@ -26,6 +26,9 @@ from whalejax.planner.schedules import Row
 LEAST_SECONDS: Final = 300.0
 """A step may take this long in any case."""
 
+FIRST_SECONDS: Final = 3600.0
+"""And the first of its kind this long: processes wait in it while others compile."""
+
 TIMES_LONGEST: Final = 10
 """Or so many times as long as the longest before it."""
 
@@ -46,12 +49,11 @@ def lost(error: BaseException, where: str) -> WhaleError:
 
 
 class Watch:
-    """Watches one step at a time.
-
-    The first step is let be: processes wait in it while others compile.
+    """Watches steps, and evaluations.
 
     Attributes:
-        least_seconds: that a step may take in any case.
+        least_seconds: that one may take in any case.
+        first_seconds: that the first of a kind may take.
         doing: what is being issued.
     """
 
@@ -63,21 +65,35 @@ class Watch:
         """
         self._alone = alone
         self.least_seconds = LEAST_SECONDS
+        self.first_seconds = FIRST_SECONDS
         self.doing: Row | Handing | None = None
-        self._longest: float | None = None
-        # When each step that has not ended was begun, and what it will give.
-        self._open: deque[tuple[float, Sequence[Any] | None]] = deque()
+        self._failed = ""
+        # Of each kind, the seconds of the longest so far but the first.
+        self._longest: dict[str, float] = {}
+        # Of each that has not ended its kind, its beginning, and what it will give.
+        self._open: deque[tuple[str, float, Sequence[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """A step is about to be issued."""
+    def begin(self, kind: str) -> None:
+        """One is about to be issued.
+
+        Raises:
+            WhaleError: one before it failed here, in which others may still wait.
+        """
         if self._alone:
             return
+        if self._failed:
+            raise WhaleError(
+                f"{self._failed} failed before in this process, and the others may "
+                "still wait in it: what is sent now they would take for its. Look at "
+                "that error, start all processes anew, and restore the latest "
+                "checkpoint"
+            )
         beats.begun().step()
         with self._lock:
             self._settle()
-            self._open.append((time.monotonic(), None))
+            self._open.append((kind, time.monotonic(), None))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._look_on, name="whalejax-watch", daemon=True
@@ -85,22 +101,26 @@ class Watch:
             self._thread.start()
 
     def issued(self, results: Sequence[Any]) -> None:
-        """All of a step is issued; it ends when its results are there."""
+        """All of it is issued; it ends when its results are there."""
         if not self._alone:
             with self._lock:
-                self._open.append((self._open.pop()[0], results))
+                self._open.append((*self._open.pop()[:2], results))
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the issuing of a step.
+    def step(self, kind: str = "a step") -> Iterator[None]:
+        """Around the issuing of a step, or of something else.
+
+        Args:
+            kind: what is issued.
 
         Raises:
-            WhaleError: a process that takes part is gone.
+            WhaleError: a process that takes part is gone, or one before it failed.
         """
-        self.begin()
+        self.begin(kind)
         try:
             yield
         except BaseException as error:
+            self._failed = kind
             with self._lock:
                 self._open.clear()
             if not self._alone and beats.tells_of_loss(error):
@@ -108,42 +128,47 @@ class Watch:
             raise
 
     def _settle(self) -> None:
-        """Note the end of the steps that have ended."""
-        while self._open and _there(self._open[0][1]):
-            took = time.monotonic() - self._open.popleft()[0]
+        """Note the end of those that have ended."""
+        while self._open and _there(self._open[0][2]):
+            kind, began, _ = self._open.popleft()
+            took, longest = time.monotonic() - began, self._longest.get(kind)
             # The first compiles, and says nothing of those that follow.
-            self._longest = 0.0 if self._longest is None else max(took, self._longest)
+            self._longest[kind] = 0.0 if longest is None else max(took, longest)
 
-    def _overdue(self) -> float | None:
-        """The seconds that a step has waited, if they are too many."""
+    def _overdue(self) -> tuple[str, float, float] | None:
+        """What has waited too long, its seconds, and those of the longest before it."""
         with self._lock:
             self._settle()
-            if not self._open or self._longest is None:
+            if not self._open:
                 return None
-            waited = time.monotonic() - self._open[0][0]
-            allowed = max(self.least_seconds, TIMES_LONGEST * self._longest)
+            kind, began, _ = self._open[0]
+            longest, waited = self._longest.get(kind), time.monotonic() - began
+            allowed = (
+                self.first_seconds
+                if longest is None
+                else max(self.least_seconds, TIMES_LONGEST * longest)
+            )
             if beats.begun().ended():  # for one that has gone home nobody need wait
                 allowed = min(allowed, beats.begun().silent_seconds)
-            return waited if waited > allowed else None
+            return (kind, waited, longest or 0.0) if waited > allowed else None
 
     def _look_on(self) -> None:
         while True:
             time.sleep(min(1.0, self.least_seconds / 4))
-            waited = self._overdue()
-            if waited is not None:
-                self._end(waited)
+            found = self._overdue()
+            if found is not None:
+                self._end(*found)
 
     def _where(self) -> str:
         return "its beginning" if self.doing is None else words_of(self.doing)
 
-    def _end(self, waited: float) -> None:
-        longest = self._longest or 0.0
+    def _end(self, kind: str, waited: float, longest: float) -> None:
         who = beats.begun().late() or (
             "All processes are there and have begun as many steps: another one does "
             "something else than this one"
         )
         print(
-            f"whalejax: a step has waited for {waited:.0f} s at {self._where()}; the "
+            f"whalejax: {kind} has waited for {waited:.0f} s at {self._where()}; the "
             f"longest before took {longest:.1f} s. {who}. This process ends here. Look "
             "for the first error of the others, start all processes anew, and restore "
             "the latest checkpoint",

@@ -84,13 +84,7 @@ class Everywhere:
             return copied
         if self._program is None:
             self._program = self._build()
-        if self.mesh.devices.flat[0].platform != "cpu":
-            return self._program(arrays)
-        # Where a thread of the processor waits for other processes in a program, none
-        # may be needed by another: this one runs alone.
-        jax.block_until_ready([x for x in arrays if x is not None])
-        told = self._program(arrays)
-        jax.block_until_ready(told)
+        told: list[Any] = run_alone(self._program, arrays, self.mesh)
         return told
 
     def _build(self) -> Callable[..., list[Any]]:
@@ -145,6 +139,26 @@ class Everywhere:
             return [wrapped(x, i) for x, i in zip(told(xs), impls, strict=True)]
 
         return jax.jit(tell, out_shardings=self.whole)
+
+
+def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
+    """Run a program of several processes, on CPUs when what it takes is there.
+
+    Where a thread of the processor waits for other processes in a program, none may be
+    needed by another, or both wait for ever: there its results are waited for as well.
+
+    Args:
+        program: from arrays to arrays.
+        arrays: what it takes; anything stands for what is not here.
+        mesh: its devices.
+    """
+    waits = mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
+    if waits:
+        jax.block_until_ready(arrays)
+    found = program(arrays)
+    if waits:
+        jax.block_until_ready(found)
+    return found
 
 
 def seen_on(array: Any, whole: NamedSharding) -> Any:
