@@ -26,6 +26,8 @@ from whalejax.planner.entries import Candidate as Candidate
 from whalejax.planner.entries import LeafPlan as LeafPlan
 from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
+from whalejax.planner.errors import NothingFits as NothingFits
+from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -48,10 +50,6 @@ _NOT_THE_PROGRAM = (
     "source",
 )
 """Fields of a plan that its program does not depend on."""
-
-
-class PlanError(WhaleError):
-    """A plan that cannot be made, read or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
