@@ -26,6 +26,7 @@ from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.telling import tell
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
@@ -289,6 +290,7 @@ class Asked:
             batch=batch_leaves(self.batch),
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
+        tell(f"searching layouts on {self.cluster.describe()}")
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         return dataclasses.replace(
             found,
@@ -375,6 +377,7 @@ class Asked:
         shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
         key = str(self.precision), count, shapes
         if key not in self.traced:
+            tell("tracing the model")
             adapter = at_precision(self.adapter, self._whole)
             captured = capture(
                 adapter,
