@@ -15,7 +15,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
@@ -26,6 +26,8 @@ from whalejax.planner.entries import Candidate as Candidate
 from whalejax.planner.entries import LeafPlan as LeafPlan
 from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
+from whalejax.planner.errors import NothingFits as NothingFits
+from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -34,7 +36,10 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 10
+if TYPE_CHECKING:
+    from whalejax.planner.differences import PlanDiff
+
+PLAN_VERSION = 11
 """Version of the file format."""
 
 
@@ -48,10 +53,6 @@ _NOT_THE_PROGRAM = (
     "source",
 )
 """Fields of a plan that its program does not depend on."""
-
-
-class PlanError(WhaleError):
-    """A plan that cannot be made, read or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +391,30 @@ class Plan:
 
         return explain(self)
 
+    def describe(self) -> str:
+        """Where the plan stands on the taxonomy of distributed training.
+
+        Returns:
+            Lines of text: what is parallel, who is synchronous, what is exchanged over
+            which topology, what is replicated.
+        """
+        from whalejax.planner.taxonomy import describe
+
+        return describe(self)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to another, with its cost.
+
+        Args:
+            other: a plan of the same model or of another one, on any cluster.
+
+        Returns:
+            Settings, parameters, traffic and terms that differ; ``print`` shows them.
+        """
+        from whalejax.planner.differences import diff
+
+        return diff(self, other)
+
     def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
         """The plan as Flax's table from logical dimensions to mesh axes.
 
@@ -411,9 +436,9 @@ class Plan:
         return maxtext_flags(self)
 
     def __str__(self) -> str:
-        from whalejax.planner.explain import table
+        from whalejax.planner.display import page
 
-        return table(self)
+        return page(self)
 
     def partition_specs(self) -> dict[str, Any]:
         """The stored layout of every parameter.

@@ -1,5 +1,5 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``verify``,
-``estimate``, ``calibrate``, ``launch``, ``doctor``.
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
+``verify``, ``estimate``, ``calibrate``, ``launch``, ``doctor``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -8,6 +8,8 @@ command needs it, so that help and errors come at once.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import functools
 import importlib.util
@@ -29,10 +31,13 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
+    CompletionCommand,
+    DiffCommand,
     DoctorCommand,
     EstimateCommand,
     LaunchCommand,
     PlanCommand,
+    SearchCommand,
     ShowCommand,
     TrainCommand,
     VerifyCommand,
@@ -41,6 +46,7 @@ from whalejax.options import (
     compiler_options,
     mesh_sizes,
     named_values,
+    prices,
 )
 
 
@@ -116,15 +122,19 @@ def _run(command: Command, started: float) -> int:
         case ShowCommand():
             _show(command)
         case WhyCommand():
-            from whalejax.planner.plan import Plan
-
-            print(Plan.load(command.plan).why(command.path))
+            _why(command)
+        case DiffCommand():
+            _diff(command)
+        case SearchCommand():
+            _search(command)
         case EstimateCommand():
             _estimate(command)
         case VerifyCommand():
             return _verify(command)
         case CalibrateCommand():
             _calibrate(command)
+        case CompletionCommand():
+            _complete(command.shell)
         case LaunchCommand():
             from whalejax import launcher
 
@@ -138,7 +148,7 @@ def _run(command: Command, started: float) -> int:
 
 def _plan(command: PlanCommand) -> None:
     from whalejax import jobs, show
-    from whalejax.progress import make_console
+    from whalejax.progress import Working, make_console
 
     _check_output(command.output)
     for name, value in (
@@ -150,20 +160,21 @@ def _plan(command: PlanCommand) -> None:
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh = mesh_sizes(command.mesh)
     job = find_job(command.model, named_values(command.set))
-    plan = jobs.make_plan(
-        job,
-        jobs.abstract_model(job),
-        job.batch_at(0, command.batch),
-        jobs.machine(command.cluster),
-        mesh=mesh,
-        micro_batches=command.micro_batches,
-        runnable=not command.estimate,
-        offload=command.offload,
-        loss_chunks=command.loss_chunks,
-        compiler_options=xla,
-        source=(_lasting(command.model), *command.set),
-        **asked,
-    )
+    with Working("planning", quiet=command.quiet):
+        plan = jobs.make_plan(
+            job,
+            jobs.abstract_model(job),
+            job.batch_at(0, command.batch),
+            jobs.machine(command.cluster),
+            mesh=mesh,
+            micro_batches=command.micro_batches,
+            runnable=not command.estimate,
+            offload=command.offload,
+            loss_chunks=command.loss_chunks,
+            compiler_options=xla,
+            source=(_lasting(command.model), *command.set),
+            **asked,
+        )
     if command.output is not None:
         plan.save(command.output)
     if command.json:
@@ -183,8 +194,71 @@ def _show(command: ShowCommand) -> None:
     plan = Plan.load(command.plan)
     if command.json:
         print(json.dumps(plan.document()))
+    elif command.describe:
+        print(plan.describe())
     else:
         show.print_plan(plan, make_console(), all_rows=command.all)
+
+
+def _search(command: SearchCommand) -> None:
+    from whalejax import jobs, show
+    from whalejax.progress import Working, make_console
+
+    for name, value in (
+        ("--batch", command.batch),
+        ("--micro-batches", command.micro_batches),
+    ):
+        if value is not None and value < 1:
+            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    if not command.on:
+        raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
+    given, asked = prices(command.price), by_task_graph(command)
+    job = find_job(command.model, named_values(command.set))
+    with Working("planning", quiet=command.quiet):
+        found = jobs.search_plans(
+            job,
+            command.on,
+            batch=command.batch,
+            prices=given,
+            each=command.each,
+            micro_batches=command.micro_batches,
+            runnable=not command.estimate,
+            **asked,
+        )
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(show.Lines(found.lines))
+
+
+def _why(command: WhyCommand) -> None:
+    from whalejax.planner.plan import Plan
+
+    plan = Plan.load(command.plan)
+    if not command.json:
+        print(plan.why(command.path))
+        return
+    leaf, candidates = plan.leaf(command.path), plan.candidates
+    document = {
+        "whalejax_why": 1,
+        "parameter": dataclasses.asdict(leaf),
+        "why": plan.why(command.path).splitlines(),
+        "weighed": [dataclasses.asdict(candidate) for candidate in candidates],
+    }
+    print(json.dumps(document))
+
+
+def _diff(command: DiffCommand) -> None:
+    from whalejax import show
+    from whalejax.planner.plan import Plan
+    from whalejax.progress import make_console
+
+    found = Plan.load(command.before).diff(Plan.load(command.after))
+    if command.json:
+        print(json.dumps(found.document()))
+        return
+    lines = functools.partial(found.lines, all_rows=command.all)
+    make_console().print(show.Lines(lines))
 
 
 def _lasting(model: str) -> str:
@@ -204,7 +278,7 @@ def _check_output(output: Path | None) -> None:
 def _verify(command: VerifyCommand) -> int:
     from whalejax import jobs
     from whalejax.planner.plan import Plan
-    from whalejax.progress import make_console
+    from whalejax.progress import Working, make_console
     from whalejax.verification import gpu, report
 
     _check_output(command.output)
@@ -227,7 +301,8 @@ def _verify(command: VerifyCommand) -> int:
             "plan.verify(...) where the plan is made"
         )
     question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
-    found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
+    with Working("verifying", quiet=command.quiet):
+        found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:
         found.better.save(command.output)
     if command.json:
@@ -244,11 +319,22 @@ def _estimate(command: EstimateCommand) -> None:
     from whalejax.planner.tables import estimate_file
 
     count, of = estimate_file(command.table, command.output)
-    print(f"{count} of {of} runs predicted, written to {command.output}")
+    if command.json:
+        written = {"predicted": count, "runs": of, "output": str(command.output)}
+        print(json.dumps(written))
+    else:
+        print(f"{count} of {of} runs predicted, written to {command.output}")
+
+
+def _complete(shell: str) -> None:
+    """Print what makes a shell complete our words."""
+    with contextlib.suppress(SystemExit):  # it ends the process when it has printed
+        _parse(["--tyro-print-completion", shell])
 
 
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.calibrate import write_calibration
+    from whalejax.progress import Working
 
     _check_output(command.output)
     if command.model is None and (command.set or command.samples or command.precision):
@@ -258,19 +344,25 @@ def _calibrate(command: CalibrateCommand) -> None:
     job = None
     if command.model is not None:
         job = find_job(command.model, named_values(command.set))
-    cluster = write_calibration(command.output, command.seconds)
-    if job is not None:
-        from whalejax.timing import with_timing
+    words = []
+    with Working("calibrating"):
+        cluster = write_calibration(command.output, command.seconds)
+        if job is not None:
+            from whalejax.timing import with_timing
 
-        cluster, timed = with_timing(
-            cluster, job, command.samples, by_task_graph(command)["precision"]
-        )
-        cluster.save(command.output)
-        print(
-            f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
-            f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
-        )
-    print(f"{cluster.describe()}, measured and written to {command.output}")
+            cluster, timed = with_timing(
+                cluster, job, command.samples, by_task_graph(command)["precision"]
+            )
+            cluster.save(command.output)
+            words.append(
+                f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
+                f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
+            )
+    words.append(f"{cluster.describe()}, measured and written to {command.output}")
+    if command.json:
+        print(json.dumps({"output": str(command.output), **cluster.to_json()}))
+    else:
+        print("\n".join(words))
 
 
 # Finding the job.

@@ -23,32 +23,26 @@ def init_distributed(
 ) -> int:
     """Make this process one of several that run the same program.
 
-        Call it before anything touches a device. With no argument ``whalejax launch`` has
-        said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with
-        indices), TPU. A process that dies or stands still ends the others, with an error
-    <<<<<<< HEAD:whalejax/joining.py
-        that names it, once it was silent for ``heartbeat_seconds``; one that fails ends
-        them at once.
-    =======
-        that names it, once it was silent for ``heartbeat_seconds``. One in which an error
-        is not caught ends at once, without functions of ``atexit``: JAX's would wait for
-        the others, which may be waiting for it.
-    >>>>>>> rev6:meshes/processes.py
+    Call it before anything touches a device. With no argument ``whalejax launch`` has
+    said who is who, or JAX asks the cluster: Slurm, Open MPI, Kubernetes (jobs with
+    indices), TPU. A process that dies or stands still ends the others, with an error
+    that names it, once it was silent for ``heartbeat_seconds``; one that fails ends
+    them at once.
 
-        Args:
-            coordinator: address and port of process 0, ``"host:port"``.
-            num_processes: how many there are.
-            process_id: the number of this one, from 0.
-            timeout_seconds: after which a process that has not come is missed.
-            heartbeat_seconds: after which one that says nothing is gone; Python must get a
-                turn in this time in each.
+    Args:
+        coordinator: address and port of process 0, ``"host:port"``.
+        num_processes: how many there are.
+        process_id: the number of this one, from 0.
+        timeout_seconds: after which a process that has not come is missed.
+        heartbeat_seconds: after which one that says nothing is gone; Python must get a
+            turn in this time in each.
 
-        Returns:
-            The number of processes. It may be called again, and does nothing then.
+    Returns:
+        The number of processes. It may be called again, and does nothing then.
 
-        Raises:
-            WhaleError: what was given is not enough or contradicts itself; no cluster is
-                known; or not all processes came in time.
+    Raises:
+        WhaleError: what was given is not enough or contradicts itself; no cluster is
+            known; or not all processes came in time.
     """
     if coordinator is None and num_processes is None and process_id is None:
         coordinator, num_processes, process_id = launched() or (None, None, None)

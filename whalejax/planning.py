@@ -26,6 +26,7 @@ from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.telling import tell
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
@@ -38,6 +39,7 @@ from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
+    NO_EFFECT,
     OFFLOADS,
     Chosen,
     Remat,
@@ -206,7 +208,7 @@ def ask(
         adapter=adapter.without_values(),
         batch=jax.tree.map(aval_of, batch),
         optimizer=optimizer or _NO_OPTIMIZER,
-        cluster=_cluster(cluster),
+        cluster=parsed_cluster(cluster),
         **options,
     )
 
@@ -288,6 +290,7 @@ class Asked:
             batch=batch_leaves(self.batch),
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
+        tell(f"searching layouts on {self.cluster.describe()}")
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         return dataclasses.replace(
             found,
@@ -374,6 +377,7 @@ class Asked:
         shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
         key = str(self.precision), count, shapes
         if key not in self.traced:
+            tell("tracing the model")
             adapter = at_precision(self.adapter, self._whole)
             captured = capture(
                 adapter,
@@ -424,7 +428,7 @@ class Asked:
         if "batch" in changes:
             changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
         if "cluster" in changes:
-            changes["cluster"] = _cluster(changes["cluster"])
+            changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
 
 
@@ -489,7 +493,7 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     if not asked or found.remat:
         return []
     return [
-        f"{remat_words(asked)} has no effect: no layers were found there, or the model "
+        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
         "itself puts them into jax.checkpoint or another call that is kept as it is"
     ]
 
@@ -567,7 +571,8 @@ def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction])
     )
 
 
-def _cluster(cluster: Cluster | str | None) -> Cluster:
+def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
+    """A cluster, from its text or of the devices of this process, too."""
     if cluster is None:
         return Cluster.detect()
     found = parse_cluster(cluster) if isinstance(cluster, str) else cluster

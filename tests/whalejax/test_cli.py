@@ -29,7 +29,17 @@ from whalejax.planner.plan import Plan
 # Adam promotes its count.
 pytestmark = pytest.mark.relaxed_promotion
 
-COMMANDS = ("train", "plan", "show", "why", "calibrate", "launch", "doctor")
+COMMANDS = (
+    "train",
+    "plan",
+    "show",
+    "why",
+    "diff",
+    "search",
+    "calibrate",
+    "launch",
+    "doctor",
+)
 
 JOBS = """
 import dataclasses
