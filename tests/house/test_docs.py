@@ -228,8 +228,37 @@ def test_blocks_are_found() -> None:
 # Links.
 
 
+def anchors_of(text: str) -> set[str]:
+    """The anchors that a Markdown text's headings become, on its site and elsewhere."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    return {found.replace(" ", "-") for found in words}
+
+
+def lost_links(path: Path, text: str) -> list[str]:
+    """Links of a document to files, or to anchors of documents, that do not exist."""
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+        name, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = path.parent / name if name else path
+        is_document = target.suffix == ".md" and target.is_file()
+        if not target.exists() or (
+            anchor and is_document and anchor not in anchors_of(target.read_text())
+        ):
+            lost.append(link)
+    return lost
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_of_a_document_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
-    local = [link for link in links if not re.match(r"[a-z]+:", link)]
-    assert not [link for link in local if not (path.parent / link).exists()]
+    assert not lost_links(path, path.read_text())
+
+
+def test_lost_links_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text("# A, b `c`\n```bash\n# no heading\n```\n")
+    text = "[](a.md#a-b-c) [](#gone) [](a.md#no-heading) [](b.md) [](https://e.org#x)"
+    assert lost_links(page, text) == ["#gone", "a.md#no-heading", "b.md"]
