@@ -23,12 +23,14 @@ from typing import Final
 
 import pytest
 
+from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCUMENTS: Final = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 SHELL_LANGUAGES: Final = ("bash", "sh", "shell", "console")
 # Programs that are not ours and need no looking up.
-FOREIGN_PROGRAMS: Final = ("cd", "export", "git", "pip", "source", "uv")
+FOREIGN_PROGRAMS: Final = ("cd", "export", "git", "pip", "source", "srun", "uv")
 SEPARATORS: Final = ("&&", "||", "|", ";")
 HelpOf = Callable[[str], str]
 
@@ -180,6 +182,33 @@ def test_commands_of_the_documents_exist(help_of: HelpOf) -> None:
         for problem in unknown_in(words, help_of)
     ]
     assert not unknown, "\n".join(unknown)
+
+
+@pytest.mark.slow
+def test_example_of_many_processes_trains(tmp_path: Path) -> None:
+    words = ["launch", "--processes", "2", str(ROOT / "scripts/example.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)  # one device in each process
+    done = subprocess.run(
+        [sys.executable, "-m", "whalejax", *words],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.search(r"^2 processes, .*: loss (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert said and float(said[1]) < 0.5  # it is 1 where nothing is learned
+
+
+def test_variables_of_the_documents_are_read() -> None:
+    named = {
+        name
+        for block in blocks("yaml")
+        for name in re.findall(r"name: (WHALEJAX_\w+)", block.text)
+    }
+    assert named == {COORDINATOR, NUM_PROCESSES, PROCESS_ID}
 
 
 FAKE_HELP: Final = {
