@@ -1,7 +1,7 @@
-"""Pages of the documentation that are files of the root: mkdocs calls this as a hook.
+"""What the site shows otherwise than the repository: mkdocs calls this as a hook.
 
-README, CONTRIBUTING and CHANGELOG are read where they stand, so that none of them has a
-second copy; only their links are turned towards the pages of the site.
+README, CONTRIBUTING and CHANGELOG become pages where they stand, so that none of them
+has a second copy; links to files that are no page (scripts, the licence) become words.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ PAGES: Final = {
 }
 """Files of the root and the pages that they become."""
 
+_CODE: Final = r"^```.*?^```|`[^`\n]+`"
+_LINK: Final = r"(?<!!)\[((?:`[^`\n]+`|[^]`])*)\]\(([^)#\s]*)(#[^)\s]*)?\)"
+_LINK_OR_CODE: Final = re.compile(f"{_LINK}|{_CODE}", re.MULTILINE | re.DOTALL)
 
-def as_page(text: str) -> str:
-    """A file of the root with its links as they are on the site.
 
-    Files that are no page (the licence) are named without a link.
+def as_page(text: str, folder: str = "") -> str:
+    """A document with its links as they are on the site.
 
-    >>> as_page("[a](docs/a.md#b), [c](CHANGELOG.md), [d](LICENSE), [e](https://e.org)")
-    '[a](a.md#b), [c](changelog.md), d, [e](https://e.org)'
+    Args:
+        text: Markdown.
+        folder: of the document, in the root.
     """
 
-    def turned(match: re.Match[str]) -> str:
-        words, target, anchor = match[1], match[2], match[3] or ""
-        if re.match(r"[a-z]+:", target) or not target:
-            return match[0]
-        page = PAGES.get(target) or (
-            target.removeprefix("docs/") if target.startswith("docs/") else None
-        )
-        return f"[{words}]({page}{anchor})" if page else words
+    def turned(link: re.Match[str]) -> str:
+        words, target, anchor = link[1], link[2], link[3] or ""
+        if not target or re.match(r"[a-z]+:", target):  # code has none
+            return link[0]
+        path = (ROOT / folder / target).resolve().relative_to(ROOT).as_posix()
+        page = PAGES.get(path, path.removeprefix("docs/"))
+        is_page = path in PAGES or path.startswith("docs/")
+        return f"[{words}]({page}{anchor})" if is_page else words
 
-    return re.sub(r"(?<!!)\[([^]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", turned, text)
+    return _LINK_OR_CODE.sub(turned, text)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
@@ -49,3 +52,9 @@ def on_files(files: Any, *, config: Any) -> Any:
         text = as_page((ROOT / name).read_text())
         files.append(generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Turn the links of a page; called by mkdocs for each. The root's are turned."""
+    is_of_the_root = page.file.src_uri in PAGES.values()
+    return markdown if is_of_the_root else as_page(markdown, "docs")
