@@ -202,11 +202,17 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
     if not chosen and len(found) == plan.cluster.num_devices:
         found = found[: plan.num_devices]  # the plan may leave devices idle
     if len(found) != plan.num_devices:
+        virtual = (
+            f'. jax.config.update("jax_num_cpu_devices", {plan.num_devices}), before '
+            "anything asks for devices, makes virtual ones"
+            if found[0].platform == "cpu"
+            else ""
+        )
         raise PlanError(
             f"this plan is for {plan.num_devices} devices "
             f"({plan.cluster.describe()}); here are {len(found)} "
             f"({found[0].device_kind}). Plan again for this machine, or pass "
-            f"devices= with {plan.num_devices} of them"
+            f"devices= with {plan.num_devices} of them{virtual}"
         )
     return found
 

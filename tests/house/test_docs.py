@@ -23,12 +23,14 @@ from typing import Final
 
 import pytest
 
+from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCUMENTS: Final = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 SHELL_LANGUAGES: Final = ("bash", "sh", "shell", "console")
 # Programs that are not ours and need no looking up.
-FOREIGN_PROGRAMS: Final = ("cd", "export", "git", "pip", "source", "uv")
+FOREIGN_PROGRAMS: Final = ("cd", "export", "git", "pip", "source", "srun", "uv")
 SEPARATORS: Final = ("&&", "||", "|", ";")
 HelpOf = Callable[[str], str]
 
@@ -182,6 +184,33 @@ def test_commands_of_the_documents_exist(help_of: HelpOf) -> None:
     assert not unknown, "\n".join(unknown)
 
 
+@pytest.mark.slow
+def test_example_of_many_processes_trains(tmp_path: Path) -> None:
+    words = ["launch", "--processes", "2", str(ROOT / "scripts/example.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)  # one device in each process
+    done = subprocess.run(
+        [sys.executable, "-m", "whalejax", *words],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.search(r"^2 processes, .*: loss (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert said and float(said[1]) < 0.5  # it is 1 where nothing is learned
+
+
+def test_variables_of_the_documents_are_read() -> None:
+    named = {
+        name
+        for block in blocks("yaml")
+        for name in re.findall(r"name: (WHALEJAX_\w+)", block.text)
+    }
+    assert named == {COORDINATOR, NUM_PROCESSES, PROCESS_ID}
+
+
 FAKE_HELP: Final = {
     "": "usage: whalejax SUBCOMMAND\n  train  trains\n  plan   plans\n",
     "train": "  --steps N\n",
@@ -228,8 +257,37 @@ def test_blocks_are_found() -> None:
 # Links.
 
 
+def anchors_of(text: str) -> set[str]:
+    """The anchors that a Markdown text's headings become, on its site and elsewhere."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    return {found.replace(" ", "-") for found in words}
+
+
+def lost_links(path: Path, text: str) -> list[str]:
+    """Links of a document to files, or to anchors of documents, that do not exist."""
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+        name, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = path.parent / name if name else path
+        is_document = target.suffix == ".md" and target.is_file()
+        if not target.exists() or (
+            anchor and is_document and anchor not in anchors_of(target.read_text())
+        ):
+            lost.append(link)
+    return lost
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_of_a_document_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
-    local = [link for link in links if not re.match(r"[a-z]+:", link)]
-    assert not [link for link in local if not (path.parent / link).exists()]
+    assert not lost_links(path, path.read_text())
+
+
+def test_lost_links_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text("# A, b `c`\n```bash\n# no heading\n```\n")
+    text = "[](a.md#a-b-c) [](#gone) [](a.md#no-heading) [](b.md) [](https://e.org#x)"
+    assert lost_links(page, text) == ["#gone", "a.md#no-heading", "b.md"]

@@ -103,6 +103,8 @@ def test_git_holds_the_room_as_a_link(room: str) -> None:
     assert listing.stdout.startswith("120000 "), listing.stdout or "not tracked"
 
 
-@pytest.mark.parametrize("script", ["scripts/run", "scripts/test", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/docs", "scripts/run", "scripts/test", ".ci/run"]
+)
 def test_script_is_executable(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111 == 0o111

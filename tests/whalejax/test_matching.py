@@ -81,7 +81,9 @@ def test_a_plan_for_another_number_of_devices() -> None:
     text = compile_refused(plan, plain, net(), devices=jax.devices())
     assert text == (
         "this plan is for 4 devices (4×H100 (1 node of 4, nvlink)); here are 8 (cpu). "
-        "Plan again for this machine, or pass devices= with 4 of them"
+        "Plan again for this machine, or pass devices= with 4 of them. "
+        'jax.config.update("jax_num_cpu_devices", 4), before anything asks for '
+        "devices, makes virtual ones"
     )
 
 
