@@ -177,6 +177,13 @@ class Cluster:
     def __str__(self) -> str:
         return self.describe()
 
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        from whalejax.meshes.displays import bundle
+
+        return bundle(self)
+
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster with this much memory on every device.
 

@@ -15,8 +15,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from whalejax.meshes import displays
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.cost import Collective
@@ -24,6 +25,7 @@ from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
 from whalejax.planner.entries import Candidate as Candidate
 from whalejax.planner.entries import LeafPlan as LeafPlan
+from whalejax.planner.entries import Pace as Pace
 from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.roles import starred
@@ -34,7 +36,10 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 10
+if TYPE_CHECKING:
+    from whalejax.meshes.displays import DeviceMap, MemoryChart, StepTimeline
+
+PLAN_VERSION = 11
 """Version of the file format."""
 
 
@@ -46,6 +51,8 @@ _NOT_THE_PROGRAM = (
     "collectives",
     "product_flops",
     "source",
+    "paces",
+    "handed_seconds",
 )
 """Fields of a plan that its program does not depend on."""
 
@@ -70,6 +77,8 @@ class Stages:
         kinds: device kind of each stage, where they differ.
         turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
             many of them some stage computes forward and backward; else 0.
+        paces: predictions for each part along the model, in its order.
+        handed_seconds: predicted, from one part to the next on another stage.
     """
 
     schedule: str
@@ -82,6 +91,8 @@ class Stages:
     turns: int = 0
     ahead: int = 0
     back: int = 0
+    paces: tuple[Pace, ...] = ()
+    handed_seconds: float = 0.0
 
     def words(self) -> str:
         """The pipeline in a few words."""
@@ -203,8 +214,8 @@ class Plan:
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         data = encode(self)
-        stages = data["stages"]
-        for one in (data, *(stages["plans"] if stages else ())):
+        stages = data["stages"] or {}
+        for one in (data, stages, *stages.get("plans", ())):
             for prediction in _NOT_THE_PROGRAM:
                 one.pop(prediction, None)
         data["cluster"] = self.cluster.hash
@@ -414,6 +425,46 @@ class Plan:
         from whalejax.planner.explain import table
 
         return table(self)
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return displays.bundle(self)
+
+    def timeline(self) -> StepTimeline:
+        """The step in time: the schedule's rows, a lane for each stage.
+
+        Returns:
+            What a notebook draws, and ``print`` sums up. Its ``save`` writes
+            ``trace.json`` for https://ui.perfetto.dev, or a page or drawing
+            (``.html``, ``.svg``). A plan without stages has one lane, of its terms.
+        """
+        return displays.timeline(self)
+
+    def memory_chart(self) -> MemoryChart:
+        """Memory per device by term, of every stage where they have their own.
+
+        Returns:
+            What a notebook draws and ``print`` says; ``save`` writes it to a file.
+        """
+        return displays.memory_chart(self)
+
+    def device_map(self, path: str, of: str = "params") -> DeviceMap:
+        """Which device holds which part of a parameter.
+
+        Args:
+            path: of the parameter, as ``leaf`` takes it.
+            of: ``"params"`` as stored, ``"compute"`` as computed with, or its
+                ``"gradients"`` or ``"optimizer"`` state.
+
+        Returns:
+            What a notebook shows and ``print`` lists; ``parts`` has it as data.
+
+        Raises:
+            PlanError: no parameter has that path; the nearest are named.
+            WhaleError: there is no such layout.
+        """
+        return displays.device_map(self, path, of)
 
     def partition_specs(self) -> dict[str, Any]:
         """The stored layout of every parameter.
