@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from whalejax.display.device_map import DeviceMap
-    from whalejax.display.memory import MemoryChart
-    from whalejax.display.timelines import StepTimeline
+    from whalejax.display.device_map import DeviceMap as DeviceMap
+    from whalejax.display.memory import MemoryChart as MemoryChart
+    from whalejax.display.timelines import StepTimeline as StepTimeline
 
 
-def bundle(value: Any) -> dict[str, str]:
-    """A plan or a cluster as notebooks take it: MIME type to text."""
-    from whalejax.display.bundles import bundle as made
+class Shown:
+    """What a notebook shows as HTML, and ``print`` as text."""
 
-    return made(value)
+    __slots__ = ()
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        from whalejax.display.bundles import bundle
+
+        return bundle(self)
 
 
 def timeline(plan: Any) -> StepTimeline:

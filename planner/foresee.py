@@ -29,6 +29,7 @@ from whalejax.planner.plan import (
     Beyond,
     Candidate,
     LeafPlan,
+    NothingFits,
     Pace,
     Plan,
     PlanError,
@@ -82,7 +83,7 @@ def foresee(
     if not search.tally.covered:
         raise _no_mesh(graph, cluster, request)
     if not found:
-        raise PlanError(_nothing_fits(search))
+        raise _nothing_fits(search)
     best = _Chosen(search, found[0])
     marked = any(m.kind == "pipeline" for g in graph.task_graphs for m in g.marks)
     estimate = _plan(search, graph, best, found, precision, batch)
@@ -409,7 +410,7 @@ def _notes(search: WideSearch, best: _Chosen) -> Iterator[str]:
     yield from search.limits
 
 
-def _nothing_fits(search: WideSearch) -> str:
+def _nothing_fits(search: WideSearch) -> NothingFits:
     """The plan that lacks least, and how much of what."""
     case, lacks, host = search.nearest()
     chosen = _Chosen(search, case)
@@ -429,8 +430,13 @@ def _nothing_fits(search: WideSearch) -> str:
         else f"lacks {gigabytes(host)} ({int(host)} bytes) of host memory per device"
     )
     step = milliseconds(case.step_seconds)
-    return (
+    room = min(kind.host_memory_bytes or 0 for kind in search.cluster.kinds)
+    return NothingFits(
         f"no plan fits, with anything computed again or moved to host memory: the "
         f"nearest ({chosen.layout}; {step} a step) {short} ({terms}). Use more "
-        "devices, a smaller batch or a smaller model"
+        "devices, a smaller batch or a smaller model",
+        lacks_bytes=int(lacks if lacks > 0 else host),
+        of_bytes=limit if lacks > 0 else room,
+        nearest=chosen.layout,
+        what="device memory" if lacks > 0 else "host memory",
     )

@@ -30,6 +30,7 @@ from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.plan import (
     BatchLeaf,
     LeafPlan,
+    NothingFits,
     Pace,
     Plan,
     PlanError,
@@ -107,7 +108,7 @@ def decide_stages(
         raise problem
     fitting = [one for one in found if one.fits]
     if not fitting:
-        raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
+        raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=lambda one: one.time.step_seconds)
     return best.plan(request, precision, batch, graph.model_hash, found)
 
@@ -444,12 +445,15 @@ class _Weighed:
         return build_rows(part, self.decided.analysed.dims).ops
 
 
-def _too_large(one: _Weighed) -> str:
+def _too_large(one: _Weighed) -> NothingFits:
     need, room = one.memory.total_bytes, one.cluster.memory_bytes
-    return (
+    return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
         f"{gigabytes(room)}, {gigabytes(need - room)} short: "
         f"{gigabytes(one.memory.activations_bytes)} are activations, of which "
         "stages keep what they were given of every micro-batch in flight. Use more "
-        "micro-batches or stages, or shard more inside a stage (fsdp, tensor)"
+        "micro-batches or stages, or shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=need - room,
+        of_bytes=room,
+        nearest=one.layout,
     )

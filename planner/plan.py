@@ -15,9 +15,8 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from whalejax.meshes import displays
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.cost import Collective
@@ -28,6 +27,9 @@ from whalejax.planner.entries import LeafPlan as LeafPlan
 from whalejax.planner.entries import Pace as Pace
 from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
+from whalejax.planner.errors import NothingFits as NothingFits
+from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.pictured import Pictured
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -35,9 +37,6 @@ from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
-
-if TYPE_CHECKING:
-    from whalejax.meshes.displays import DeviceMap, MemoryChart, StepTimeline
 
 PLAN_VERSION = 11
 """Version of the file format."""
@@ -55,10 +54,6 @@ _NOT_THE_PROGRAM = (
     "handed_seconds",
 )
 """Fields of a plan that its program does not depend on."""
-
-
-class PlanError(WhaleError):
-    """A plan that cannot be made, read or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +121,7 @@ class Question(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Pictured):
     """How to run one model on one cluster.
 
     Attributes:
@@ -425,46 +420,6 @@ class Plan:
         from whalejax.planner.explain import table
 
         return table(self)
-
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> dict[str, str]:
-        return displays.bundle(self)
-
-    def timeline(self) -> StepTimeline:
-        """The step in time: the schedule's rows, a lane for each stage.
-
-        Returns:
-            What a notebook draws, and ``print`` sums up. Its ``save`` writes
-            ``trace.json`` for https://ui.perfetto.dev, or a page or drawing
-            (``.html``, ``.svg``). A plan without stages has one lane, of its terms.
-        """
-        return displays.timeline(self)
-
-    def memory_chart(self) -> MemoryChart:
-        """Memory per device by term, of every stage where they have their own.
-
-        Returns:
-            What a notebook draws and ``print`` says; ``save`` writes it to a file.
-        """
-        return displays.memory_chart(self)
-
-    def device_map(self, path: str, of: str = "params") -> DeviceMap:
-        """Which device holds which part of a parameter.
-
-        Args:
-            path: of the parameter, as ``leaf`` takes it.
-            of: ``"params"`` as stored, ``"compute"`` as computed with, or its
-                ``"gradients"`` or ``"optimizer"`` state.
-
-        Returns:
-            What a notebook shows and ``print`` lists; ``parts`` has it as data.
-
-        Raises:
-            PlanError: no parameter has that path; the nearest are named.
-            WhaleError: there is no such layout.
-        """
-        return displays.device_map(self, path, of)
 
     def partition_specs(self) -> dict[str, Any]:
         """The stored layout of every parameter.

@@ -76,6 +76,12 @@ class TimeTerms:
             }
         )
 
+    def by_size(self) -> list[tuple[str, float]]:
+        """The terms above zero, largest first, such as ``[("compute", 0.3), …]``."""
+        names = [f.name for f in dataclasses.fields(self)]
+        pairs = [(n.removesuffix("_seconds"), float(getattr(self, n))) for n in names]
+        return sorted((p for p in pairs if p[1] > 0), key=lambda p: -p[1])
+
     @property
     def step_seconds(self) -> float:
         """The whole step."""

@@ -1,5 +1,5 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``verify``,
-``estimate``, ``calibrate``, ``launch``.
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
+``verify``, ``estimate``, ``calibrate``, ``launch``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -32,6 +32,7 @@ from whalejax.options import (
     EstimateCommand,
     LaunchCommand,
     PlanCommand,
+    SearchCommand,
     ShowCommand,
     TrainCommand,
     VerifyCommand,
@@ -40,6 +41,7 @@ from whalejax.options import (
     compiler_options,
     mesh_sizes,
     named_values,
+    prices,
 )
 
 
@@ -118,6 +120,8 @@ def _run(command: Command, started: float) -> int:
             from whalejax.planner.plan import Plan
 
             print(Plan.load(command.plan).why(command.path))
+        case SearchCommand():
+            _search(command)
         case EstimateCommand():
             _estimate(command)
         case VerifyCommand():
@@ -180,6 +184,31 @@ def _show(command: ShowCommand) -> None:
         print(json.dumps(plan.document()))
     else:
         show.print_plan(plan, make_console(), all_rows=command.all)
+
+
+def _search(command: SearchCommand) -> None:
+    from whalejax import jobs
+
+    for name, value in (
+        ("--batch", command.batch),
+        ("--micro-batches", command.micro_batches),
+    ):
+        if value is not None and value < 1:
+            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    if not command.on:
+        raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
+    given, asked = prices(command.price), by_task_graph(command)
+    found = jobs.search_plans(
+        find_job(command.model, named_values(command.set)),
+        command.on,
+        batch=command.batch,
+        prices=given,
+        each=command.each,
+        micro_batches=command.micro_batches,
+        runnable=not command.estimate,
+        **asked,
+    )
+    print(json.dumps(found.document()) if command.json else found)
 
 
 def _lasting(model: str) -> str:

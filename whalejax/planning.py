@@ -206,7 +206,7 @@ def ask(
         adapter=adapter.without_values(),
         batch=jax.tree.map(aval_of, batch),
         optimizer=optimizer or _NO_OPTIMIZER,
-        cluster=_cluster(cluster),
+        cluster=parsed_cluster(cluster),
         **options,
     )
 
@@ -424,7 +424,7 @@ class Asked:
         if "batch" in changes:
             changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
         if "cluster" in changes:
-            changes["cluster"] = _cluster(changes["cluster"])
+            changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
 
 
@@ -557,7 +557,8 @@ def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction])
     )
 
 
-def _cluster(cluster: Cluster | str | None) -> Cluster:
+def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
+    """A cluster, from its text or of the devices of this process, too."""
     if cluster is None:
         return Cluster.detect()
     found = parse_cluster(cluster) if isinstance(cluster, str) else cluster

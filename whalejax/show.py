@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from rich.console import (
 from rich.table import Table
 from rich.text import Text
 
-from whalejax.planner.collectives import axis_parts
+from whalejax.display.facts import axis_rows, shape_text, traffic_rows
 from whalejax.planner.explain import gigabytes, layout_text, spec_text
 from whalejax.planner.layout import shards
 from whalejax.planner.plan import LeafPlan, Plan
@@ -156,12 +155,10 @@ def _memory_line(plan: Plan) -> Table:
 
 
 def _links_line(plan: Plan) -> Table:
-    mesh = plan.axis_sizes
-    crossed = []
-    for axis in mesh:
-        parts = axis_parts((axis,), mesh, plan.cluster)
-        names = list(dict.fromkeys(part.level.name for part in parts))
-        crossed.append(f"{axis} crosses {' and '.join(names) or 'nothing'}")
+    crossed = [
+        f"{row.name} crosses {' and '.join(row.links) or 'nothing'}"
+        for row in axis_rows(plan)
+    ]
     return _line("links", " · ".join(crossed) or "one device, nothing to cross")
 
 
@@ -241,7 +238,7 @@ def _parameters(plan: Plan, all_rows: bool) -> Table:
             _add(
                 table,
                 row.label,
-                "×".join(map(str, leaf.shape)) or "scalar",
+                shape_text(leaf.shape),
                 spec_text(leaf.param_spec),
                 *([spec_text(leaf.compute_spec)] if gathers else []),
                 gigabytes(row.device_bytes) + " of host" * leaf.hosted,
@@ -267,20 +264,15 @@ def _add(table: Table, *cells: str) -> None:
 
 
 def _traffic(plan: Plan) -> RenderableType:
-    if not plan.collectives:
+    rows = traffic_rows(plan)
+    if not rows:
         return _line("traffic", "none")
-    nbytes: Counter[tuple[str, ...]] = Counter()
-    times: Counter[tuple[str, ...]] = Counter()
-    for c in plan.collectives:
-        count = plan.times(c)
-        key = (c.kind, "+".join(c.axes), c.what)
-        nbytes[key] += c.payload_bytes * count
-        times[key] += count
     table = _table("traffic", "over", "of", "times a step", "bytes a step")
     for column in table.columns[-2:]:
         column.justify = "right"
-    for words, size in nbytes.most_common():
-        _add(table, *words, str(times[words]), gigabytes(size))
+    for row in rows:
+        size = gigabytes(row.nbytes)
+        _add(table, row.kind, row.axes, row.what, str(row.times), size)
     return table
 
 

@@ -12,18 +12,15 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.display.facts import (
-    ParameterRow,
     axis_rows,
-    parameter_rows,
-    seconds_text,
     shape_text,
-    terms,
     traffic_rows,
 )
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.explain import gigabytes, layout_text, spec_text
 from whalejax.planner.plan import Plan
+from whalejax.show import ParameterRow, parameter_rows, seconds_text
 
 
 SHOWN_ROWS = 12
@@ -78,16 +75,15 @@ def _term_rows(
 
 def _time(plan: Plan) -> str:
     seconds = plan.time.step_seconds
-    rows = _term_rows(terms(plan.time, "_seconds"), seconds, seconds_text)
+    rows = _term_rows(plan.time.by_size(), seconds, seconds_text)
     return table((), rows, caption=f"Step: {seconds_text(seconds)} predicted")
 
 
 def _memory(plan: Plan) -> str:
     """Bars are parts of what a device has, so that what is free is seen too."""
     memory, room = plan.memory, plan.cluster.memory_bytes
-    pairs = terms(memory, "_bytes")
-    inside = [pair for pair in pairs if pair[0] != "host"]
-    rows = [*_term_rows(inside, room, gigabytes)]
+    pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
+    rows = [*_term_rows([pair for pair in pairs if pair[1]], room, gigabytes)]
     left = room - memory.total_bytes
     word = "free" if left >= 0 else "lacking"
     rows += [

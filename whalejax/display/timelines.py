@@ -13,10 +13,10 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from whalejax.display.facts import seconds_text, terms
 from whalejax.display.page import FILLS, INK, Picture, drawing, words
 from whalejax.planner.paced import paced
 from whalejax.planner.plan import Plan
+from whalejax.show import seconds_text
 
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 26.0, 4.0, 6.0, 20.0
@@ -186,7 +186,7 @@ def timeline(plan: Plan) -> StepTimeline:
 
 def _terms(plan: Plan) -> Iterator[Slice]:
     now = 0.0
-    for name, seconds in terms(plan.time, "_seconds"):
+    for name, seconds in plan.time.by_size():
         end = now + seconds
         yield Slice(lane=0, kind=name, start_seconds=now, end_seconds=end)
         now = end
