@@ -53,7 +53,7 @@ padding:0;overflow-wrap:anywhere}
 border:1px solid currentColor;box-sizing:border-box}
 .whalejax ul{margin:.2rem 0;padding-left:1.2rem}
 .whalejax .map td,.whalejax .map th{border:1px solid currentColor;padding:.2rem .5rem}
-.whalejax svg text{font:11px system-ui,sans-serif}
+.whalejax .drawn text{font:11px system-ui,sans-serif}
 """
 
 _PAGE_STYLE = ":root{color-scheme:light dark}body{margin:1rem}"
@@ -215,7 +215,7 @@ def drawing(width: float, height: float, label: str, inner: str) -> str:
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" height="{height:g}" role="img" '
+        f'width="{width:g}" height="{height:g}" role="img" class="drawn" '
         f'style="max-width:100%;height:auto" aria-label="{escape(label)}">{inner}</svg>'
     )
 
