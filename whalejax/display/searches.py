@@ -129,7 +129,9 @@ class SearchChart:
     def _html(self) -> str:
         """The chart with its programs inside, and the plans that its points lead to."""
         chart: str = self.altair.to_html(
-            inline=True, fullhtml=False, embed_options={"actions": False}
+            inline=True,
+            fullhtml=False,
+            embed_options={"actions": False, "renderer": "svg"},
         )
         led = sorted({row["plan"] for row in self.rows if row["plan"] is not None})
         return chart + "".join(self._led(i) for i in led[:UNFOLDED_PLANS])
@@ -252,20 +254,7 @@ def _drawn(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
         fillOpacity=alt.condition("datum.fits", alt.value(0.9), alt.value(0)),
         shape=alt.Shape("cluster:N", title="cluster", scale=alt.Scale(domain=names)),
         href="link:N",
-        tooltip=[
-            alt.Tooltip(f"{name}:N", title=title)
-            for name, title in (
-                ("cluster", "cluster"),
-                ("layout", "mesh"),
-                ("step", "step"),
-                ("costs", "largest costs"),
-                ("memory", "memory"),
-                ("of", "of"),
-                ("price", "price a step"),
-                ("verdict", "verdict"),
-                ("plan", "found[…]"),
-            )
-        ],
+        tooltip=[alt.Tooltip(f"{name}:N", title=said) for name, said in _HOVER],
     )
     heading = alt.Title(
         "Plans that were weighed",
@@ -284,6 +273,19 @@ def _drawn(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
         .configure_title(color=_TONE, subtitleColor=_TONE, anchor="start")
     )
 
+
+_HOVER = (
+    ("cluster", "cluster"),
+    ("layout", "mesh"),
+    ("step", "step"),
+    ("costs", "largest costs"),
+    ("memory", "memory"),
+    ("of", "of"),
+    ("price", "price a step"),
+    ("verdict", "verdict"),
+    ("plan", "found[…]"),
+)
+"""What hovering shows, and what it is called."""
 
 _TONE = "#808080"
 """Grey of letters and lines, readable on white and on black (4:1 and 5:1)."""
