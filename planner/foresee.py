@@ -300,7 +300,8 @@ def _leaves(
     layouts = lay_out(facts, best.tables, best.mesh, best.zero)
     kept: dict[str, LeafPlan] = {}
     kinds: dict[object, LeafPlan] = {}
-    for tensor, leaf in zip(search.graph.params, facts.leaves(layouts), strict=True):
+    found = facts.leaves(layouts, best.tables, best.mesh)
+    for tensor, leaf in zip(search.graph.params, found, strict=True):
         note = leaf_note(leaf, tensor, best.mesh, search.dims)
         leaf = _on_stages(search, best, leaf)
         kept[tensor.path] = dataclasses.replace(leaf, note=note)

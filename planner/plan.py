@@ -15,7 +15,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
@@ -37,6 +37,9 @@ from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
+
+if TYPE_CHECKING:
+    from whalejax.planner.differences import PlanDiff
 
 PLAN_VERSION = 11
 """Version of the file format."""
@@ -396,6 +399,30 @@ class Plan(Pictured):
 
         return explain(self)
 
+    def describe(self) -> str:
+        """Where the plan stands on the taxonomy of distributed training.
+
+        Returns:
+            Lines of text: what is parallel, who is synchronous, what is exchanged over
+            which topology, what is replicated.
+        """
+        from whalejax.planner.taxonomy import describe
+
+        return describe(self)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to another, with its cost.
+
+        Args:
+            other: a plan of the same model or of another one, on any cluster.
+
+        Returns:
+            Settings, parameters, traffic and terms that differ; ``print`` shows them.
+        """
+        from whalejax.planner.differences import diff
+
+        return diff(self, other)
+
     def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
         """The plan as Flax's table from logical dimensions to mesh axes.
 
@@ -417,9 +444,9 @@ class Plan(Pictured):
         return maxtext_flags(self)
 
     def __str__(self) -> str:
-        from whalejax.planner.explain import table
+        from whalejax.planner.display import page
 
-        return table(self)
+        return page(self)
 
     def partition_specs(self) -> dict[str, Any]:
         """The stored layout of every parameter.

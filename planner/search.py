@@ -546,7 +546,7 @@ class Search:
         asked = [
             *others,
             *storage.in_micro_batch,
-            *combined_gradients(gradients, zero, s, odd),
+            *combined_gradients(gradients, zero, s.mesh, s.cluster, odd),
             *storage.in_update,
         ]
         run = []

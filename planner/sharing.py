@@ -325,6 +325,10 @@ def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
         cluster=cluster,
         axes=((DATA, len(best.kinds)), *plan.axes),
         shares=best.shares,
+        leaves=tuple(
+            dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
+            for leaf in plan.leaves
+        ),
         time=_time(best),
         memory=best.memory,
         collectives=(*plan.collectives, best.exchange[0]),

@@ -26,6 +26,12 @@ UNCOUNTED_MOVES = (
 )
 """Note of a plan that was asked for host memory of which nobody knows enough."""
 
+NO_EFFECT = "has no effect"
+"""What the note on a hint says that changed nothing."""
+
+OBEYED = "marked TaskGraphs obeyed"
+"""How the note on the others ends."""
+
 FETCHED = 2
 """Layers whose parameters or activations are on the device at a time where they lie in
 host memory: one that computes, and the next, on its way."""

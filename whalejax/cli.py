@@ -8,6 +8,7 @@ command needs it, so that help and errors come at once.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib.util
@@ -29,6 +30,7 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
+    DiffCommand,
     EstimateCommand,
     LaunchCommand,
     PlanCommand,
@@ -117,9 +119,9 @@ def _run(command: Command, started: float) -> int:
         case ShowCommand():
             _show(command)
         case WhyCommand():
-            from whalejax.planner.plan import Plan
-
-            print(Plan.load(command.plan).why(command.path))
+            _why(command)
+        case DiffCommand():
+            _diff(command)
         case SearchCommand():
             _search(command)
         case EstimateCommand():
@@ -182,12 +184,15 @@ def _show(command: ShowCommand) -> None:
     plan = Plan.load(command.plan)
     if command.json:
         print(json.dumps(plan.document()))
+    elif command.describe:
+        print(plan.describe())
     else:
         show.print_plan(plan, make_console(), all_rows=command.all)
 
 
 def _search(command: SearchCommand) -> None:
-    from whalejax import jobs
+    from whalejax import jobs, show
+    from whalejax.progress import make_console
 
     for name, value in (
         ("--batch", command.batch),
@@ -208,7 +213,40 @@ def _search(command: SearchCommand) -> None:
         runnable=not command.estimate,
         **asked,
     )
-    print(json.dumps(found.document()) if command.json else found)
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(show.Lines(found.lines))
+
+
+def _why(command: WhyCommand) -> None:
+    from whalejax.planner.plan import Plan
+
+    plan = Plan.load(command.plan)
+    if not command.json:
+        print(plan.why(command.path))
+        return
+    leaf, candidates = plan.leaf(command.path), plan.candidates
+    document = {
+        "whalejax_why": 1,
+        "parameter": dataclasses.asdict(leaf),
+        "why": plan.why(command.path).splitlines(),
+        "weighed": [dataclasses.asdict(candidate) for candidate in candidates],
+    }
+    print(json.dumps(document))
+
+
+def _diff(command: DiffCommand) -> None:
+    from whalejax import show
+    from whalejax.planner.plan import Plan
+    from whalejax.progress import make_console
+
+    found = Plan.load(command.before).diff(Plan.load(command.after))
+    if command.json:
+        print(json.dumps(found.document()))
+        return
+    lines = functools.partial(found.lines, all_rows=command.all)
+    make_console().print(show.Lines(lines))
 
 
 def _lasting(model: str) -> str:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes, layout_text, milliseconds
+from whalejax.planner.lines import Line, paragraph, plain, table
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 
 
@@ -201,15 +203,19 @@ class Found(Sequence[Plan]):
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)
 
+    def lines(self, width: int | None) -> list[Line]:
+        """The table, and where there is no plan, in lines.
+
+        Args:
+            width: columns of a line; None breaks none.
+        """
+        lines = table(self.head(), self.rows(), width)
+        for one in self.refused:
+            lines += paragraph("no plan", [f"on {one.name}: {one.reason}"], width)
+        return lines
+
     def __str__(self) -> str:
-        rows = [self.head(), *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines += [f"no plan on {one.name}: {one.reason}" for one in self.refused]
-        return "\n".join(lines)
+        return plain(self.lines(page_width()))
 
     def __repr__(self) -> str:
         return str(self)

@@ -150,8 +150,27 @@ class ShowCommand:
     """a file that whalejax plan wrote"""
     all: bool = False
     """show every kind of parameter, not only the largest"""
+    describe: bool = False
+    """say instead what is parallel, who is synchronous, and what is exchanged"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffCommand:
+    """Show what changes from one plan to another: settings, parameters, traffic, cost.
+
+    Prints only what differs.
+    """
+
+    before: Annotated[conf.Positional[Path], conf.arg(metavar="A.json")]
+    """a file that whalejax plan wrote"""
+    after: Annotated[conf.Positional[Path], conf.arg(metavar="B.json")]
+    """another such file, of the same model or not"""
+    all: bool = False
+    """show every parameter that differs, not only those that change most"""
+    json: bool = False
+    """print the differences as one line of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +181,8 @@ class WhyCommand:
     """a file that whalejax plan wrote"""
     path: Annotated[conf.Positional[str], conf.arg(metavar="PATH")]
     """dotted path of a parameter, such as head.kernel"""
+    json: bool = False
+    """print the answer as one line of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +299,7 @@ Command = (
     Annotated[TrainCommand, conf.subcommand("train")]
     | Annotated[PlanCommand, conf.subcommand("plan")]
     | Annotated[ShowCommand, conf.subcommand("show")]
+    | Annotated[DiffCommand, conf.subcommand("diff")]
     | Annotated[WhyCommand, conf.subcommand("why")]
     | Annotated[SearchCommand, conf.subcommand("search")]
     | Annotated[EstimateCommand, conf.subcommand("estimate")]

@@ -38,6 +38,7 @@ from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
+    NO_EFFECT,
     OFFLOADS,
     Chosen,
     Remat,
@@ -479,7 +480,7 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     if not asked or found.remat:
         return []
     return [
-        f"{remat_words(asked)} has no effect: no layers were found there, or the model "
+        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
         "itself puts them into jax.checkpoint or another call that is kept as it is"
     ]
 

@@ -29,7 +29,7 @@ from whalejax.planner.plan import Plan
 # Adam promotes its count.
 pytestmark = pytest.mark.relaxed_promotion
 
-COMMANDS = ("train", "plan", "show", "why", "search", "calibrate", "launch")
+COMMANDS = ("train", "plan", "show", "why", "diff", "search", "calibrate", "launch")
 
 JOBS = """
 import dataclasses
@@ -522,43 +522,3 @@ def test_offload_takes_parameters(here: Path, capsys: Captured) -> None:
     assert cli.main([*words, *offload]) == 0
     assert "optimizer and params in host memory" in capsys.readouterr().out
     assert Plan.load(here / "plan.json").offload == ("optimizer", "params")
-
-
-# Searching.
-
-
-SEARCH = ("search", "jobs.py:make", "--on", "h100:8", "--on", "v5p:2x2x1")
-
-
-def test_search_ranks_clusters_and_prices_them(here: Path, capsys: Captured) -> None:
-    assert cli.main([*SEARCH, "--batch", "64", "--price", "h100=2.5"]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split()[:2] == ["cluster", "devices"] and head.endswith("price a step")
-    assert sorted(row.split()[1] for row in rows) == ["h100:8", "v5p:2x2x1"]
-    for row in rows:
-        assert row.rstrip().endswith("–") == ("v5p" in row)
-
-
-def test_search_prints_json(here: Path, capsys: Captured) -> None:
-    assert cli.main([*SEARCH, "--each", "2", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    names = [one["cluster"] for one in data["plans"]]
-    assert set(names) == {"h100:8", "v5p:2x2x1"} and len(names) > 2
-    assert wh.Plan.from_document(data["plans"][0]["plan"]).num_devices in (4, 8)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["search", "gpt"], "--on is missing; expected --on h100:8, once for each"),
-        ([*SEARCH, "--price", "h100"], "--price: 1 problem"),
-        ([*SEARCH, "--price", "h100=2", "--price", "h100=3"], "h100 is given twice"),
-        ([*SEARCH, "--price", "h200=2"], "prices has 'h200', and the clusters have"),
-        ([*SEARCH, "--batch", "0"], "--batch is 0; expected 1 or more"),
-        ([*SEARCH, "--each", "0"], "each is 0; expected a whole number, 1 or more"),
-    ],
-)
-def test_searches_that_cannot_be(
-    here: Path, capsys: Captured, words: list[str], expected: str
-) -> None:
-    assert expected in refused(words, capsys)

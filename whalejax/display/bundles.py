@@ -11,20 +11,24 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from whalejax.display.facts import (
-    axis_rows,
-    shape_text,
-    traffic_rows,
-)
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.explain import gigabytes, layout_text, spec_text
+from whalejax.planner.display import (
+    SHOWN_ROWS,
+    TRAFFIC,
+    crossings,
+    hints,
+    other_notes,
+    share_words,
+    stage_rows,
+    traffic_rows,
+    whole_words,
+)
+from whalejax.planner.explain import gigabytes, layout_text, shape_text, spec_text
+from whalejax.planner.explain import milliseconds as seconds_text
+from whalejax.planner.parameters import ParameterRow, parameter_rows
 from whalejax.planner.plan import Plan
-from whalejax.show import ParameterRow, parameter_rows, seconds_text
 
-
-SHOWN_ROWS = 12
-"""Rows of parameters that are shown at once."""
 
 UNFOLDED_ROWS = 300
 """Rows of parameters that unfold; of more there is only a count."""
@@ -51,6 +55,7 @@ def plan_html(plan: Plan) -> str:
             f"<p>{escape(layout_text(plan))}</p>",
             f'<div class="pair">{_time(plan)}{_memory(plan)}</div>',
             _mesh(plan),
+            *_stages(plan),
             _parameters(plan),
             folded("Which dimension lies on which axis", _regions(plan)),
             folded("Traffic of a step", _traffic(plan)),
@@ -88,7 +93,7 @@ def _memory(plan: Plan) -> str:
     word = "free" if left >= 0 else "lacking"
     rows += [
         f'<th scope="row">{word}</th>'
-        + bar(abs(left) / room, "none")
+        + bar(abs(left) / room, "currentColor")
         + cell(gigabytes(abs(left)), number=True)
         + cell(f"{abs(left) / room:.1%}", number=True)
     ]
@@ -101,16 +106,17 @@ def _memory(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    axes = axis_rows(plan)
-    if not axes:
-        return "<p>One device: no mesh axis, no link to cross.</p>"
-    rows = (
-        f'<th scope="row"><code>{escape(row.name)}</code></th>'
-        + cell(f"{row.size:,}", number=True)
-        + cell(" and ".join(row.links) or "nothing")
-        for row in axes
-    )
-    return table(("mesh axis", "size", "crosses"), rows, caption="Mesh")
+    return f"<h4>Mesh</h4>{listed(crossings(plan))}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """Stages and shares, where there are any."""
+    if plan.stages is not None:
+        head, rows = stage_rows(plan)
+        cells = ("".join(map(cell, row)) for row in rows)
+        yield table(head, cells, caption=f"Stages: {plan.stages.words()}")
+    if plan.shares:
+        yield f"<h4>Shares</h4>{listed(share_words(plan))}"
 
 
 def _parameters(plan: Plan) -> str:
@@ -121,6 +127,7 @@ def _parameters(plan: Plan) -> str:
     # Most plans use parameters in the layout they are stored in: one column says it.
     used = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
     names = ["parameter", "shape", "stored as", *["used as"] * used, "per device"]
+    names.append("collectives a step, each")
     # Layers stand together and largest come first; a sort keeps equals in order.
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     cells = [_parameter(row, used) for row in by_size[: SHOWN_ROWS + UNFOLDED_ROWS]]
@@ -150,6 +157,7 @@ def _parameter(row: ParameterRow, used: bool) -> str:
             cell(spec_text(leaf.param_spec), code=True),
             cell(spec_text(leaf.compute_spec), code=True) if used else "",
             cell(size, number=True),
+            cell(row.collectives),
         )
     )
 
@@ -166,22 +174,21 @@ def _regions(plan: Plan) -> str:
 
 def _traffic(plan: Plan) -> str:
     rows = [
-        cell(row.kind)
-        + cell(row.axes, code=True)
-        + cell(row.what)
-        + cell(f"{row.times:,}", number=True)
-        + cell(gigabytes(row.nbytes), number=True)
+        "".join(cell(text, number=place > 2) for place, text in enumerate(row))
         for row in traffic_rows(plan)
     ]
-    if not rows:
-        return "<p>None.</p>"
-    return table(("collective", "over", "of", "times a step", "bytes a step"), rows)
+    return table(TRAFFIC, rows) if rows else "<p>None.</p>"
 
 
 def _noted(plan: Plan) -> Iterator[str]:
-    if plan.notes:
-        summary = f"{len(plan.notes)} note{'s' if len(plan.notes) > 1 else ''}"
-        yield folded(summary, listed(plan.notes), opened=True)
+    """What stays whole and why, hints, and notes."""
+    for name, texts, opened in (
+        ("What stays whole, and why", whole_words(plan), False),
+        ("Hints", hints(plan), True),
+        ("Notes", other_notes(plan), True),
+    ):
+        if texts:
+            yield folded(f"{name} ({len(texts)})", listed(texts), opened=opened)
 
 
 def _weighed(plan: Plan) -> Iterator[str]:

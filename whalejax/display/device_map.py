@@ -11,10 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from whalejax.display.facts import shape_text
 from whalejax.display.page import Picture, cell, table
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.explain import spec_text
+from whalejax.planner.explain import shape_text, spec_text
 from whalejax.planner.layout import Spec
 from whalejax.planner.plan import LeafPlan, Plan
 

@@ -24,8 +24,8 @@ from whalejax.display.page import (
 from whalejax.found import price_text
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
+from whalejax.planner.explain import milliseconds as seconds_text
 from whalejax.planner.plan import Plan
-from whalejax.show import seconds_text
 
 
 if TYPE_CHECKING:

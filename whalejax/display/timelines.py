@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, words
+from whalejax.planner.explain import milliseconds as seconds_text
 from whalejax.planner.paced import paced
 from whalejax.planner.plan import Plan
-from whalejax.show import seconds_text
 
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 26.0, 4.0, 6.0, 20.0
