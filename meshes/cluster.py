@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from whalejax.meshes.displays import Shown
 from whalejax.meshes.kinds import DeviceKind, Platform
 from whalejax.meshes.problems import Problems
 from whalejax.meshes.topology import COMPILERS as COMPILERS
@@ -26,7 +27,7 @@ from whalejax.meshes.topology import Node as Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(Shown):
     """Devices and how they are joined, in the order that meshes number them.
 
     Attributes:

@@ -20,6 +20,7 @@ from whalejax.planner.explain import (
     layout_text,
     mesh_words,
     milliseconds,
+    shape_text,
     spec_text,
     whole_dimensions,
     whole_reasons,
@@ -42,6 +43,9 @@ SHOWN_ROWS = 12
 
 SHOWN_REASONS = 5
 """Reasons why parameters stay whole, unless all are asked for."""
+
+TRAFFIC = ("traffic", "over", "of", "times a step", "bytes a step")
+"""Columns of ``traffic_rows``."""
 
 _Form = Callable[[float], str]
 
@@ -70,7 +74,7 @@ def plan_lines(plan: Plan, width: int | None, *, all_rows: bool) -> list[Line]:
         *paragraph("Plan", _head(plan), width, " · "),
         *_step(plan, width),
         *_memory(plan, width),
-        *paragraph("mesh", _mesh(plan), width, " · "),
+        *paragraph("mesh", crossings(plan), width, " · "),
         *_regions(plan, width),
         *_stages(plan, width),
         *_shares(plan, width),
@@ -82,9 +86,8 @@ def plan_lines(plan: Plan, width: int | None, *, all_rows: bool) -> list[Line]:
         *_whole(plan, width, all_rows),
         *_hints(plan, width),
     ]
-    for note in plan.notes:
-        if NO_EFFECT not in note and not note.endswith(OBEYED):
-            lines += paragraph("note", [note], width)
+    for note in other_notes(plan):
+        lines += paragraph("note", [note], width)
     return [*lines, *_next(plan, width)]
 
 
@@ -148,7 +151,7 @@ def _memory(plan: Plan, width: int | None) -> list[Line]:
 # The mesh and what it is used for.
 
 
-def _mesh(plan: Plan) -> list[str]:
+def crossings(plan: Plan) -> list[str]:
     """Every axis with the links that it crosses and how fast these are."""
     mesh = plan.axis_sizes
     if plan.apart:  # below the stages, each has a mesh of its own
@@ -177,10 +180,15 @@ def _regions(plan: Plan, width: int | None) -> Iterator[Line]:
 
 def _stages(plan: Plan, width: int | None) -> Iterator[Line]:
     """One row for each stage, where there are any."""
+    if plan.stages is not None:
+        yield from paragraph("stages", [plan.stages.words()], width)
+        yield from table(*stage_rows(plan), width)
+
+
+def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row for each stage of a plan that has some."""
     stages = plan.stages
-    if stages is None:
-        return
-    yield from paragraph("stages", [stages.words()], width)
+    assert stages is not None
     count = dict(plan.axes).get("stage", 1)
     rows = []
     for number in range(count):
@@ -194,13 +202,15 @@ def _stages(plan: Plan, width: int | None) -> Iterator[Line]:
         rows.append(row)
     head = ["stage", *["kind"] * bool(stages.kinds), "layers"]
     head += ["mesh", "memory per device"] * bool(plan.apart)
-    yield from table(head, rows, width)
+    return head, rows
 
 
 def _shares(plan: Plan, width: int | None) -> list[Line]:
+    return paragraph("shares", share_words(plan), width, " · ") if plan.shares else []
+
+
+def share_words(plan: Plan) -> list[str]:
     """Micro-batches of the ranks of ``data``, where these are unlike."""
-    if not plan.shares:
-        return []
     kinds = [
         node.kind.display_name()
         for node in plan.cluster.nodes
@@ -219,8 +229,7 @@ def _shares(plan: Plan, width: int | None) -> list[Line]:
             else f"{where} ({kind}) {share}"
         )
         first = last + 1
-    total = f"of {sum(plan.shares)} micro-batches"
-    return paragraph("shares", [*pieces, total], width, " · ")
+    return [*pieces, f"of {sum(plan.shares)} micro-batches"]
 
 
 # The parameters and the traffic.
@@ -241,7 +250,7 @@ def _parameters(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
             cells.append(
                 [
                     row.label,
-                    "×".join(map(str, leaf.shape)) or "scalar",
+                    shape_text(leaf.shape),
                     spec_text(leaf.param_spec),
                     *used,
                     gigabytes(row.device_bytes) + " of host" * leaf.hosted,
@@ -261,45 +270,55 @@ def _parameters(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
 def _traffic(plan: Plan, width: int | None) -> list[Line]:
     if not plan.collectives:
         return paragraph("traffic", ["none"], width)
+    return table(TRAFFIC, traffic_rows(plan), width, right=[3, 4])
+
+
+def traffic_rows(plan: Plan) -> list[list[str]]:
+    """What a plan communicates in one step, by sort, most bytes first."""
     nbytes: Counter[tuple[str, ...]] = Counter()
     times: Counter[tuple[str, ...]] = Counter()
     for c in plan.collectives:
         key = (c.kind, "+".join(c.axes), c.what)
         nbytes[key] += c.payload_bytes * plan.times(c)
         times[key] += plan.times(c)
-    rows = [
+    return [
         [*key, str(times[key]), gigabytes(size)] for key, size in nbytes.most_common()
     ]
-    head = ["traffic", "over", "of", "times a step", "bytes a step"]
-    return table(head, rows, width, right=[3, 4])
 
 
 # What stays whole, what was asked for, and what else there was.
 
 
 def _whole(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
+    return [
+        line
+        for text in whole_words(plan, all_rows)
+        for line in paragraph("whole", [text], width)
+    ]
+
+
+def whole_words(plan: Plan, all_rows: bool = False) -> list[str]:
     """Parameters that every device holds whole, by the reason."""
     reasons = whole_reasons(plan)
-    lines: list[Line] = []
+    lines: list[str] = []
     most = len(reasons) if all_rows else SHOWN_REASONS
     for reason, leaves in reasons[:most]:
         nbytes = gigabytes(sum(leaf.nbytes for leaf in leaves))
         more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
-        text = f"{leaves[0].path}{more} ({nbytes}): {reason}"
-        lines += paragraph("whole", [text], width)
+        lines.append(f"{leaves[0].path}{more} ({nbytes}): {reason}")
     rest = [leaf for _, leaves in reasons[most:] for leaf in leaves]
     if rest:
         nbytes = gigabytes(sum(leaf.nbytes for leaf in rest))
         others = f"for {len(reasons) - most} other reasons"
-        lines += paragraph(
-            "whole", [f"{len(rest)} parameters more ({nbytes}), {others}"], width
-        )
-    for text in whole_dimensions(plan):
-        lines += paragraph("whole", [text], width)
-    return lines
+        lines.append(f"{len(rest)} parameters more ({nbytes}), {others}")
+    return [*lines, *whole_dimensions(plan)]
 
 
 def _hints(plan: Plan, width: int | None) -> list[Line]:
+    return [line for text in hints(plan) for line in paragraph("hints", [text], width)]
+
+
+def hints(plan: Plan) -> list[str]:
     """Marks that were obeyed, and what was asked for without effect."""
     idle = [note for note in plan.notes if NO_EFFECT in note]
     obeyed = [
@@ -308,12 +327,13 @@ def _hints(plan: Plan, width: int | None) -> list[Line]:
         if region.marks
         and not any(note.startswith(f"{region.task_graph}: ") for note in idle)
     ]
-    lines: list[Line] = []
-    if obeyed:
-        lines += paragraph("hints", [f"obeyed: {', '.join(obeyed)}"], width)
-    for note in idle:
-        lines += paragraph("hints", [f"without effect: {note}"], width)
-    return lines
+    found = [f"obeyed: {', '.join(obeyed)}"] if obeyed else []
+    return [*found, *(f"without effect: {note}" for note in idle)]
+
+
+def other_notes(plan: Plan) -> list[str]:
+    """Notes that are no hints."""
+    return [n for n in plan.notes if NO_EFFECT not in n and not n.endswith(OBEYED)]
 
 
 def _next(plan: Plan, width: int | None) -> list[Line]:

@@ -121,6 +121,22 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Predicted seconds of one micro-batch at one part of a pipeline.
+
+    Attributes:
+        forward_seconds, backward_seconds: of the part; where stages run one loop, the
+            backward pass computes forward again first.
+        weight_seconds: of the gradient of the parameters, where that is an action of
+            its own; else 0, and it is in the backward pass.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
     """What a plan does beyond what this version runs.
 

@@ -41,6 +41,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as people write it: ``"4096×512"``, or ``"scalar"``."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
 def spec_text(spec: Spec) -> str:
     """A layout as people write it: ``"(data+fsdp, –)"``."""
     return "(" + ", ".join("+".join(axes) or "–" for axes in spec) + ")"

@@ -30,6 +30,7 @@ from whalejax.planner.plan import (
     Candidate,
     LeafPlan,
     NothingFits,
+    Pace,
     Plan,
     PlanError,
     Stages,
@@ -39,6 +40,7 @@ from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.waiting import hosts_known, sliced_leaves
+from whalejax.planner.weigh import handed_seconds, part_seconds
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 from whalejax.planner.written import (
     KEPT_CANDIDATES,
@@ -214,11 +216,17 @@ class _Chosen:
         pace_of(cases)
         layers = stage_layers(cases, np.zeros(1, dtype=np.int64))[:, 0]
         held = [search.cluster.kinds[kind].name for kind in stage_kinds(cases)]
+        ahead, back = part_seconds(cases, np.zeros(1, dtype=np.int64))
         return Stages(
             schedule=SCHEDULES[int(f.schedule[0])],
             chunks=int(f.chunks[0]),
             layers=tuple(int(n) for n in layers),
             kinds=tuple(held) if case.placement.by == "stages" else (),
+            paces=tuple(
+                Pace(forward_seconds=float(f), backward_seconds=float(b))
+                for f, b in zip(ahead[:, 0], back[:, 0], strict=True)
+            ),
+            handed_seconds=float(handed_seconds(cases)[0]),
         )
 
     @property

@@ -24,7 +24,14 @@ from whalejax.planner.parts import (
     Division,
     Units,
 )
-from whalejax.planner.plan import BatchLeaf, NothingFits, Plan, PlanError, Stages
+from whalejax.planner.plan import (
+    BatchLeaf,
+    NothingFits,
+    Pace,
+    Plan,
+    PlanError,
+    Stages,
+)
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.search import ranked
@@ -342,6 +349,13 @@ class _Weighed:
             weight.append(share * back * late)
         return ahead, behind, weight
 
+    def _paces(self) -> Iterator[Pace]:
+        """As plans keep them."""
+        for ahead, behind, weight in zip(*self._by_place(), strict=True):
+            yield Pace(
+                forward_seconds=ahead, backward_seconds=behind, weight_seconds=weight
+            )
+
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""
         graph, units = self.ask.program
@@ -413,6 +427,8 @@ class _Weighed:
                 executor="mpmd",
                 starts=self.division.starts,
                 plans=tuple(plans),
+                paces=tuple(self._paces()),
+                handed_seconds=self._transfer_seconds(),
             ),
             time=self.time,
             memory=self.memory,

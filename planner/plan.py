@@ -24,10 +24,12 @@ from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
 from whalejax.planner.entries import Candidate as Candidate
 from whalejax.planner.entries import LeafPlan as LeafPlan
+from whalejax.planner.entries import Pace as Pace
 from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.pictured import Pictured
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -51,6 +53,8 @@ _NOT_THE_PROGRAM = (
     "collectives",
     "product_flops",
     "source",
+    "paces",
+    "handed_seconds",
 )
 """Fields of a plan that its program does not depend on."""
 
@@ -71,6 +75,8 @@ class Stages:
         kinds: device kind of each stage, where they differ.
         turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
             many of them some stage computes forward and backward; else 0.
+        paces: predictions for each part along the model, in its order.
+        handed_seconds: predicted, from one part to the next on another stage.
     """
 
     schedule: str
@@ -83,6 +89,8 @@ class Stages:
     turns: int = 0
     ahead: int = 0
     back: int = 0
+    paces: tuple[Pace, ...] = ()
+    handed_seconds: float = 0.0
 
     def words(self) -> str:
         """The pipeline in a few words."""
@@ -116,7 +124,7 @@ class Question(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Pictured):
     """How to run one model on one cluster.
 
     Attributes:
@@ -204,8 +212,8 @@ class Plan:
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         data = encode(self)
-        stages = data["stages"]
-        for one in (data, *(stages["plans"] if stages else ())):
+        stages = data["stages"] or {}
+        for one in (data, stages, *stages.get("plans", ())):
             for prediction in _NOT_THE_PROGRAM:
                 one.pop(prediction, None)
         data["cluster"] = self.cluster.hash

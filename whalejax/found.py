@@ -9,13 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes, layout_text, milliseconds
 from whalejax.planner.lines import Line, paragraph, plain, table
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
+
+
+if TYPE_CHECKING:
+    from whalejax.display.searches import SearchChart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +219,30 @@ class Found(Sequence[Plan]):
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        from whalejax.display.searches import bundle
+
+        return bundle(self)
+
+    def chart(self) -> SearchChart:
+        """Step time and peak memory of every plan that was weighed, on all clusters.
+
+        Hovering shows the mesh and the largest costs; a click on a plan that was found
+        leads to it. It needs the extra ``whalejax[notebook]``, and no network.
+
+        Returns:
+            What a notebook draws; ``save`` writes it as ``.html`` or ``.svg``, and its
+            ``altair`` is the chart to be changed.
+
+        Raises:
+            WhaleError: the extra is not installed.
+        """
+        from whalejax.display.searches import chart
+
+        return chart(self)
 
 
 def price_text(price: float | None) -> str:
