@@ -290,7 +290,6 @@ class Asked:
             batch=batch_leaves(self.batch),
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
-        tell(f"searching layouts on {self.cluster.describe()}")
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         return dataclasses.replace(
             found,
@@ -509,6 +508,8 @@ def _attention_note(found: Plan, blocks: Callable[[Chosen], Captured]) -> list[s
 
 
 def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
+    count = request.num_devices
+    tell(f"searching layouts of {count} device{'s' if count > 1 else ''}")
     return decided(request)
 
 
@@ -517,7 +518,7 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
     problem: PlanError | None = None
     for count in range(request.num_devices, 0, -1):
         try:
-            return decided(dataclasses.replace(request, num_devices=count))
+            return _at_once(decided, dataclasses.replace(request, num_devices=count))
         except PlanError as error:
             problem = problem or error
     assert problem is not None  # a cluster has at least one device

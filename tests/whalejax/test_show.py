@@ -324,10 +324,7 @@ def test_planning_tells_what_it_does() -> None:
     net = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     with listening(heard.append):
         wh.plan(lambda net, x: jnp.mean(x @ net["w"]), net, x, cluster="h100:1")
-    assert heard == [
-        "tracing the model",
-        "searching layouts on 1×H100 (1 node of 1, nvlink)",
-    ]
+    assert heard == ["tracing the model", "searching layouts of 1 device"]
 
 
 def test_the_first_step_says_how_long_it_took() -> None:
