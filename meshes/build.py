@@ -29,6 +29,7 @@ def build_mesh(
     devices: Sequence[Device] | None = None,
     *,
     allow_idle: bool = False,
+    order: Sequence[int] = (),
 ) -> Mesh:
     """A mesh with Auto axes over the devices, in the order given.
 
@@ -36,6 +37,8 @@ def build_mesh(
         axes: (name, size), outermost first; the last one joins neighbouring devices.
         devices: in the cluster's order, node by node; ``jax.devices()`` if None.
         allow_idle: take the first devices and leave the rest without work.
+        order: for each place of the mesh, the number of its device among them; as
+            they come if left out.
 
     Raises:
         WhaleError: sizes whose product is not the number of devices, an axis named
@@ -59,6 +62,8 @@ def build_mesh(
     if not problems and (used > len(given) or (used < len(given) and not allow_idle)):
         problems.add(_wrong_product(axes, used, len(given)))
     problems.raise_if_any()
+    if order:
+        given = [given[number] for number in order]
     grid = np.array(given[:used], dtype=object).reshape([size for _, size in axes])
     return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(axes))
 

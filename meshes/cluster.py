@@ -34,6 +34,8 @@ class Cluster(Shown):
         nodes: in order; devices are numbered node by node.
         levels: of links, innermost first; their sizes multiply to the devices.
         compiler: what the platform's compiler does to collectives.
+        links: ``[from][to]``, bytes per second between each two devices, where they
+            are known one by one; empty where the levels say all.
 
     Raises:
         WhaleError: sizes that do not multiply to the devices, kinds of several
@@ -51,6 +53,7 @@ class Cluster(Shown):
     nodes: tuple[Node, ...]
     levels: tuple[Level, ...]
     compiler: CompilerProfile
+    links: tuple[tuple[float, ...], ...] = ()
     # Computed once: the search asks for them with every row that it prices.
     _kinds: tuple[DeviceKind, ...] = field(init=False, repr=False, compare=False)
     _slowest: DeviceKind = field(init=False, repr=False, compare=False)
@@ -59,6 +62,7 @@ class Cluster(Shown):
         problems = Problems("cluster")
         _check_nodes(self.nodes, problems)
         _check_levels(self, problems)
+        _check_links(self, problems)
         problems.raise_if_any()
         kinds = tuple({node.kind.name: node.kind for node in self.nodes}.values())
         object.__setattr__(self, "_kinds", kinds)
@@ -188,7 +192,10 @@ class Cluster(Shown):
                 count = min(node.count, left)
                 nodes.append(dataclasses.replace(node, count=count))
                 left -= count
-        return dataclasses.replace(self, nodes=tuple(nodes), levels=tuple(levels))
+        links = tuple(row[:num_devices] for row in self.links[:num_devices])
+        return dataclasses.replace(
+            self, nodes=tuple(nodes), levels=tuple(levels), links=links
+        )
 
     def describe(self) -> str:
         """One line: the devices, the nodes or torus, and the links."""
@@ -264,6 +271,17 @@ class Cluster(Shown):
         return load(path)
 
     @classmethod
+    def from_paddle(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read PaddlePaddle's description of a cluster; ``whalejax.meshes.paddle``.
+
+        Raises:
+            WhaleError: no such file, not JSON, or a description with problems.
+        """
+        from whalejax.meshes.paddle import load
+
+        return load(path)
+
+    @classmethod
     def detect(cls, calibrate: bool = True) -> Cluster:
         """The devices of this process, as JAX sees them. Starts JAX.
 
@@ -283,8 +301,8 @@ def cluster(text: str) -> Cluster:
     """The cluster that a short text describes; ``whalejax.meshes.grammar`` has all.
 
     ``h100:8`` one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU torus,
-    ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``local`` the devices
-    of this process.
+    ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json`` one of
+    PaddlePaddle's, ``local`` the devices of this process.
 
     Raises:
         WhaleError: a text that is none of these; the message shows the grammar.
@@ -346,3 +364,19 @@ def _check_levels(cluster: Cluster, problems: Problems) -> None:
             f"but the nodes have {cluster.num_devices}. The sizes of the levels, "
             f"innermost first, must multiply to the number of devices"
         )
+
+
+def _check_links(cluster: Cluster, problems: Problems) -> None:
+    links, count = cluster.links, cluster.num_devices
+    if not links:
+        return
+    if len(links) != count or any(len(row) != count for row in links):
+        problems.add(f"links: expected {count} rows of {count} numbers, or none")
+        return
+    for a, row in enumerate(links):
+        bad = [b for b, x in enumerate(row) if a != b and not 0 < x < math.inf]
+        if bad:
+            problems.add(
+                f"links.{a}.{bad[0]}: got {row[bad[0]]}, expected bytes per second "
+                "above zero"
+            )

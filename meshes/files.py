@@ -72,6 +72,13 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
         "kinds": {kind.name: _kind_data(kind) for kind in cluster.kinds},
         "nodes": nodes,
         "levels": [_level_data(level) for level in cluster.levels],
+        "links": [
+            {
+                "source": a,
+                "bytes_per_second": {str(b): x for b, x in enumerate(row) if a != b},
+            }
+            for a, row in enumerate(cluster.links)
+        ],
     }
 
 
@@ -119,6 +126,7 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
     }
     nodes = _nodes(top.tables("nodes"), kinds, tables, bases)
     given = [_level(table) for table in top.tables("levels")]
+    links = _links(top.tables("links"), sum(node.count for node in nodes))
     top.asked = list(dict.fromkeys(["compiler", *top.asked]))
     top.done()
     if not nodes and not problems:
@@ -130,6 +138,7 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
             nodes=nodes,
             levels=tuple(levels),
             compiler=dataclasses.replace(COMPILERS[nodes[0].kind.platform], **facts),
+            links=links,
         )
     except WhaleError as error:
         raise WhaleError(f"{title}: {error}") from None
@@ -312,6 +321,22 @@ def _level(table: Table) -> Level:
     )
     table.done()
     return level
+
+
+def _links(tables: list[Table], count: int) -> tuple[tuple[float, ...], ...]:
+    """Rates between devices; none where the file has none."""
+    rows = []
+    for number, table in enumerate(tables):
+        if table.integer("source") != number:
+            table.problem("source", table.data.get("source"), f"{number}, in order")
+        rates = dict(table.table("bytes_per_second").numbers())
+        table.done()
+        stray = [key for key in rates if not key.isdigit() or int(key) >= count]
+        for key in stray:
+            table.problem(f"bytes_per_second.{key}", key, f"0 to {count - 1}")
+        # What is missing is found by the cluster, as a rate of zero.
+        rows.append(tuple(rates.get(str(other), 0.0) for other in range(count)))
+    return tuple(rows)
 
 
 def _default_levels(

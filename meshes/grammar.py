@@ -27,6 +27,7 @@ A cluster is written as one of
                   number more, in front, counts slices    v5e:2x16x16
   PART+PART       nodes of several kinds                  v100-32:8+p100-16:8
   FILE.toml       a description in a file                 mixed.toml
+  FILE.json       one of PaddlePaddle's                   cluster.json
   local           the devices of this process, measured
 KIND is one of {", ".join(kind_names())}."""
 
@@ -61,6 +62,8 @@ def parse(text: str) -> Cluster:
         return Cluster.detect()
     if stripped.lower().endswith(".toml"):
         return Cluster.load(stripped)
+    if stripped.lower().endswith(".json"):
+        return Cluster.from_paddle(stripped)
     problems = Problems(f"cluster {text!r}")
     terms = stripped.lower().split("+")
     parts = [part for term in terms if (part := _part(term, problems)) is not None]
@@ -128,7 +131,10 @@ def _malformed(term: str) -> str:
             f"node of 8, {name.strip()}:4x8 for four nodes of 8"
         )
     if not colon:
-        return f"{term!r} is no KIND:N, no file that ends in .toml, and not 'local'"
+        return (
+            f"{term!r} is no KIND:N, no file that ends in .toml or .json, and not "
+            "'local'"
+        )
     return (
         f"{term!r}: expected numbers joined by x after {name.strip()}:, such as 8 or "
         f"4x8, got {rest.strip()!r}"

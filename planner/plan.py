@@ -132,6 +132,8 @@ class Plan(Pictured):
         model_hash: of the model, batch and marks it was made for.
         cluster: the machine it was made for.
         axes: mesh axes and sizes, outermost first; sizes of 1 are left out.
+        device_order: for each place of the mesh, the number of its device in the
+            cluster; empty for the cluster's own order.
         num_micro_batches: parts of the global batch, one after the other.
         zero: what is sharded over ``data``: 1 optimizer state, 2 also gradients.
             Over ``fsdp`` parameters are always sharded (ZeRO-3).
@@ -176,6 +178,7 @@ class Plan(Pictured):
     model_hash: str
     cluster: Cluster
     axes: tuple[tuple[str, int], ...]
+    device_order: tuple[int, ...] = ()
     num_micro_batches: int
     zero: int
     remat: Remat = ()
@@ -473,7 +476,8 @@ class Plan(Pictured):
         """The ``jax.sharding.Mesh`` of the plan.
 
         Args:
-            devices: the devices to use, in node order; all of them if left out.
+            devices: the devices to use, in node order; all of them if left out. The
+                plan's ``device_order`` is taken of them.
         """
         from whalejax.meshes.build import build_mesh
 
@@ -482,7 +486,7 @@ class Plan(Pictured):
                 "every stage of this plan has a mesh of its own. Take "
                 "plan.stages.plans[i].mesh(devices) with the devices of stage i"
             )
-        return build_mesh(self.axes, devices)
+        return build_mesh(self.axes, devices, order=self.device_order)
 
     def document(self) -> dict[str, Any]:
         """The plan as plain JSON data, with its hash for checking."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted import constants
+from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.decoder import Decoder
-from whalejax.planner.devices import read_device
 from whalejax.planner.estimate import Runs
 from whalejax.planner.frameworks import Framework, Remat, framework
 from whalejax.planner.runs import Replica, Run, StageOf

@@ -32,6 +32,7 @@ from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.ordering import ordered
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.recompute import POLICIES, checked_policies
@@ -253,8 +254,7 @@ class Asked:
         adapter, captured = self._captured()
         graph, names = captured.graph, checkpoint_names(captured.jaxpr)
         remat = checked_policies(self.remat, graph, names)
-        reductions = batch_reductions(captured)
-        count = self._count(reductions)
+        count = self._count(reductions := batch_reductions(captured))
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         offload = _checked_offload(self, hosts)
         blocks = functools.cache(captured.with_attention)
@@ -291,7 +291,7 @@ class Asked:
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
-        return dataclasses.replace(
+        found = dataclasses.replace(
             found,
             cluster=self.cluster,
             compiler_options=tuple(sorted(options.items())),
@@ -304,6 +304,7 @@ class Asked:
             ),
             question=self,
         )
+        return ordered(found)
 
     def _uneven(self) -> bool | tuple[int, ...]:
         """Whether replicas take unlike shares, or those that are asked for."""

@@ -258,7 +258,8 @@ def test_every_problem_of_a_file_at_once() -> None:
         "levels.0.size: got 1.5, expected a whole number",
         "levels.0.bandwidth_bytes_per_second: got true, expected a number",
         "levels.0.latency_seconds: missing, expected a number",
-        "nods: unknown key. Did you mean nodes? Known: compiler, kinds, nodes, levels",
+        "nods: unknown key. Did you mean nodes? Known: compiler, kinds, nodes, levels, "
+        "links",
     ]
 
 

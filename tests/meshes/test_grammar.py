@@ -139,7 +139,10 @@ KNOWN = ", ".join(kind_names())
         ),
         ("", "an empty part, expected KIND:N on both sides of every +"),
         ("h100:8+", "an empty part, expected KIND:N on both sides of every +"),
-        ("/a/b", "'/a/b' is no KIND:N, no file that ends in .toml, and not 'local'"),
+        (
+            "/a/b",
+            "'/a/b' is no KIND:N, no file that ends in .toml or .json, and not 'local'",
+        ),
         (
             "h100:8x",
             "'h100:8x': expected numbers joined by x after h100:, such as 8 or 4x8, "

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.devices import read_device
 from whalejax.planner.published import (
     Reading,
     measured_seconds,
