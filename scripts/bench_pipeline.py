@@ -12,6 +12,10 @@ before anything is timed. The last line is one JSON object:
     memory_m32_over_m8       temporaries of the 1F1B step with 32 micro-batches over
                              those with 8 of the same size: at most 1.02
     memory_1f1b_over_gpipe   the same with 32, over those of GPipe by autodiff
+    uneven_over_masked       the first of stages of six and two layers, over GPipe by
+                             autodiff whose stages both take six turns, of which the
+                             last four of the second are masked away: at most 0.6
+                             (scripts/bench_uneven.py masks within 1F1B instead)
     compile_stage8_over_plain
                              median over pairs of the seconds to trace, lower and
                              compile eight stages over those of the step without, on
@@ -24,7 +28,7 @@ before anything is timed. The last line is one JSON object:
     tpu_m64_over_m16         the same peak with 64 micro-batches over that with 16, as
                              compiled: at most 1.02
 
-    python scripts/bench_pipeline.py [--pairs 9] [--compiles 2] [--tpu]
+    python scripts/bench_pipeline.py [--pairs 9] [--compiles 2] [--only steps] [--tpu]
 
 The keys of the TPU come with ``--tpu``, which takes the extra tpu-compile.
 """
@@ -51,10 +55,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
+from whalejax.lowering.dealt import places_of, rows_of  # noqa: E402
 from whalejax.models._layers import cross_entropy  # noqa: E402
+from whalejax.planner.unequal import with_layers  # noqa: E402
 
 
 STAGES, FEW, MANY, SAMPLES = 2, 8, 32, 4
+UNEVEN = 6, 2
 SMALL = {
     "layers": 8,
     "embed": 128,
@@ -83,8 +90,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="timed pairs of steps")
     parser.add_argument("--compiles", type=int, default=2, help="pairs of compilations")
     parser.add_argument("--tpu", action="store_true", help="compile for v5p:2x2x4 too")
+    parser.add_argument("--only", choices=("steps", "uneven", "compiles"))
     arguments = parser.parse_args()
-    found = {**_steps(arguments.pairs), **_compiles(arguments.compiles)}
+    parts = {
+        "steps": lambda: _steps(arguments.pairs),
+        "uneven": lambda: _uneven(arguments.pairs),
+        "compiles": lambda: _compiles(arguments.compiles),
+    }
+    found: dict[str, float] = {}
+    for name, run in parts.items():
+        if arguments.only in (None, name):
+            found.update(run())
     if arguments.tpu:
         found.update(_tpu())
     print(json.dumps({key: round(value, 4) for key, value in found.items()}))
@@ -114,30 +130,65 @@ def _plan(job: wh.Job, batch: int, cluster: str, **options: Any) -> wh.Plan:
 
 def _steps(pairs: int) -> dict[str, float]:
     """Step times and temporaries of 1F1B and of GPipe by autodiff."""
-    job, devices = _job(SMALL), jax.devices()[:STAGES]
-    few, many = (
-        wh.compile(
-            _plan(
-                job,
-                count * SAMPLES,
-                f"cpu:{STAGES}",
-                optimizer=SGD,
-                mesh={"stage": STAGES},
-                num_micro_batches=count,
-            ),
-            job.loss_fn,
-            jobs.abstract_model(job),
-            optimizer=SGD,
-            devices=devices,
-        )
-        for count in (FEW, MANY)
+    job = _job(SMALL)
+    few, many = (_staged(job, count) for count in (FEW, MANY))
+    memory = [_temporaries(step.lower().compile()) for step in (few, many)]
+    time, gpipe = _against_gpipe(job, many, pairs)
+    memory.append(gpipe)
+    return {
+        "time_1f1b_over_gpipe": time,
+        "memory_m32_over_m8": memory[1] / memory[0],
+        "memory_1f1b_over_gpipe": memory[1] / memory[2],
+    }
+
+
+def _uneven(pairs: int) -> dict[str, float]:
+    """The step time of stages with unlike numbers of layers, over masking."""
+    job = _job(SMALL)
+    time, _ = _against_gpipe(job, _staged(job, MANY, UNEVEN), pairs, UNEVEN)
+    return {"uneven_over_masked": time}
+
+
+def _staged(job: wh.Job, count: int, layers: tuple[int, ...] = ()) -> wh.TrainStep:
+    """The step of a plan in stages.
+
+    Args:
+        job: what is trained.
+        count: micro-batches.
+        layers: of each stage; as many in each if left out.
+    """
+    plan = _plan(
+        job,
+        count * SAMPLES,
+        f"cpu:{STAGES}",
+        optimizer=SGD,
+        mesh={"stage": STAGES},
+        num_micro_batches=count,
     )
+    return wh.compile(
+        with_layers(plan, layers) if layers else plan,
+        job.loss_fn,
+        jobs.abstract_model(job),
+        optimizer=SGD,
+        devices=jax.devices()[:STAGES],
+    )
+
+
+def _against_gpipe(
+    job: wh.Job, many: wh.TrainStep, pairs: int, layers: tuple[int, ...] = ()
+) -> tuple[float, int]:
+    """The ratio of step times, and the temporaries of GPipe by autodiff.
+
+    Args:
+        job: what is trained.
+        many: the step of 1F1B.
+        pairs: timed pairs.
+        layers: of each stage, where they are unlike.
+    """
     model, batch = job.make_model(jax.random.key(0)), job.batch_at(0, MANY * SAMPLES)
     state = many.init_from(model)
     before = [np.asarray(x) for x in jax.tree.leaves(state.params)]
-    gpipe, params = _gpipe(model, batch, devices)
-    memory = [_temporaries(step.lower().compile()) for step in (few, many)]
-    memory.append(_temporaries(gpipe))
+    gpipe, params = _gpipe(model, batch, jax.devices()[:STAGES], layers)
 
     def run_1f1b() -> None:
         nonlocal state
@@ -150,17 +201,27 @@ def _steps(pairs: int) -> dict[str, float]:
 
     run_1f1b()
     run_gpipe()
-    _check_equal(before, state.params, params)
+    _check_equal(before, state.params, _dealt(params, layers, places_of))
     times = timed_pairs(run_1f1b, run_gpipe, pairs=pairs, warm=1)
+    memory = _temporaries(gpipe)
     print(
-        f"1f1b {min(times.first_seconds):.2f} s and {memory[1] / 2**20:.1f} MiB, GPipe "
-        f"by autodiff {min(times.second_seconds):.2f} s and {memory[2] / 2**20:.1f} MiB"
+        f"1f1b {min(times.first_seconds):.2f} s and "
+        f"{_temporaries(many.lower().compile()) / 2**20:.1f} MiB, GPipe by autodiff "
+        f"{min(times.second_seconds):.2f} s and {memory / 2**20:.1f} MiB"
     )
-    return {
-        "time_1f1b_over_gpipe": times.ratio,
-        "memory_m32_over_m8": memory[1] / memory[0],
-        "memory_1f1b_over_gpipe": memory[1] / memory[2],
-    }
+    return times.ratio, memory
+
+
+def _dealt(
+    params: Any, layers: tuple[int, ...], places: Callable[[Any], np.ndarray]
+) -> Any:
+    """Parameters whose stacks of layers have other rows, where stages are unlike."""
+    if not layers:
+        return params
+    rows = places(layers).reshape(-1)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x[rows] if "blocks" in map(_name, path) else x, params
+    )
 
 
 def _temporaries(compiled: Any) -> int:
@@ -184,9 +245,12 @@ def _check_equal(before: list[Any], one: Any, other: Any) -> None:
             raise SystemExit(f"gradients differ: {error} of {whole}, in {b.shape}")
 
 
-def _gpipe(model: Any, batch: Any, devices: list[Any]) -> tuple[Any, Any]:
+def _gpipe(
+    model: Any, batch: Any, devices: list[Any], layers: tuple[int, ...]
+) -> tuple[Any, Any]:
     """A step of GPipe by autodiff, compiled, and the parameters that it takes."""
     graph, params = nnx.split(model)
+    params = _dealt(params, layers, rows_of)
     kinds = {"axis_types": (AxisType.Auto,)}
     mesh = jax.make_mesh((STAGES,), ("stage",), devices=devices, **kinds)
     specs = jax.tree_util.tree_map_with_path(
@@ -196,7 +260,7 @@ def _gpipe(model: Any, batch: Any, devices: list[Any]) -> tuple[Any, Any]:
     stored = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     tokens = batch["tokens"].reshape(SAMPLES, MANY, -1).swapaxes(0, 1)
     losses = jax.shard_map(
-        functools.partial(_turns, graph),
+        functools.partial(_turns, graph, layers),
         mesh=mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=PartitionSpec("stage"),
@@ -232,7 +296,7 @@ class _With:
         return self.compiled.memory_analysis()
 
 
-def _turns(graph: Any, params: Any, tokens: Any) -> Any:
+def _turns(graph: Any, layers: tuple[int, ...], params: Any, tokens: Any) -> Any:
     """The forward loop of one stage; its mean loss is that of the last."""
     stage = jax.lax.axis_index("stage")
     ahead = [(i, i + 1) for i in range(STAGES - 1)]
@@ -243,7 +307,12 @@ def _turns(graph: Any, params: Any, tokens: Any) -> Any:
             tokens[jnp.clip(number - delay, 0, MANY - 1)] for delay in (0, STAGES - 1)
         )
         own = model.tokens(first[:, :-1]) + model.positions[...]
-        out = _layers(jnp.where(stage == 0, own, given), model.blocks)
+        entering = jnp.where(stage == 0, own, given)
+        if layers:
+            count, numbers = jnp.asarray(layers)[stage], jnp.arange(max(layers))
+            out = _masked(entering, model.blocks, numbers, count)
+        else:
+            out = _layers(entering, model.blocks)
 
         def head(out: Any) -> Any:
             logits = model.logits(model.norm(out))
@@ -261,6 +330,11 @@ def _turns(graph: Any, params: Any, tokens: Any) -> Any:
 @functools.partial(nnx.scan, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 def _layers(x: Any, block: Any) -> Any:
     return block(x)
+
+
+@functools.partial(nnx.scan, in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
+def _masked(x: Any, block: Any, number: Any, count: Any) -> Any:
+    return jnp.where(number < count, block(x), x)
 
 
 def _compiles(pairs: int) -> dict[str, float]:

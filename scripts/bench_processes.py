@@ -2,8 +2,10 @@
 
 A small GPT is trained in two stages with programs of their own, each in a process of
 its own that is bound to one core. Both measure what their parts take, all at once and
-in the order of the schedule, and what a hand-over takes; the simulator makes a step of
-it. The schedules' steps are timed in turn. The last line is one JSON object:
+in the order of the schedule, and what a hand-over takes: the processor's time of each
+side, which a core that computes as well spends between its rows, and what is left of
+the time from side to side. The simulator makes a step of it. The schedules' steps are
+timed in turn. The last line is one JSON object:
 
     1f1b_over_simulated         measured step over the simulated one: at most 1.10
     interleaved_over_1f1b       measured steps, and the same of the simulator; the
@@ -209,18 +211,36 @@ class _Run:
         multihost_utils.sync_global_devices("parts")
         for (place, action), seconds in self._parts().items():
             own[actions.index(action), place] = seconds
-        handing, once = self._handing(), self._once()
+        local = np.array([*self._handing(), self._once()], np.float32)
         every = multihost_utils.process_allgather(own.astype(np.float32)).sum(axis=0)
-        both = multihost_utils.process_allgather(np.array([handing, once], np.float32))
+        both = multihost_utils.process_allgather(local).mean(axis=0)
+        handing, busy, once = map(float, both)
+        every += busy * np.array([self._handings(action) for action in actions])
         by_action = dict(zip(actions, every.tolist(), strict=True))
         line = simulate(
             table,
             by_action["forward"],
             by_action["backward"],
-            float(both[:, 0].mean()),
+            max(0.0, handing - 2 * busy),
             weight_seconds=by_action.get("weight"),
         )
-        return line.step_seconds + float(both[:, 1].mean())
+        return line.step_seconds + once
+
+    def _handings(self, action: str) -> list[int]:
+        """For each place, the hand-overs of a micro-batch that its stage takes part in.
+
+        Those that it makes count with what it makes, and those that it is handed with
+        what reads them.
+        """
+        table = self.runner.table
+        found = [0] * table.num_places
+        targets = self.runner.moves.targets.get(action, [])
+        for source, several in enumerate(targets):
+            for target in several:
+                if (target - source) % table.num_stages:
+                    found[source] += 1
+                    found[target] += 1
+        return found
 
     def _parts(self) -> dict[tuple[int, str], float]:
         """Seconds of each program here, in the order of the schedule and by itself."""
@@ -259,8 +279,8 @@ class _Run:
             runs.append(time.perf_counter() - start)
         return statistics.median(runs)
 
-    def _handing(self) -> float:
-        """Seconds of a hand-over from stage to stage."""
+    def _handing(self) -> tuple[float, float]:
+        """Seconds of a hand-over from stage to stage, and of this side's processor."""
         import jax
 
         from whalejax.planner.issuing import Handing
@@ -272,15 +292,16 @@ class _Run:
         first = self.runner.here[0]
         arrays = [jax.numpy.zeros(a.shape, a.dtype) for a in aval] if first else None
         rounds = 10
-        start = 0.0
+        start = busy = 0.0
         for index in range(rounds + 1):
             if index == 1:
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
             found = moves.handed(there, arrays if first else None)()
             arrays = moves.handed(back, None if first else found)()
             if first:
                 jax.block_until_ready(arrays)
-        return (time.perf_counter() - start) / rounds / 2
+        seconds = time.perf_counter() - start, time.process_time() - busy
+        return seconds[0] / rounds / 2, seconds[1] / rounds / 2
 
     def _once(self) -> float:
         """Seconds of what is done once in a step, beside the rows."""
