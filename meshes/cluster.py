@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from whalejax.meshes.displays import Shown
 from whalejax.meshes.kinds import DeviceKind, Platform
 from whalejax.meshes.problems import Problems
 from whalejax.meshes.topology import COMPILERS as COMPILERS
@@ -26,7 +27,7 @@ from whalejax.meshes.topology import Node as Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(Shown):
     """Devices and how they are joined, in the order that meshes number them.
 
     Attributes:
@@ -116,6 +117,39 @@ class Cluster:
         }
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all devices, used or not; None where some kind has no price."""
+        total = 0.0
+        for node in self.nodes:
+            if node.kind.price_per_hour is None:
+                return None
+            total += node.count * node.kind.price_per_hour
+        return total
+
+    def with_prices(self, prices: Mapping[str, float]) -> Cluster:
+        """The same cluster with prices.
+
+        Args:
+            prices: of one device for an hour, by the name of its kind, in one currency;
+                kinds that the cluster lacks are passed over.
+
+        Raises:
+            WhaleError: a price that is no number above zero.
+
+        Example:
+            >>> from whalejax.meshes import cluster
+            >>> cluster("h100:4x8").with_prices({"h100": 2.5}).price_per_hour
+            80.0
+        """
+
+        def priced(kind: DeviceKind) -> DeviceKind:
+            given = prices.get(kind.name, kind.price_per_hour)
+            return dataclasses.replace(kind, price_per_hour=given)
+
+        nodes = [dataclasses.replace(n, kind=priced(n.kind)) for n in self.nodes]
+        return dataclasses.replace(self, nodes=tuple(nodes))
 
     def under(self, options: Mapping[str, Any]) -> Cluster:
         """The same with what its compiler does under some options.

@@ -205,6 +205,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
         "transcendentals_per_second",
         "fresh_bytes_per_second",
         "convolution_share",
+        "price_per_hour",
     ):
         required = needed and key == "memory_bytes_per_second"
         values[key] = table.number(key) if required else table.number(key, None)

@@ -146,6 +146,10 @@ class DeviceKind:
             products of the same sizes; None where they are alike.
         cores: that take the tiles of a product one by one (a GPU's streaming
             multiprocessors); 0 where tiles do not matter.
+        price_per_hour: of one device, in the currency of who says it; None where nobody
+            does, as in the catalogue.
+        price_per_hour: of one device, in whatever currency it was given; None where
+            nobody said. The catalogue has none: prices are the user's.
         sources: where each number comes from.
     """
 
@@ -167,6 +171,7 @@ class DeviceKind:
     fresh_bytes_per_second: float | None = None
     convolution_share: float | None = None
     cores: int = 0
+    price_per_hour: float | None = None
     sources: tuple[Source, ...] = ()
     _matmul: dict[tuple[str, bool], _Curve] = field(
         init=False, repr=False, compare=False, hash=False
@@ -365,6 +370,7 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         "transcendentals_per_second": kind.transcendentals_per_second,
         "fresh_bytes_per_second": kind.fresh_bytes_per_second,
         "convolution_share": kind.convolution_share,
+        "price_per_hour": kind.price_per_hour,
     }
     numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
     for i, p in enumerate(kind.matmul_points):

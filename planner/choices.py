@@ -28,6 +28,7 @@ from whalejax.planner.pins import (
 from whalejax.planner.plan import PlanError
 from whalejax.planner.regions import expert_roles, weight_homes
 from whalejax.planner.rows import Rows
+from whalejax.planner.terms import NO_EFFECT
 
 
 NOTHING_TO_SPLIT = "no dimension of a split region divides by the axis"
@@ -203,7 +204,7 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
             contradict each other; every problem is listed.
     """
     problems = Problems("the hints cannot be obeyed", PlanError)
-    limits = Limits(minor=rows.reading.minor, itself=_cut_roles(graph, dims))
+    limits = Limits(minor=rows.reading.minor, itself=cut_roles(graph, dims))
     experts = expert_roles(graph, dims)
     homes = weight_homes(graph, rows.weight)
     fixed = metadata_pins(graph, dims, homes, limits, problems)
@@ -250,7 +251,7 @@ def idle_marks(graph: Graph, options: Options) -> list[str]:
         mark = graph.task_graphs[choice.task_graph].strategy
         if mark is not None and mark.kind == "split" and not choice.obliged:
             notes.append(
-                f"{graph.task_graphs[choice.task_graph].name}: {mark} has no effect: "
+                f"{graph.task_graphs[choice.task_graph].name}: {mark} {NO_EFFECT}: "
                 "no dimension of what it covers can be sharded"
             )
     return notes
@@ -303,7 +304,7 @@ def _meetings(
     return present, meet, weighed
 
 
-def _cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
+def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that meet themselves, as the sequence does in attention: context's own."""
     found = _attended(graph, dims)
     for cut in dims.cuts:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 from whalejax.planner.layout import Spec
 from whalejax.planner.terms import MemoryTerms, TimeTerms
+
+
+def itemsize_bytes(dtype: str) -> int:
+    """Bytes of one element, by the name of its type.
+
+    >>> itemsize_bytes("bfloat16"), itemsize_bytes("float8_e4m3fn")
+    (2, 1)
+    """
+    bits = re.search(r"[0-9]+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +33,8 @@ class LeafPlan:
         gradient_spec: layout in which its gradient is accumulated.
         optimizer_spec: layout of the optimizer's copies of it.
         hosted: it lies in host memory, and comes to the device a layer at a time.
+        gathers: in a micro-batch, where it is stored in shards that no computation has.
+        summed: mesh axes over which its gradient is summed.
         note: why something about it stays whole, or empty.
     """
 
@@ -33,7 +47,14 @@ class LeafPlan:
     gradient_spec: Spec
     optimizer_spec: Spec
     hosted: bool = False
+    gathers: int = 0
+    summed: tuple[str, ...] = ()
     note: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * itemsize_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +118,22 @@ class Candidate:
     def memory_bytes(self) -> int:
         """Predicted peak of the fullest device."""
         return self.memory.total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Predicted seconds of one micro-batch at one part of a pipeline.
+
+    Attributes:
+        forward_seconds, backward_seconds: of the part; where stages run one loop, the
+            backward pass computes forward again first.
+        weight_seconds: of the gradient of the parameters, where that is an action of
+            its own; else 0, and it is in the backward pass.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

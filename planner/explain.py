@@ -1,21 +1,18 @@
-"""Plans in words: the table that ``print(plan)`` shows, and ``why``.
+"""Plans in words: sizes, layouts, and why a parameter is laid out as it is.
 
 Plain text with no dependency, so that a plan can be read wherever it can be loaded;
-richer displays stand in ``whalejax.show`` and read the same data.
+``display`` puts the words together.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from whalejax.planner.dimensions import Dimensions, starred
+from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Tensor
-from whalejax.planner.layout import Spec, shards
+from whalejax.planner.layout import STAGE, Spec, shards
 from whalejax.planner.terms import chunk_words, own_words, precision_words
 
 
@@ -34,8 +31,19 @@ def gigabytes(nbytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds with three digits, as milliseconds below one: ``"412 ms"``."""
-    return f"{seconds:,.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+    """A time with three digits: in milliseconds below a second.
+
+    >>> milliseconds(0.4123), milliseconds(3.207), milliseconds(4321)
+    ('412 ms', '3.21 s', '4,321 s')
+    """
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as people write it: ``"4096×512"``, or ``"scalar"``."""
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def spec_text(spec: Spec) -> str:
@@ -99,97 +107,44 @@ def no_such_leaf(plan: Plan, path: str) -> str:
     )
 
 
-def _bar(value: float, total: float, width: int = 24) -> str:
-    return "█" * max(1 if value > 0 else 0, round(width * value / max(total, 1e-30)))
-
-
-def _terms(value: object, suffix: str) -> list[tuple[str, float]]:
-    """Non-zero terms of a dataclass, largest first, with short names."""
-    assert dataclasses.is_dataclass(value)
-    pairs = [
-        (f.name.removesuffix(suffix), float(getattr(value, f.name)))
-        for f in dataclasses.fields(value)
-    ]
-    return sorted([p for p in pairs if p[1] > 0], key=lambda p: -p[1])
-
-
-def table(plan: Plan) -> str:
-    """The plan as a table for a terminal."""
-    time, memory = plan.time, plan.memory
-    step = time.step_seconds
-    lines = [f"Plan  {plan.cluster.describe()} · {layout_text(plan)}"]
-    terms = ", ".join(f"{n} {milliseconds(s)}" for n, s in _terms(time, "_seconds"))
-    lines.append(f"step    {milliseconds(step)} predicted ({terms})")
-    terms = ", ".join(f"{n} {gigabytes(b)}" for n, b in _terms(memory, "_bytes"))
-    lines.append(
-        f"memory  {gigabytes(memory.total_bytes)} of "
-        f"{gigabytes(plan.cluster.memory_bytes)} per device predicted ({terms})"
-    )
-    for region in plan.compute:
-        marks = " > ".join(region.marks) or "unmarked"
-        axes = "; ".join(f"{a}: {', '.join(r) or '–'}" for a, r in region.axes)
-        lines.append(f"compute {region.task_graph} [{marks}]  {axes or 'one device'}")
-    lines.append("")
-    lines.extend(_leaf_rows(plan))
-    lines.append("")
-    lines.extend(_collective_rows(plan))
-    lines.extend(f"note    {note}" for note in plan.notes)
-    lines.extend(_runner_up(plan))
-    return "\n".join(lines)
-
-
-def _leaf_rows(plan: Plan) -> list[str]:
-    folded: dict[tuple[str, ...], list[str]] = {}
+def whole_reasons(plan: Plan) -> list[tuple[str, list[LeafPlan]]]:
+    """Parameters that no axis shards, by the reason, those of most bytes first."""
+    found: dict[str, list[LeafPlan]] = {}
+    homes = {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
     for leaf in plan.leaves:
-        nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
-        local = nbytes // shards(leaf.param_spec, plan.home(leaf.path).axis_sizes)
-        shape = "×".join(str(n) for n in leaf.shape) or "scalar"
-        row = (starred(leaf.path), shape, spec_text(leaf.param_spec), gigabytes(local))
-        folded.setdefault(row, []).append(leaf.path)
-    head = ("parameter", "shape", "spec", "per device")
-    rows: list[tuple[str, ...]] = [head]
-    for (path, *rest), paths in folded.items():
-        label = f"{path} ×{len(paths)}" if len(paths) > 1 else paths[0]
-        rows.append((label, rest[0], rest[1], rest[2]))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        if not any(leaf.param_spec):
+            reason = _whole_leaf(homes.get(leaf.path, plan), leaf)
+            found.setdefault(reason, []).append(leaf)
+    return sorted(found.items(), key=lambda pair: -sum(leaf.nbytes for leaf in pair[1]))
+
+
+def whole_dimensions(plan: Plan) -> list[str]:
+    """Logical dimensions that nothing can shard, and why."""
+    shared_out = {
+        names[0]
+        for leaf in plan.leaves
+        for names, axes in zip(leaf.roles, leaf.compute_spec, strict=True)
+        if names and STAGE in axes
+    }
     return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        f"{role.name} ({role.size}): {role.unshardable}"
+        for role in plan.roles
+        if role.unshardable and role.name not in shared_out
     ]
 
 
-def _itemsize(dtype: str) -> int:
-    import numpy as np
-
-    if dtype == "bfloat16":
-        return 2
-    return int(np.dtype(dtype).itemsize)
-
-
-def _collective_rows(plan: Plan) -> list[str]:
-    total: Counter[tuple[str, str, str]] = Counter()
-    count: Counter[tuple[str, str, str]] = Counter()
-    for c in plan.collectives:
-        times = plan.times(c)
-        key = (c.kind, "+".join(c.axes), c.what)
-        total[key] += c.payload_bytes * times
-        count[key] += times
-    return [
-        f"traffic {kind} over {axes} for {what}: {count[kind, axes, what]} a step, "
-        f"{gigabytes(total[kind, axes, what])}"
-        for kind, axes, what in sorted(total, key=lambda k: -total[k])
+def _whole_leaf(home: Plan, leaf: LeafPlan) -> str:
+    """Why a parameter is whole on every device, for all its dimensions at once."""
+    if not home.axes:
+        return "there is one device"
+    if leaf.note:
+        return leaf.note
+    roles = {r.name: r for r in home.roles}
+    reasons = [
+        _whole_reason(home, leaf, dim, names, roles).removeprefix("whole: ")
+        for dim, names in enumerate(leaf.roles)
     ]
-
-
-def _runner_up(plan: Plan) -> list[str]:
-    others = [c for c in plan.candidates if c.verdict != "chosen"]
-    if not others:
-        return []
-    c = others[0]
-    return [
-        f"next    {c.layout}: {milliseconds(c.step_seconds)}, "
-        f"{gigabytes(c.memory_bytes)} per device; {c.verdict}"
-    ]
+    return "; ".join(dict.fromkeys(reasons)) or "it is a single number"
 
 
 def why(plan: Plan, leaf: LeafPlan) -> str:
@@ -199,7 +154,7 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         plan: the plan.
         leaf: one of its leaves.
     """
-    nbytes = math.prod(leaf.shape) * _itemsize(leaf.dtype)
+    nbytes = leaf.nbytes
     home = plan.home(leaf.path)
     mesh = home.axis_sizes
     lines = [
@@ -297,4 +252,8 @@ def _whole_reason(
         return "whole: " + ", ".join(
             f"{a} {n} does not divide {leaf.shape[dim]}" for a, n in failing
         )
+    if not {a for a, _ in model} & {a for axes in leaf.param_spec for a in axes}:
+        axes = " and ".join(axis for axis, _ in model)
+        one = len(model) == 1
+        return f"whole: where it is read, {axes} shard{'s' * one} other dimensions"
     return "whole: another dimension of it, or a cheaper one, took the axis"

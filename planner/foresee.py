@@ -29,6 +29,8 @@ from whalejax.planner.plan import (
     Beyond,
     Candidate,
     LeafPlan,
+    NothingFits,
+    Pace,
     Plan,
     PlanError,
     Stages,
@@ -38,6 +40,7 @@ from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.waiting import hosts_known, sliced_leaves
+from whalejax.planner.weigh import handed_seconds, part_seconds
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 from whalejax.planner.written import (
     KEPT_CANDIDATES,
@@ -80,7 +83,7 @@ def foresee(
     if not search.tally.covered:
         raise _no_mesh(graph, cluster, request)
     if not found:
-        raise PlanError(_nothing_fits(search))
+        raise _nothing_fits(search)
     best = _Chosen(search, found[0])
     marked = any(m.kind == "pipeline" for g in graph.task_graphs for m in g.marks)
     estimate = _plan(search, graph, best, found, precision, batch)
@@ -213,11 +216,17 @@ class _Chosen:
         pace_of(cases)
         layers = stage_layers(cases, np.zeros(1, dtype=np.int64))[:, 0]
         held = [search.cluster.kinds[kind].name for kind in stage_kinds(cases)]
+        ahead, back = part_seconds(cases, np.zeros(1, dtype=np.int64))
         return Stages(
             schedule=SCHEDULES[int(f.schedule[0])],
             chunks=int(f.chunks[0]),
             layers=tuple(int(n) for n in layers),
             kinds=tuple(held) if case.placement.by == "stages" else (),
+            paces=tuple(
+                Pace(forward_seconds=float(f), backward_seconds=float(b))
+                for f, b in zip(ahead[:, 0], back[:, 0], strict=True)
+            ),
+            handed_seconds=float(handed_seconds(cases)[0]),
         )
 
     @property
@@ -291,7 +300,8 @@ def _leaves(
     layouts = lay_out(facts, best.tables, best.mesh, best.zero)
     kept: dict[str, LeafPlan] = {}
     kinds: dict[object, LeafPlan] = {}
-    for tensor, leaf in zip(search.graph.params, facts.leaves(layouts), strict=True):
+    found = facts.leaves(layouts, best.tables, best.mesh)
+    for tensor, leaf in zip(search.graph.params, found, strict=True):
         note = leaf_note(leaf, tensor, best.mesh, search.dims)
         leaf = _on_stages(search, best, leaf)
         kept[tensor.path] = dataclasses.replace(leaf, note=note)
@@ -401,7 +411,7 @@ def _notes(search: WideSearch, best: _Chosen) -> Iterator[str]:
     yield from search.limits
 
 
-def _nothing_fits(search: WideSearch) -> str:
+def _nothing_fits(search: WideSearch) -> NothingFits:
     """The plan that lacks least, and how much of what."""
     case, lacks, host = search.nearest()
     chosen = _Chosen(search, case)
@@ -421,8 +431,13 @@ def _nothing_fits(search: WideSearch) -> str:
         else f"lacks {gigabytes(host)} ({int(host)} bytes) of host memory per device"
     )
     step = milliseconds(case.step_seconds)
-    return (
+    room = min(kind.host_memory_bytes or 0 for kind in search.cluster.kinds)
+    return NothingFits(
         f"no plan fits, with anything computed again or moved to host memory: the "
         f"nearest ({chosen.layout}; {step} a step) {short} ({terms}). Use more "
-        "devices, a smaller batch or a smaller model"
+        "devices, a smaller batch or a smaller model",
+        lacks_bytes=int(lacks if lacks > 0 else host),
+        of_bytes=limit if lacks > 0 else room,
+        nearest=chosen.layout,
+        what="device memory" if lacks > 0 else "host memory",
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.choices import cut_roles
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, Reading, lying
 from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
@@ -89,6 +90,8 @@ class LeafFacts:
         group_of: for each parameter, the index of its group.
         role_names: for each parameter, names of the roles of each dimension.
         storage: roles in the order in which storage tries them.
+        common: roles that values have and parameters lack: of the batch, and those
+            that meet themselves, as a sequence does.
         optimizer_other_bytes: optimizer state that follows no parameter.
     """
 
@@ -97,6 +100,7 @@ class LeafFacts:
     group_of: tuple[int, ...]
     role_names: tuple[tuple[tuple[str, ...], ...], ...]
     storage: tuple[int, ...]
+    common: frozenset[int]
     optimizer_other_bytes: int
 
     @property
@@ -155,6 +159,7 @@ class LeafFacts:
             group_of=group_of,
             role_names=tuple(_role_names(t, dims) for t in tensors),
             storage=storage,
+            common=cut_roles(graph, dims) | {r.index for r in dims.batch},
             optimizer_other_bytes=optimizer.other_bytes,
         )
 
@@ -170,8 +175,23 @@ class LeafFacts:
         )
         return replace(self, groups=groups, group_of=group_of)
 
-    def leaves(self, layouts: Sequence[LeafLayout]) -> tuple[LeafPlan, ...]:
-        """The plan of every parameter from the layouts of the groups."""
+    def leaves(
+        self,
+        layouts: Sequence[LeafLayout],
+        tables: Mapping[int, Table],
+        mesh: Mapping[str, int],
+    ) -> tuple[LeafPlan, ...]:
+        """The plan of every parameter.
+
+        Args:
+            layouts: of the groups.
+            tables: compute table of each TaskGraph.
+            mesh: axis sizes.
+        """
+        summed = [
+            summed_over(group, layout, tables[group.home], mesh, self.common)
+            for (group, _), layout in zip(self.groups, layouts, strict=True)
+        ]
         return tuple(
             LeafPlan(
                 path=tensor.path,
@@ -182,11 +202,41 @@ class LeafFacts:
                 param_spec=layouts[index].param,
                 gradient_spec=layouts[index].gradient,
                 optimizer_spec=layouts[index].optimizer,
+                gathers=self._gathers(index, layouts[index]),
+                summed=summed[index],
             )
             for tensor, names, index in zip(
                 self.tensors, self.role_names, self.group_of, strict=True
             )
         )
+
+    def _gathers(self, index: int, layout: LeafLayout) -> int:
+        return self.groups[index][0].gathers * (layout.compute != layout.param)
+
+
+def summed_over(
+    group: LeafGroup,
+    layout: LeafLayout,
+    table: Table,
+    mesh: Mapping[str, int],
+    common: frozenset[int],
+) -> tuple[str, ...]:
+    """Mesh axes over which the gradient of a parameter is summed, outermost first.
+
+    Args:
+        group: the parameter.
+        layout: its layouts.
+        table: compute table of the TaskGraph that reads it first.
+        mesh: axis sizes.
+        common: roles of all values: of the batch, and of the sequence.
+    """
+    own = {a for axes in layout.compute for a in axes}
+    others = common - {role for atoms in group.layout for role in atoms}
+    return tuple(
+        axis
+        for axis, size in mesh.items()
+        if size > 1 and axis not in own and others.intersection(table.get(axis, ()))
+    )
 
 
 def _counted(

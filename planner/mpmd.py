@@ -24,7 +24,14 @@ from whalejax.planner.parts import (
     Division,
     Units,
 )
-from whalejax.planner.plan import BatchLeaf, Plan, PlanError, Stages
+from whalejax.planner.plan import (
+    BatchLeaf,
+    NothingFits,
+    Pace,
+    Plan,
+    PlanError,
+    Stages,
+)
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.search import ranked
@@ -124,7 +131,7 @@ def decide_mpmd(
         if not found:
             assert problem is not None
             raise problem
-        raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
+        raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=_slow)
     return best.plan(request, precision, batch, graph, found)
 
@@ -342,6 +349,13 @@ class _Weighed:
             weight.append(share * back * late)
         return ahead, behind, weight
 
+    def _paces(self) -> Iterator[Pace]:
+        """As plans keep them."""
+        for ahead, behind, weight in zip(*self._by_place(), strict=True):
+            yield Pace(
+                forward_seconds=ahead, backward_seconds=behind, weight_seconds=weight
+            )
+
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""
         graph, units = self.ask.program
@@ -413,6 +427,8 @@ class _Weighed:
                 executor="mpmd",
                 starts=self.division.starts,
                 plans=tuple(plans),
+                paces=tuple(self._paces()),
+                handed_seconds=self._transfer_seconds(),
             ),
             time=self.time,
             memory=self.memory,
@@ -462,12 +478,15 @@ def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf
     )
 
 
-def _too_large(one: _Weighed) -> str:
+def _too_large(one: _Weighed) -> NothingFits:
     need, room = one.memory.total_bytes, one.ask.cluster.memory_bytes
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
-    return (
+    return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
         f"{gigabytes(room)}, {gigabytes(need - room)} short; "
         f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
-        "shard more inside a stage (fsdp, tensor)"
+        "shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=need - room,
+        of_bytes=room,
+        nearest=one.layout,
     )

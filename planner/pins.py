@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from whalejax.meshes.problems import Problems
 from whalejax.planner.dimensions import Dimensions, Role
 from whalejax.planner.graph import Graph, TaskGraph, Tensor
+from whalejax.planner.terms import NO_EFFECT
 
 
 MODEL_AXES = ("expert", "tensor")
@@ -295,6 +296,6 @@ def unplanned_pins(graph: Graph, mesh: Mapping[str, int]) -> list[str]:
                 idle.setdefault(axis, []).append(tensor.path)
     return [
         f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first), which has "
-        "size 1 in this plan: the name has no effect"
+        f"size 1 in this plan: the name {NO_EFFECT}"
         for axis, paths in idle.items()
     ]

@@ -30,6 +30,8 @@ from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.plan import (
     BatchLeaf,
     LeafPlan,
+    NothingFits,
+    Pace,
     Plan,
     PlanError,
     Stages,
@@ -41,7 +43,7 @@ from whalejax.planner.search import Search
 from whalejax.planner.shared import STAGE, Shared, devices_of_stage
 from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
-from whalejax.planner.turns import less, times, turn_of
+from whalejax.planner.turns import Turn, less, times, turn_of
 from whalejax.planner.unequal import (
     Dealt,
     exchanged,
@@ -106,7 +108,7 @@ def decide_stages(
         raise problem
     fitting = [one for one in found if one.fits]
     if not fitting:
-        raise PlanError(_too_large(min(found, key=lambda one: one.memory.total_bytes)))
+        raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=lambda one: one.time.step_seconds)
     return best.plan(request, precision, batch, graph.model_hash, found)
 
@@ -175,6 +177,8 @@ class _Weighed:
         decided: the search of one stage's model.
         dealt: who has which layers.
         table: who does what when.
+        turn: what a micro-batch takes on a stage.
+        stages: all of it, as plans keep it.
         time, memory: predictions of a step.
         collectives: those of a stage, with what goes between stages.
     """
@@ -192,17 +196,11 @@ class _Weighed:
             piped.mesh[STAGE],
             self.best.num_micro_batches,
         )
-        turns = {self.table.turn(row) for row in self.table.rows}
-        self.stages = Stages(
-            schedule=self.table.name,
-            layers=dealt.layers,
-            turns=len(turns),
-            ahead=self._turns("forward"),
-            back=self._turns("backward"),
-        )
         self.handed_bytes = self._handed_bytes()
         self.leaves = tuple(self._leaf(leaf) for leaf in self.best.leaves)
         self.collectives = (*self.best.collectives, *self._between())
+        self.turn = self._turn()
+        self.stages = self._stages()
         self.time = self._time()
         held = max(self.table.in_flight) + 4  # two on their way, two that arrived
         memory = self.best.memory
@@ -214,6 +212,23 @@ class _Weighed:
             working_bytes=memory.working_bytes + copied,
         )
         self.fits = self.memory.total_bytes <= cluster.memory_bytes
+
+    def _stages(self) -> Stages:
+        """As the plan keeps them: all stages take the same in a turn."""
+        table, turn = self.table, self.turn
+        pace = Pace(
+            forward_seconds=turn.ahead.step_seconds,
+            backward_seconds=turn.both.step_seconds,
+        )
+        return Stages(
+            schedule=table.name,
+            layers=self.dealt.layers,
+            turns=len({table.turn(row) for row in table.rows}),
+            ahead=self._turns("forward"),
+            back=self._turns("backward"),
+            paces=(pace,) * table.num_stages,
+            handed_seconds=self._between_seconds("border"),
+        )
 
     def _turns(self, action: str) -> int:
         rows = (row for row in self.table.rows if row.action == action)
@@ -298,31 +313,35 @@ class _Weighed:
         parts = int(shards(leaf.gradient_spec, self.best.mesh))
         return math.prod(leaf.shape) * itemsize // parts
 
+    def _turn(self) -> Turn:
+        """What a stage takes for a micro-batch; the longest, where they differ."""
+        turn = turn_of(self.search, self.best, self._ahead_rows())
+        spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
+        return replace(turn, both=less(turn.both, spared))
+
+    def _between_seconds(self, what: str) -> float:
+        """What goes between stages of one sort: once, or once in every turn."""
+        s = self._setting()
+        whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
+        between = [c for c in self.collectives if STAGE in c.axes and c.what == what]
+        return sum(as_run(c, whole)[1] for c in between)
+
     def _time(self) -> TimeTerms:
         """All turns of a step; those beyond the micro-batches' own are the bubble."""
-        stages, count, s = self.stages, self.best.num_micro_batches, self._setting()
-        turn = turn_of(self.search, self.best, self._ahead_rows())
-        ahead, once = turn.ahead, turn.once
-        whole = Setting(self.mesh, 1, self.cluster, s.dims, s.batch_roles)
-        between = [c for c in self.collectives if STAGE in c.axes]
-        handing, dealing, reducing = (
-            sum(as_run(c, whole)[1] for c in between if c.what == what)
-            for what in ("border", "parameter", "gradient")
-        )
-        spared = TimeTerms(compute_seconds=self.dealt.spared_seconds)
-        both = less(turn.both, spared)
-        passed = times(ahead, stages.ahead) + times(both, stages.back)
+        stages, count, turn = self.stages, self.best.num_micro_batches, self.turn
+        handing = stages.handed_seconds
+        passed = times(turn.ahead, stages.ahead) + times(turn.both, stages.back)
         passed += TimeTerms(border_seconds=handing * stages.turns)
-        useful = times(ahead, count) + times(both, count)
+        useful = times(turn.ahead, count) + times(turn.both, count)
         useful += TimeTerms(border_seconds=handing * count)
         waited = passed.step_seconds - useful.step_seconds
         return (
             useful
-            + once
+            + turn.once
             + TimeTerms(
                 bubble_seconds=waited,
-                parameter_seconds=dealing,
-                gradient_seconds=reducing,
+                parameter_seconds=self._between_seconds("parameter"),
+                gradient_seconds=self._between_seconds("gradient"),
             )
         )
 
@@ -426,12 +445,15 @@ class _Weighed:
         return build_rows(part, self.decided.analysed.dims).ops
 
 
-def _too_large(one: _Weighed) -> str:
+def _too_large(one: _Weighed) -> NothingFits:
     need, room = one.memory.total_bytes, one.cluster.memory_bytes
-    return (
+    return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
         f"{gigabytes(room)}, {gigabytes(need - room)} short: "
         f"{gigabytes(one.memory.activations_bytes)} are activations, of which "
         "stages keep what they were given of every micro-batch in flight. Use more "
-        "micro-batches or stages, or shard more inside a stage (fsdp, tensor)"
+        "micro-batches or stages, or shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=need - room,
+        of_bytes=room,
+        nearest=one.layout,
     )

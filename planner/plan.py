@@ -15,7 +15,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
@@ -24,8 +24,12 @@ from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
 from whalejax.planner.entries import Candidate as Candidate
 from whalejax.planner.entries import LeafPlan as LeafPlan
+from whalejax.planner.entries import Pace as Pace
 from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
+from whalejax.planner.errors import NothingFits as NothingFits
+from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.pictured import Pictured
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -34,7 +38,10 @@ from whalejax.planner.terms import Remat as Remat
 from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
-PLAN_VERSION = 10
+if TYPE_CHECKING:
+    from whalejax.planner.differences import PlanDiff
+
+PLAN_VERSION = 11
 """Version of the file format."""
 
 
@@ -46,12 +53,10 @@ _NOT_THE_PROGRAM = (
     "collectives",
     "product_flops",
     "source",
+    "paces",
+    "handed_seconds",
 )
 """Fields of a plan that its program does not depend on."""
-
-
-class PlanError(WhaleError):
-    """A plan that cannot be made, read or used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,8 @@ class Stages:
         kinds: device kind of each stage, where they differ.
         turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
             many of them some stage computes forward and backward; else 0.
+        paces: predictions for each part along the model, in its order.
+        handed_seconds: predicted, from one part to the next on another stage.
     """
 
     schedule: str
@@ -82,6 +89,8 @@ class Stages:
     turns: int = 0
     ahead: int = 0
     back: int = 0
+    paces: tuple[Pace, ...] = ()
+    handed_seconds: float = 0.0
 
     def words(self) -> str:
         """The pipeline in a few words."""
@@ -115,7 +124,7 @@ class Question(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Pictured):
     """How to run one model on one cluster.
 
     Attributes:
@@ -203,8 +212,8 @@ class Plan:
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         data = encode(self)
-        stages = data["stages"]
-        for one in (data, *(stages["plans"] if stages else ())):
+        stages = data["stages"] or {}
+        for one in (data, stages, *stages.get("plans", ())):
             for prediction in _NOT_THE_PROGRAM:
                 one.pop(prediction, None)
         data["cluster"] = self.cluster.hash
@@ -390,6 +399,30 @@ class Plan:
 
         return explain(self)
 
+    def describe(self) -> str:
+        """Where the plan stands on the taxonomy of distributed training.
+
+        Returns:
+            Lines of text: what is parallel, who is synchronous, what is exchanged over
+            which topology, what is replicated.
+        """
+        from whalejax.planner.taxonomy import describe
+
+        return describe(self)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to another, with its cost.
+
+        Args:
+            other: a plan of the same model or of another one, on any cluster.
+
+        Returns:
+            Settings, parameters, traffic and terms that differ; ``print`` shows them.
+        """
+        from whalejax.planner.differences import diff
+
+        return diff(self, other)
+
     def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
         """The plan as Flax's table from logical dimensions to mesh axes.
 
@@ -411,9 +444,9 @@ class Plan:
         return maxtext_flags(self)
 
     def __str__(self) -> str:
-        from whalejax.planner.explain import table
+        from whalejax.planner.display import page
 
-        return table(self)
+        return page(self)
 
     def partition_specs(self) -> dict[str, Any]:
         """The stored layout of every parameter.

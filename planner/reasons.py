@@ -9,8 +9,12 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from whalejax.planner.explain import gigabytes, layout_text, milliseconds
-from whalejax.planner.layout import STAGE
+from whalejax.planner.explain import (
+    gigabytes,
+    layout_text,
+    milliseconds,
+    whole_dimensions,
+)
 from whalejax.planner.roles import starred
 
 
@@ -76,14 +80,4 @@ def _whole(plan: Plan) -> list[str]:
     for leaf in plan.leaves:
         if leaf.note:
             held[f"{starred(leaf.path)}: {leaf.note}"] += 1
-    lines = [f"whole: {text}" for text in held]
-    shared_out = {
-        names[0]
-        for leaf in plan.leaves
-        for names, axes in zip(leaf.roles, leaf.compute_spec, strict=True)
-        if names and STAGE in axes
-    }
-    for role in plan.roles:
-        if role.unshardable and role.name not in shared_out:
-            lines.append(f"whole: {role.name} ({role.size}): {role.unshardable}")
-    return lines
+    return [f"whole: {text}" for text in (*held, *whole_dimensions(plan))]

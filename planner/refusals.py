@@ -27,7 +27,7 @@ from whalejax.planner.hosting import (
 )
 from whalejax.planner.layout import divisors
 from whalejax.planner.pins import pins_of
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan import NothingFits, PlanError
 from whalejax.planner.search import (
     BATCH_DOES_NOT_DIVIDE,
     NO_SEQUENCE,
@@ -53,7 +53,7 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
         return PlanError(_nothing_is_sliced())
     if search.scored:
         full = any(policy == "full" for _, policy in search.request.remat or ())
-        return PlanError(_nothing_fits(search, more=not (open_remat or full)))
+        return _nothing_fits(search, more=not (open_remat or full))
     problems = Problems(
         f"no layout of {_devices(search.request.num_devices)} serves this model",
         PlanError,
@@ -140,10 +140,13 @@ def _nothing_is_sliced() -> str:
     )
 
 
-def _nothing_fits(search: Search, *, more: bool) -> str:
-    nearest = min(search.scored, key=lambda s: s.memory.total_bytes)
-    limit = search.cluster.memory_bytes
-    total = nearest.memory.total_bytes
+def _nothing_fits(search: Search, *, more: bool) -> NothingFits:
+    nearest = min(search.scored, key=lambda s: sum(search.lacks(s.memory)))
+    device, host = search.lacks(nearest.memory)
+    need, limit, whose = nearest.memory.total_bytes, search.cluster.memory_bytes, ""
+    if not device:
+        need, whose = nearest.memory.host_bytes, " of host memory"
+        limit = need - host
     sizes = nearest.memory.by_name()
     terms = ", ".join(
         f"{name} {gigabytes(nbytes)}"
@@ -151,13 +154,20 @@ def _nothing_fits(search: Search, *, more: bool) -> str:
         if nbytes
     )
     weighed = len(search.scored)
-    return (
-        f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(total)} and "
-        f"lacks {gigabytes(total - limit)} ({total - limit} bytes) of "
-        f"{gigabytes(limit)} per device ({terms}). {weighed} "
+    text = (
+        f"no plan fits: the nearest ({nearest.layout}) needs {gigabytes(need)} and "
+        f"lacks {gigabytes(need - limit)} ({need - limit} bytes) of "
+        f"{gigabytes(limit)}{whose} per device ({terms}). {weighed} "
         f"plan{'s were' if weighed > 1 else ' was'} weighed. "
         f"{'Leave remat to the planner, use' if more else 'Use'} more devices, "
         f"{_smaller(search, nearest.num_micro_batches)} or a smaller model"
+    )
+    return NothingFits(
+        text,
+        lacks_bytes=need - limit,
+        of_bytes=limit,
+        nearest=nearest.layout,
+        what="device memory" if device else "host memory",
     )
 
 

@@ -125,7 +125,7 @@ class Scored:
     @property
     def leaves(self) -> tuple[LeafPlan, ...]:
         """The plan of every parameter."""
-        return self.facts.leaves(self.layouts)
+        return self.facts.leaves(self.layouts, self.tables, self.mesh)
 
     @property
     def wire_bytes(self) -> int:

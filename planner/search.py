@@ -409,11 +409,15 @@ class Search:
             roomy=fits and count == case.counts[0] and offload == asked,
         )
 
+    def lacks(self, memory: MemoryTerms) -> tuple[int, int]:
+        """Bytes that a plan lacks on a device, and of its part of the host."""
+        room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
+        device = memory.total_bytes - self.cluster.memory_bytes
+        return max(0, device), max(0, memory.host_bytes - room)
+
     def _fits(self, memory: MemoryTerms) -> bool:
         """Devices hold it, and hosts what lies there."""
-        room = min(k.host_memory_bytes or memory.host_bytes for k in self.cluster.kinds)
-        enough = memory.host_bytes <= room
-        return enough and memory.total_bytes <= self.cluster.memory_bytes
+        return not any(self.lacks(memory))
 
     def _shards_nothing(
         self, mesh: Mapping[str, int], zero: int, layouts: tuple[LeafLayout, ...]
@@ -542,7 +546,7 @@ class Search:
         asked = [
             *others,
             *storage.in_micro_batch,
-            *combined_gradients(gradients, zero, s, odd),
+            *combined_gradients(gradients, zero, s.mesh, s.cluster, odd),
             *storage.in_update,
         ]
         run = []

@@ -8,6 +8,7 @@ standard library writes dataclasses but does not read them, hence this module.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -64,6 +65,12 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
     return data
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of a dataclass's fields; a plan has thousands of objects of one class."""
+    return get_type_hints(kind)
+
+
 def _kept(kind: Any) -> list[str]:
     """Fields that files hold: all but those whose metadata says otherwise."""
     return [f.name for f in dataclasses.fields(kind) if f.metadata.get("kept", True)]
@@ -72,7 +79,7 @@ def _kept(kind: Any) -> list[str]:
 def _decode_class(kind: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
         raise DataError(f"{path or 'the file'} is {data!r:.60}; expected an object")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     names = _kept(kind)
     unknown = sorted(set(data) - set(names))
     missing = sorted(set(names) - set(data))

@@ -28,7 +28,7 @@ from whalejax.planner.cost import Collective
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
-from whalejax.planner.plan import Candidate, Plan, PlanError
+from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
@@ -325,6 +325,10 @@ def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
         cluster=cluster,
         axes=((DATA, len(best.kinds)), *plan.axes),
         shares=best.shares,
+        leaves=tuple(
+            dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
+            for leaf in plan.leaves
+        ),
         time=_time(best),
         memory=best.memory,
         collectives=(*plan.collectives, best.exchange[0]),
@@ -339,13 +343,17 @@ def _verdict(one: _Shared, best: _Shared) -> str:
     return "slower" if one.fits else "does not fit"
 
 
-def _nothing_fits(found: Sequence[_Shared]) -> PlanError:
+def _nothing_fits(found: Sequence[_Shared]) -> NothingFits:
     nearest = min(found, key=lambda one: one.memory.total_bytes - one.least_bytes)
-    return PlanError(
+    total, limit = nearest.memory.total_bytes, nearest.least_bytes
+    return NothingFits(
         f"replicas of {nearest.plan.num_devices} devices need "
-        f"{gigabytes(nearest.memory.total_bytes)} each with what they exchange, and "
-        f"the smallest device has {gigabytes(nearest.least_bytes)}. Give more "
-        "micro-batches, or a mesh with more devices in a replica"
+        f"{gigabytes(total)} each with what they exchange, and "
+        f"the smallest device has {gigabytes(limit)}. Give more "
+        "micro-batches, or a mesh with more devices in a replica",
+        lacks_bytes=total - limit,
+        of_bytes=limit,
+        nearest=_layout(nearest),
     )
 
 

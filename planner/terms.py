@@ -26,6 +26,12 @@ UNCOUNTED_MOVES = (
 )
 """Note of a plan that was asked for host memory of which nobody knows enough."""
 
+NO_EFFECT = "has no effect"
+"""What the note on a hint says that changed nothing."""
+
+OBEYED = "marked TaskGraphs obeyed"
+"""How the note on the others ends."""
+
 FETCHED = 2
 """Layers whose parameters or activations are on the device at a time where they lie in
 host memory: one that computes, and the next, on its way."""
@@ -75,6 +81,12 @@ class TimeTerms:
                 for f in dataclasses.fields(self)
             }
         )
+
+    def by_size(self) -> list[tuple[str, float]]:
+        """The terms above zero, largest first, such as ``[("compute", 0.3), …]``."""
+        names = [f.name for f in dataclasses.fields(self)]
+        pairs = [(n.removesuffix("_seconds"), float(getattr(self, n))) for n in names]
+        return sorted((p for p in pairs if p[1] > 0), key=lambda p: -p[1])
 
     @property
     def step_seconds(self) -> float:

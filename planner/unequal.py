@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import Collective, Setting, row_cost
 from whalejax.planner.decide import analyse_graph
+from whalejax.planner.entries import itemsize_bytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import extend_spec, shards
 from whalejax.planner.plan import LeafPlan, Plan
@@ -175,7 +176,8 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
         mesh: sizes of the axes, with that of the stages.
     """
     size = most * mesh[STAGE] * math.prod(leaf.shape[1:])
-    itemsizes = _itemsize(leaf), max(4, _itemsize(leaf))  # summed in 32 bits or more
+    stored = itemsize_bytes(leaf.dtype)
+    itemsizes = stored, max(4, stored)  # summed in 32 bits or more
     found = []
     stores = (("parameter", leaf.param_spec), ("gradient", leaf.gradient_spec))
     for (what, spec), itemsize in zip(stores, itemsizes, strict=True):
@@ -242,9 +244,4 @@ def with_layers(plan: Plan, layers: tuple[int, ...]) -> Plan:
 
 def stored_bytes(leaf: LeafPlan, mesh: Mapping[str, int]) -> int:
     """What a device stores of a parameter."""
-    size = math.prod(leaf.shape) * _itemsize(leaf)
-    return int(size // shards(leaf.param_spec, mesh))
-
-
-def _itemsize(leaf: LeafPlan) -> int:
-    return {"float64": 8, "float32": 4}.get(leaf.dtype, 2)
+    return int(leaf.nbytes // shards(leaf.param_spec, mesh))

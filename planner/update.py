@@ -133,7 +133,11 @@ def reduced_whole(
 
 
 def combined_gradients(
-    gradients: Sequence[Collective], zero: int, s: Setting, odd: float = 0.0
+    gradients: Sequence[Collective],
+    zero: int,
+    mesh: Mapping[str, int],
+    cluster: Cluster,
+    odd: float = 0.0,
 ) -> tuple[Collective, ...]:
     """Gradient reductions as the compiler runs them: one for each set of axes.
 
@@ -144,7 +148,8 @@ def combined_gradients(
     Args:
         gradients: one reduction for each parameter and use, over the batch axes.
         zero: ZeRO level over ``data``.
-        s: mesh and cluster.
+        mesh: axis sizes.
+        cluster: the machine.
         odd: from ``odd_share``.
     """
     totals: Counter[tuple[str, ...]] = Counter()
@@ -154,7 +159,7 @@ def combined_gradients(
     found: list[Collective] = []
     for axes, payload in totals.items():
         scattered = tuple(a for a in axes if a in sharding)
-        compiler = s.cluster.compiler
+        compiler = cluster.compiler
         if _at_once(axes, compiler) or not (compiler.reduce_scatter and scattered):
             found.append(_reduction("all-reduce", axes, payload))
             continue
@@ -162,7 +167,7 @@ def combined_gradients(
         found.append(_reduction("all-reduce", scattered, whole))
         found.append(_reduction("reduce-scatter", scattered, payload - whole))
         left = tuple(a for a in axes if a not in sharding)
-        parts = math.prod(s.mesh[a] for a in scattered)
+        parts = math.prod(mesh[a] for a in scattered)
         if left:
             found.append(_reduction("all-reduce", left, payload // parts))
     return tuple(c for c in found if c.payload_bytes)

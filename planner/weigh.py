@@ -188,7 +188,7 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
 # The pipeline.
 
 
-def _transfer(cases: Cases) -> Array:
+def handed_seconds(cases: Cases) -> Array:
     """Seconds for what one stage gives the next."""
 
     def outermost(spans: Spans) -> tuple[Array, Array]:
@@ -212,7 +212,7 @@ def _bound(
     comes after all of theirs, and meanwhile it can do only as many forwards as it may
     hold activations; so it is with its last forward and the backwards then.
     """
-    hop = _transfer(cases)
+    hop = handed_seconds(cases)
     found: Array = parts * pace
     before = np.zeros(cases.number)
     ahead: list[Array] = []
@@ -270,11 +270,11 @@ def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> N
     rounds = -(-few // f.stage[rows]) * f.stage[rows]
     few = np.where(f.chunks[rows] > 1, rounds, few)
     keys = np.concatenate([keys, few[None]])
-    hop = _transfer(cases)
+    hop = handed_seconds(cases)
     for index, stages, chunks, count in np.unique(keys, axis=1).T.tolist():
         same = (keys.T == (index, stages, chunks, count)).all(axis=1)
         here = rows[same]
-        forward, backward = _part_seconds(cases, here)
+        forward, backward = part_seconds(cases, here)
         table = _table(SCHEDULES[index], stages, count, chunks)
         seconds = table.step_seconds(forward, backward, hop[here])
         left = micro_batches[here] - count
@@ -291,7 +291,7 @@ def _table(name: str, stages: int, micro_batches: int, chunks: int) -> Compiled:
     return compiled(schedule(name, stages, micro_batches, chunks))
 
 
-def _part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
+def part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
     """Forward and backward seconds of every part along some cases' pipelines."""
     layers = stage_layers(cases, rows)
     stages = int(cases.frames.stage[rows[0]])

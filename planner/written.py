@@ -28,7 +28,7 @@ from whalejax.planner.plan import (
     RoleInfo,
 )
 from whalejax.planner.search import Request, Scored, Search
-from whalejax.planner.terms import UNCOUNTED_MOVES
+from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _notes(
     marked = [g for g in graph.task_graphs if g.marks]
     idle = idle_marks(graph, search.options)
     if len(marked) > len(idle):
-        notes.append(f"{len(marked) - len(idle)} marked TaskGraphs obeyed")
+        notes.append(f"{len(marked) - len(idle)} {OBEYED}")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
     named = dict.fromkeys(name for t in graph.params for name in t.names if name)
     if named:

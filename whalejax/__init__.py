@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
     from whalejax.planning import plan as plan
+    from whalejax.searching import search as search
     from whalejax.state import TrainState as TrainState
     from whalejax.train import TrainStep as TrainStep
     from whalejax.train import compile as compile
@@ -55,6 +56,7 @@ _MODULE_OF_NAME = {
     "pipeline": "whalejax.annotations",
     "plan": "whalejax.planning",
     "replicate": "whalejax.annotations",
+    "search": "whalejax.searching",
     "split": "whalejax.annotations",
     "stage": "whalejax.annotations",
 }
@@ -78,6 +80,7 @@ __all__ = [
     "pipeline",
     "plan",
     "replicate",
+    "search",
     "split",
     "stage",
 ]

@@ -1,5 +1,5 @@
-"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``verify``,
-``estimate``, ``calibrate``, ``launch``.
+"""The command line: ``whalejax train``, ``plan``, ``show``, ``why``, ``search``,
+``verify``, ``estimate``, ``calibrate``, ``launch``.
 
 It reads options, finds the model that was named, and hands over; what a command does
 stands in modules that scripts can import too. Nothing heavy is imported before a
@@ -8,6 +8,7 @@ command needs it, so that help and errors come at once.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib.util
@@ -29,9 +30,11 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
+    DiffCommand,
     EstimateCommand,
     LaunchCommand,
     PlanCommand,
+    SearchCommand,
     ShowCommand,
     TrainCommand,
     VerifyCommand,
@@ -40,6 +43,7 @@ from whalejax.options import (
     compiler_options,
     mesh_sizes,
     named_values,
+    prices,
 )
 
 
@@ -115,9 +119,11 @@ def _run(command: Command, started: float) -> int:
         case ShowCommand():
             _show(command)
         case WhyCommand():
-            from whalejax.planner.plan import Plan
-
-            print(Plan.load(command.plan).why(command.path))
+            _why(command)
+        case DiffCommand():
+            _diff(command)
+        case SearchCommand():
+            _search(command)
         case EstimateCommand():
             _estimate(command)
         case VerifyCommand():
@@ -178,8 +184,69 @@ def _show(command: ShowCommand) -> None:
     plan = Plan.load(command.plan)
     if command.json:
         print(json.dumps(plan.document()))
+    elif command.describe:
+        print(plan.describe())
     else:
         show.print_plan(plan, make_console(), all_rows=command.all)
+
+
+def _search(command: SearchCommand) -> None:
+    from whalejax import jobs, show
+    from whalejax.progress import make_console
+
+    for name, value in (
+        ("--batch", command.batch),
+        ("--micro-batches", command.micro_batches),
+    ):
+        if value is not None and value < 1:
+            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    if not command.on:
+        raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
+    given, asked = prices(command.price), by_task_graph(command)
+    found = jobs.search_plans(
+        find_job(command.model, named_values(command.set)),
+        command.on,
+        batch=command.batch,
+        prices=given,
+        each=command.each,
+        micro_batches=command.micro_batches,
+        runnable=not command.estimate,
+        **asked,
+    )
+    if command.json:
+        print(json.dumps(found.document()))
+    else:
+        make_console().print(show.Lines(found.lines))
+
+
+def _why(command: WhyCommand) -> None:
+    from whalejax.planner.plan import Plan
+
+    plan = Plan.load(command.plan)
+    if not command.json:
+        print(plan.why(command.path))
+        return
+    leaf, candidates = plan.leaf(command.path), plan.candidates
+    document = {
+        "whalejax_why": 1,
+        "parameter": dataclasses.asdict(leaf),
+        "why": plan.why(command.path).splitlines(),
+        "weighed": [dataclasses.asdict(candidate) for candidate in candidates],
+    }
+    print(json.dumps(document))
+
+
+def _diff(command: DiffCommand) -> None:
+    from whalejax import show
+    from whalejax.planner.plan import Plan
+    from whalejax.progress import make_console
+
+    found = Plan.load(command.before).diff(Plan.load(command.after))
+    if command.json:
+        print(json.dumps(found.document()))
+        return
+    lines = functools.partial(found.lines, all_rows=command.all)
+    make_console().print(show.Lines(lines))
 
 
 def _lasting(model: str) -> str:

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 
 from whalejax.adapters import wants_key
+from whalejax.found import Found
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.planner.plan import Plan, Question
 from whalejax.planning import ask
 from whalejax.planning import plan as find_plan
+from whalejax.searching import search as find_plans
 
 
 def abstract_model(job: Job) -> Any:
@@ -90,6 +92,41 @@ def make_plan(
         compiler_options=compiler_options,
     )
     return dataclasses.replace(found, source=source)
+
+
+def search_plans(
+    job: Job,
+    clusters: Sequence[str],
+    *,
+    batch: int | None,
+    prices: Mapping[str, float],
+    each: int,
+    precision: str | Mapping[str, str] | None,
+    micro_batches: int | None,
+    **options: Any,
+) -> Found:
+    """``wh.search`` of a job, with the options of the command line.
+
+    Args:
+        clusters: their texts.
+        batch: samples of the global batch, or None for the job's own number.
+        prices, each: as for ``wh.search``.
+        precision: as for ``wh.plan``; None is ``"f32"``.
+        micro_batches: of a step, or None for the planner.
+        options: others, as for ``wh.plan``.
+    """
+    return find_plans(
+        job.loss_fn,
+        abstract_model(job),
+        job.batch_at(0, batch),
+        optimizer=job.optimizer,
+        clusters=list(clusters),
+        prices=prices,
+        each=each,
+        precision=precision or "f32",
+        num_micro_batches=micro_batches,
+        **options,
+    )
 
 
 def question_of(job: Job, plan: Plan) -> Question:

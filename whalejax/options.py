@@ -150,8 +150,27 @@ class ShowCommand:
     """a file that whalejax plan wrote"""
     all: bool = False
     """show every kind of parameter, not only the largest"""
+    describe: bool = False
+    """say instead what is parallel, who is synchronous, and what is exchanged"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffCommand:
+    """Show what changes from one plan to another: settings, parameters, traffic, cost.
+
+    Prints only what differs.
+    """
+
+    before: Annotated[conf.Positional[Path], conf.arg(metavar="A.json")]
+    """a file that whalejax plan wrote"""
+    after: Annotated[conf.Positional[Path], conf.arg(metavar="B.json")]
+    """another such file, of the same model or not"""
+    all: bool = False
+    """show every parameter that differs, not only those that change most"""
+    json: bool = False
+    """print the differences as one line of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +181,42 @@ class WhyCommand:
     """a file that whalejax plan wrote"""
     path: Annotated[conf.Positional[str], conf.arg(metavar="PATH")]
     """dotted path of a parameter, such as head.kernel"""
+    json: bool = False
+    """print the answer as one line of JSON and nothing else"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCommand:
+    """Plan a model on several clusters and rank them; needs no device of any.
+
+    Prints the plans, fastest step first, and what lacks where nothing fits.
+    """
+
+    model: Model
+    """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    on: Annotated[
+        conf.UseAppendAction[tuple[str, ...]], conf.arg(metavar="CLUSTER")
+    ] = ()
+    """a cluster: h100:8, h100:4x8, v5p:4x4x4, a .toml file; give it once for each"""
+    price: Annotated[
+        conf.UseAppendAction[tuple[str, ...]], conf.arg(metavar="KIND=PRICE")
+    ] = ()
+    """of one device for an hour, such as h100=2.5; once for each kind, one currency"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=96 hidden=12288"""
+    batch: OptionalNumber = None
+    """samples in a global batch; the job's own number if left out"""
+    each: Annotated[int, conf.arg(metavar="N")] = 1
+    """at most so many plans of each cluster, on different meshes"""
+    precision: Precision = ()
+    remat: Remat = ()
+    attention: Attention = ()
+    micro_batches: OptionalNumber = None
+    """parts of a global batch, one after the other; if left out the fewest that fit"""
+    estimate: bool = False
+    """weigh what cannot run yet, too: pipelines, unlike devices"""
+    json: bool = False
+    """print plans, candidates and refusals as one line of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +299,9 @@ Command = (
     Annotated[TrainCommand, conf.subcommand("train")]
     | Annotated[PlanCommand, conf.subcommand("plan")]
     | Annotated[ShowCommand, conf.subcommand("show")]
+    | Annotated[DiffCommand, conf.subcommand("diff")]
     | Annotated[WhyCommand, conf.subcommand("why")]
+    | Annotated[SearchCommand, conf.subcommand("search")]
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
@@ -310,7 +367,37 @@ BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring
 """Options that take one word, or one for each TaskGraph; a word of each."""
 
 
-def by_task_graph(command: TrainCommand | PlanCommand) -> dict[str, Any]:
+def prices(words: Sequence[str]) -> dict[str, float]:
+    """Prices from the words of ``--price``, by the kind of device.
+
+    Args:
+        words: as given; whether there are such kinds, ``wh.search`` says.
+
+    Raises:
+        WhaleError: a word without ``=``, a kind twice, or a price that is no number;
+            all of them.
+
+    >>> prices(["h100=2.5", "v100-32=1"])
+    {'h100': 2.5, 'v100-32': 1.0}
+    """
+    problems = Problems("--price")
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        price = _value(text)
+        if not name or isinstance(price, bool | str):
+            problems.add(f"{word!r} is no KIND=PRICE, such as h100=2.5")
+        elif name in found:
+            problems.add(f"{name} is given twice")
+        else:
+            found[name] = float(price)
+    problems.raise_if_any()
+    return found
+
+
+def by_task_graph(
+    command: TrainCommand | PlanCommand | SearchCommand,
+) -> dict[str, Any]:
     """What ``--precision``, ``--remat`` and ``--attention`` say, as for ``wh.plan``.
 
     Args:

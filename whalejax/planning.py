@@ -38,6 +38,7 @@ from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
+    NO_EFFECT,
     OFFLOADS,
     Chosen,
     Remat,
@@ -206,7 +207,7 @@ def ask(
         adapter=adapter.without_values(),
         batch=jax.tree.map(aval_of, batch),
         optimizer=optimizer or _NO_OPTIMIZER,
-        cluster=_cluster(cluster),
+        cluster=parsed_cluster(cluster),
         **options,
     )
 
@@ -424,7 +425,7 @@ class Asked:
         if "batch" in changes:
             changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
         if "cluster" in changes:
-            changes["cluster"] = _cluster(changes["cluster"])
+            changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
 
 
@@ -479,7 +480,7 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     if not asked or found.remat:
         return []
     return [
-        f"{remat_words(asked)} has no effect: no layers were found there, or the model "
+        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
         "itself puts them into jax.checkpoint or another call that is kept as it is"
     ]
 
@@ -557,7 +558,8 @@ def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction])
     )
 
 
-def _cluster(cluster: Cluster | str | None) -> Cluster:
+def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
+    """A cluster, from its text or of the devices of this process, too."""
     if cluster is None:
         return Cluster.detect()
     found = parse_cluster(cluster) if isinstance(cluster, str) else cluster

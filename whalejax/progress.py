@@ -6,6 +6,7 @@ It stands apart from ``show`` because it lives while something runs.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,17 +24,20 @@ _PLAIN_WIDTH = 110
 
 
 def make_console(*, quiet: bool = False) -> Console:
-    """A console on standard output; wide enough for a table where it is a file.
+    """A console on standard output, as wide as the terminal or as ``COLUMNS`` says.
+
+    What is no terminal gets no colour, and room for a table where nobody says how wide
+    it is.
 
     Args:
         quiet: print nothing.
     """
-    is_terminal = sys.stdout.isatty()
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     return Console(
         quiet=quiet,
         highlight=False,
         soft_wrap=False,
-        width=None if is_terminal else _PLAIN_WIDTH,
+        width=None if known else _PLAIN_WIDTH,
     )
 
 

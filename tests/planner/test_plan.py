@@ -259,7 +259,7 @@ def test_no_damage_goes_through(plan: Plan, tmp_path: Path, wrong: Any) -> None:
 
 def test_the_table_names_the_plan_and_its_numbers(plan: Plan) -> None:
     text = str(plan)
-    assert "Plan  8×H100 (1 node of 8, nvlink) · data 2 × fsdp 2 × tensor 2" in text
+    assert "Plan    8×H100 (1 node of 8, nvlink) · data 2 × fsdp 2 × tensor 2" in text
     assert "ZeRO-1 over data" in text
     assert "predicted" in text
     # The fullest moment is before the first gradient is made.

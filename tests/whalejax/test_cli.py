@@ -29,7 +29,7 @@ from whalejax.planner.plan import Plan
 # Adam promotes its count.
 pytestmark = pytest.mark.relaxed_promotion
 
-COMMANDS = ("train", "plan", "show", "why", "calibrate", "launch")
+COMMANDS = ("train", "plan", "show", "why", "diff", "search", "calibrate", "launch")
 
 JOBS = """
 import dataclasses

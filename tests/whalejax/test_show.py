@@ -15,10 +15,10 @@ from rich.console import Console
 
 import whalejax as wh
 from tests.whalejax.runs import run_script
+from whalejax.planner.display import bar_text
 from whalejax.planner.explain import gigabytes
 from whalejax.progress import Meter, progress_words
 from whalejax.show import (
-    bar_text,
     parameter_rows,
     plan_table,
     print_plan,
@@ -60,7 +60,7 @@ def test_the_table_says_what_was_decided() -> None:
     assert "32×H100 (4 nodes of 8, nvlink + infiniband)" in text
     for axis, size in plan.axes:
         assert f"{axis} {size}" in text
-    for name in ("step", "memory", "links", "compute", "parameter", "traffic", "next"):
+    for name in ("step", "memory", "mesh", "compute", "parameter", "traffic", "next"):
         assert any(line.startswith(name) for line in text.splitlines()), name
     assert f"{seconds_text(plan.time.step_seconds)} predicted" in text
     assert gigabytes(plan.memory.total_bytes) in text
@@ -91,9 +91,14 @@ def test_every_term_is_shown_with_its_size() -> None:
 def test_links_are_those_that_an_axis_crosses() -> None:
     plan = dataclasses.replace(layered_plan(), axes=(("data", 4), ("tensor", 8)))
     text = shown(plan)
-    assert "data crosses infiniband · tensor crosses nvlink" in text
+    assert (
+        "data 4 crosses infiniband at 45 GB/s · tensor 8 crosses nvlink at 382 GB/s"
+    ) in text
     plan = dataclasses.replace(plan, axes=(("data", 16), ("tensor", 2)))
-    assert "data crosses nvlink and infiniband · tensor crosses nvlink" in shown(plan)
+    assert (
+        "data 16 crosses nvlink at 382 GB/s and infiniband at 45 GB/s · tensor 2 "
+        "crosses nvlink at 382 GB/s"
+    ) in shown(plan, width=200)
 
 
 def test_repeated_layers_are_folded() -> None:

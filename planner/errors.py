@@ -1,0 +1,35 @@
+"""What a plan that cannot be had raises; apart from ``plan``, which is its data."""
+
+from __future__ import annotations
+
+from whalejax.meshes.problems import WhaleError
+
+
+class PlanError(WhaleError):
+    """A plan that cannot be made, read or used."""
+
+
+class NothingFits(PlanError):
+    """No plan has enough memory.
+
+    Attributes:
+        lacks_bytes: what the plan that is nearest to it lacks, on one device.
+        of_bytes: what there is for one device.
+        nearest: layout of that plan, in words.
+        what: ``"device memory"`` or ``"host memory"``.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        lacks_bytes: int,
+        of_bytes: int,
+        nearest: str,
+        what: str = "device memory",
+    ) -> None:
+        super().__init__(text)
+        self.lacks_bytes = lacks_bytes
+        self.of_bytes = of_bytes
+        self.nearest = nearest
+        self.what = what

@@ -1,0 +1,194 @@
+"""Text that keeps to a width: paragraphs with a name in front, and tables.
+
+``print(plan)`` has no library to lay text out with: plans are read where only the
+planner's own dependencies are. What stands here is all it needs, and terminals colour
+it by the style of each span.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+
+Span = tuple[str, str]
+"""Text and the name of its style: ``"name"``, ``"head"``, ``"bar 0"`` or ``""``."""
+
+Line = tuple[Span, ...]
+"""One line, or what must not be broken before a line is full."""
+
+NAME_CELLS = 8
+"""Columns of the word in front of a paragraph."""
+
+LEAST_CELLS = 12
+"""Columns below which a column of a table is not folded."""
+
+GAP = "  "
+
+_ODD = re.compile("[\u0300-\u1fff\u2320-\u232f\u2e80-\U0010ffff]")
+"""Characters that may take no column or two."""
+
+
+def cells(text: str) -> int:
+    """Columns that a text takes on a terminal.
+
+    >>> cells("4×8 █▌"), cells("層")
+    (6, 2)
+    """
+    if not _ODD.search(text):
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
+
+
+def plain(lines: Sequence[Line]) -> str:
+    """Lines as text without styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+
+
+def line_cells(line: Line) -> int:
+    """Columns that a line takes."""
+    return sum(cells(text) for text, _ in line)
+
+
+def paragraph(
+    name: str, pieces: Sequence[Line | str], width: int | None, gap: str = GAP
+) -> list[Line]:
+    """A word in front, and pieces beside it, as many in a line as fit.
+
+    Args:
+        name: the word.
+        pieces: each is broken only where it is longer than a line.
+        width: of a line, or None for one line.
+        gap: between pieces.
+    """
+    first, *others = indented(pieces, width, gap, NAME_CELLS)
+    return [((name.ljust(NAME_CELLS), "name"), *first[1:]), *others]
+
+
+def indented(
+    pieces: Sequence[Line | str], width: int | None, gap: str = GAP, cells: int = 2
+) -> list[Line]:
+    """Pieces, as many in a line as fit, behind some blank columns.
+
+    Args:
+        pieces, width, gap: as for ``paragraph``.
+        cells: how many columns are left blank.
+    """
+    room = None if width is None else max(1, width - cells)
+    lines: list[list[Span]] = []
+    for piece in pieces:
+        spans: Line = ((piece, ""),) if isinstance(piece, str) else piece
+        for part in _broken(spans, room):
+            together = line_cells((*lines[-1], (gap, ""), *part)) if lines else 0
+            if lines and (room is None or together <= room):
+                lines[-1] += [(gap, ""), *part]
+            else:
+                lines.append(list(part))
+    blank = (" " * cells, "")
+    return [(blank, *line) for line in lines or [[]]]
+
+
+def _broken(spans: Line, room: int | None) -> list[Line]:
+    """A piece in lines of so many columns, broken between words."""
+    if room is None or line_cells(spans) <= room:
+        return [spans]
+    lines: list[list[Span]] = [[]]
+    for text, style in spans:
+        for word in _words(text, room):
+            used = line_cells(tuple(lines[-1]))
+            if used and used + cells(word.rstrip()) > room:
+                lines.append([])
+                word = word.lstrip()
+            lines[-1].append((word, style))
+    return [_stripped(line) for line in lines if line]
+
+
+def _stripped(line: Sequence[Span]) -> Line:
+    """A line without the space at its end."""
+    *before, (text, style) = line
+    return (*before, (text.rstrip(), style))
+
+
+def _words(text: str, room: int) -> Iterator[str]:
+    """A text in pieces that each fit: at spaces, then after . + × / , - or anywhere."""
+    for word in re.findall(r"\s*\S+\s?|\s+", text):
+        if cells(word.rstrip()) <= room:
+            yield word
+            continue
+        for part in re.findall(r"[^.+×/,-]+[.+×/,-]?|[.+×/,-]", word):
+            while cells(part) > room:
+                yield part[:room]
+                part = part[room:]
+            yield part
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    *,
+    right: Sequence[int] = (),
+) -> list[Line]:
+    """A table; where it is too wide cells fold, and where it is by far, rows are lists.
+
+    Args:
+        head: names of the columns.
+        rows: cells of each row.
+        width: of a line, or None for as wide as it is.
+        right: columns that stand to the right.
+    """
+    columns = list(zip(head, *rows, strict=True))
+    sizes = [max(map(cells, column)) for column in columns]
+    if width is not None:
+        least = [min(size, LEAST_CELLS) for size in sizes]
+        room = width - len(GAP) * (len(sizes) - 1)
+        if sum(least) > room:
+            return list(_lists(head, rows, width))
+        sizes = _shrunk(sizes, least, room)
+    lines = list(_row(head, sizes, right, "head"))
+    for row in rows:
+        lines += _row(row, sizes, right, "")
+    return lines
+
+
+def _shrunk(sizes: list[int], least: list[int], room: int) -> list[int]:
+    """Widths of columns, the widest cut first."""
+    found = list(sizes)
+    while sum(found) > room:
+        spare = [size - low for size, low in zip(found, least, strict=True)]
+        widest = max((i for i, s in enumerate(spare) if s), key=lambda i: found[i])
+        found[widest] -= 1
+    return found
+
+
+def _row(
+    row: Sequence[str], sizes: Sequence[int], right: Sequence[int], style: str
+) -> Iterator[Line]:
+    """One row, of as many lines as its tallest cell."""
+    folded = [
+        ["".join(text for text, _ in part) for part in _broken(((cell, ""),), size)]
+        for cell, size in zip(row, sizes, strict=True)
+    ]
+    for height in range(max(map(len, folded))):
+        texts = []
+        for column, (parts, size) in enumerate(zip(folded, sizes, strict=True)):
+            text = parts[height].strip() if height < len(parts) else ""
+            blank = " " * (size - cells(text))
+            texts.append(blank + text if column in right else text + blank)
+        yield ((GAP.join(texts).rstrip(), style),)
+
+
+def _lists(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> Iterator[Line]:
+    """Each row as its first cell and, below it, the others with their names."""
+    for row in rows:
+        yield from _broken(((row[0], "head"),), width)
+        named = [
+            ((f"{name} ", ""), (cell, ""))
+            for name, cell in zip(head[1:], row[1:], strict=True)
+            if cell
+        ]
+        yield from indented(named, width, " · ")

@@ -1,0 +1,83 @@
+"""Takes the pictures of the documentation: what a browser shows of displays.
+
+Every display is written to docs/pictures in light and in dark. A browser without a
+screen has to be on the path, such as Debian's ``chromium``.
+
+    python scripts/pictures.py [--to FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+
+from tests import browser  # noqa: E402
+from whalejax import jobs, models  # noqa: E402
+from whalejax.display.page import page  # noqa: E402
+from whalejax.planner.plan import Plan  # noqa: E402
+from whalejax.searching import search  # noqa: E402
+
+
+WIDTH: Final = 980
+
+
+def pages() -> Iterator[tuple[str, int, str]]:
+    """Name, height in pixels and text of every page."""
+    job = models.job("llama-7b")
+    found = search(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, 64)),
+        optimizer=job.optimizer,
+        clusters=["h100:8", "a100-80:2x8", "v5p:2x2x4"],
+        precision="bf16",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "chart.html"
+        found.chart().save(target)
+        yield "chart", 420, target.read_text()
+    yield "plan", 720, shown(found[0])
+    piped = found[0].what_if(mesh={"stage": 4, "fsdp": 4}, num_micro_batches=8)
+    yield "timeline", 260, shown(piped.timeline())
+
+
+def shown(value: object) -> str:
+    """A page of what a notebook shows of a value."""
+    bundle: dict[str, str] = value._repr_mimebundle_()  # type: ignore[attr-defined]
+    return page(bundle["text/html"], "Plan" if isinstance(value, Plan) else "Picture")
+
+
+def main() -> int:
+    """Take all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
+    folder: Path = parser.parse_args().to
+    program = browser.find()
+    if program is None:
+        print(f"no browser: none of {', '.join(browser.NAMES)} is on the path")
+        return 1
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, height, text in pages():
+            source = Path(scratch) / f"{name}.html"
+            source.write_text(text)
+            for theme in ("light", "dark"):
+                target = folder / f"{name}-{theme}.png"
+                size = WIDTH, height
+                browser.picture(program, source, target, size, dark=theme == "dark")
+                print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

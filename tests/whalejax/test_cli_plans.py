@@ -1,0 +1,189 @@
+"""The commands that compare: plans of several clusters, and plan files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import whalejax as wh
+from tests.planner import pages
+from tests.whalejax.runs import ROOT
+from whalejax import cli
+from whalejax.planner.plan import PLAN_VERSION
+
+
+# Adam promotes its count.
+pytestmark = pytest.mark.relaxed_promotion
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a job."""
+    (tmp_path / "jobs.py").write_text(
+        "from tests.whalejax import runs\ndef make():\n    return runs.make_job()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def refused(words: list[str] | tuple[str, ...], capsys: Captured) -> str:
+    """The message of a command that must fail as a user error."""
+    assert cli.main(words) == 2
+    return capsys.readouterr().err
+
+
+# Searching.
+
+
+SEARCH = ("search", "jobs.py:make", "--on", "h100:8", "--on", "v5p:2x2x1")
+
+
+def test_search_ranks_clusters_and_prices_them(here: Path, capsys: Captured) -> None:
+    assert cli.main([*SEARCH, "--batch", "64", "--price", "h100=2.5"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["cluster", "devices"] and head.endswith("price a step")
+    assert sorted(row.split()[1] for row in rows) == ["h100:8", "v5p:2x2x1"]
+    for row in rows:
+        assert row.rstrip().endswith("–") == ("v5p" in row)
+
+
+def test_search_prints_json(here: Path, capsys: Captured) -> None:
+    assert cli.main([*SEARCH, "--each", "2", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    names = [one["cluster"] for one in data["plans"]]
+    assert set(names) == {"h100:8", "v5p:2x2x1"} and len(names) > 2
+    assert wh.Plan.from_document(data["plans"][0]["plan"]).num_devices in (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["search", "gpt"], "--on is missing; expected --on h100:8, once for each"),
+        ([*SEARCH, "--price", "h100"], "--price: 1 problem"),
+        ([*SEARCH, "--price", "h100=2", "--price", "h100=3"], "h100 is given twice"),
+        ([*SEARCH, "--price", "h200=2"], "prices has 'h200', and the clusters have"),
+        ([*SEARCH, "--batch", "0"], "--batch is 0; expected 1 or more"),
+        ([*SEARCH, "--each", "0"], "each is 0; expected a whole number, 1 or more"),
+    ],
+)
+def test_searches_that_cannot_be(
+    here: Path, capsys: Captured, words: list[str], expected: str
+) -> None:
+    assert expected in refused(words, capsys)
+
+
+# Showing and comparing plan files.
+
+
+@pytest.fixture
+def two_plans(tmp_path: Path) -> tuple[str, str]:
+    """Files of two plans of one model."""
+    paths = tmp_path / "a.json", tmp_path / "b.json"
+    pages.spmd().save(paths[0])
+    pages.other().save(paths[1])
+    return str(paths[0]), str(paths[1])
+
+
+def test_diff_prints_only_what_changes(
+    two_plans: tuple[str, str], capsys: Captured
+) -> None:
+    assert cli.main(["diff", *two_plans]) == 0
+    text = capsys.readouterr().out
+    assert "remat   dots → full" in text and "cluster" not in text
+    assert cli.main(["diff", *two_plans, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        json.dumps(pages.spmd().diff(pages.other()).document())
+    )
+    assert cli.main(["diff", two_plans[0], two_plans[0]]) == 0
+    assert capsys.readouterr().out == "the plans are the same\n"
+
+
+def test_why_prints_json(two_plans: tuple[str, str], capsys: Captured) -> None:
+    assert cli.main(["why", two_plans[0], "head.kernel", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["parameter"]["shape"] == [4096, 32_000]
+    assert data["why"] == pages.spmd().why("head.kernel").splitlines()
+    assert len(data["weighed"]) == 2
+
+
+def test_describe_is_a_command(two_plans: tuple[str, str], capsys: Captured) -> None:
+    assert cli.main(["show", two_plans[0], "--describe"]) == 0
+    assert capsys.readouterr().out.split() == pages.spmd().describe().split()
+
+
+def test_a_plan_of_a_newer_version_is_refused(
+    two_plans: tuple[str, str], capsys: Captured
+) -> None:
+    path = Path(two_plans[1])
+    data = {**json.loads(path.read_text()), "whalejax_plan": PLAN_VERSION + 1}
+    path.write_text(json.dumps({**data, "colour": "red"}))
+    for words in (["show", str(path)], ["diff", *two_plans], ["why", str(path), "x"]):
+        text = refused(words, capsys)
+        assert f"has plan format {PLAN_VERSION + 1}; this WhaleJAX reads" in text
+        assert "Upgrade whalejax" in text
+
+
+@pytest.mark.parametrize("columns", [40, 80, 140])
+def test_pipes_are_as_wide_as_columns_says(
+    two_plans: tuple[str, str],
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["show", two_plans[0]]) == 0
+    text = capsys.readouterr().out
+    assert text == (pages.FOLDER / f"spmd-{columns}.txt").read_text()
+    assert cli.main(["diff", *two_plans]) == 0
+    assert capsys.readouterr().out == (pages.FOLDER / f"diff-{columns}.txt").read_text()
+
+
+ON_A_TERMINAL = """
+import os, pty, sys
+pid, fd = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "-m", "whalejax", "show", sys.argv[1]])
+found = b""
+while True:
+    try:
+        part = os.read(fd, 65536)
+    except OSError:  # the other end is closed
+        break
+    if not part:
+        break
+    found += part
+sys.stdout.buffer.write(found)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_colour_is_for_terminals_that_want_it(two_plans: tuple[str, str]) -> None:
+    def shown(code: list[str], **env: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *code, two_plans[0]],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.replace("\r\n", "\n")
+
+    plain = (pages.FOLDER / "spmd-80.txt").read_text()
+    term = {"TERM": "xterm-256color"}
+    assert shown(["-m", "whalejax", "show"], **term) == plain
+    coloured = shown(["-c", ON_A_TERMINAL], **term)
+    assert "\x1b[36m" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+    bare = shown(["-c", ON_A_TERMINAL], **term, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", bare)

@@ -1,0 +1,239 @@
+"""Plans and clusters as notebooks show them: one static block of HTML each.
+
+Tables first show what holds most and fold the rest; very long ones end in a count, so
+that a plan of ten thousand parameters is still a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import Any
+
+from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.display import (
+    SHOWN_ROWS,
+    TRAFFIC,
+    crossings,
+    hints,
+    other_notes,
+    share_words,
+    stage_rows,
+    traffic_rows,
+    whole_words,
+)
+from whalejax.planner.explain import gigabytes, layout_text, shape_text, spec_text
+from whalejax.planner.explain import milliseconds as seconds_text
+from whalejax.planner.parameters import ParameterRow, parameter_rows
+from whalejax.planner.plan import Plan
+
+
+UNFOLDED_ROWS = 300
+"""Rows of parameters that unfold; of more there is only a count."""
+
+
+def bundle(value: Any) -> dict[str, str]:
+    """MIME type to text.
+
+    Args:
+        value: a plan or a cluster.
+    """
+    html = plan_html(value) if isinstance(value, Plan) else cluster_html(value)
+    return bundle_of(html, str(value))
+
+
+# Plans.
+
+
+def plan_html(plan: Plan) -> str:
+    """A plan as a fragment of a page, without its style."""
+    return "".join(
+        (
+            f"<h3>Plan for {escape(plan.cluster.describe())}</h3>",
+            f"<p>{escape(layout_text(plan))}</p>",
+            f'<div class="pair">{_time(plan)}{_memory(plan)}</div>',
+            _mesh(plan),
+            *_stages(plan),
+            _parameters(plan),
+            folded("Which dimension lies on which axis", _regions(plan)),
+            folded("Traffic of a step", _traffic(plan)),
+            *_noted(plan),
+            *_weighed(plan),
+        )
+    )
+
+
+def _term_rows(
+    pairs: Sequence[tuple[str, float]], whole: float, form: Callable[[float], str]
+) -> Iterator[str]:
+    for number, (name, size) in enumerate(pairs):
+        share = size / whole if whole else 0.0
+        yield (
+            f'<th scope="row">{escape(name)}</th>'
+            + bar(share, FILLS[number % len(FILLS)])
+            + cell(form(size), number=True)
+            + cell(f"{share:.1%}", number=True)
+        )
+
+
+def _time(plan: Plan) -> str:
+    seconds = plan.time.step_seconds
+    rows = _term_rows(plan.time.by_size(), seconds, seconds_text)
+    return table((), rows, caption=f"Step: {seconds_text(seconds)} predicted")
+
+
+def _memory(plan: Plan) -> str:
+    """Bars are parts of what a device has, so that what is free is seen too."""
+    memory, room = plan.memory, plan.cluster.memory_bytes
+    pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
+    rows = [*_term_rows([pair for pair in pairs if pair[1]], room, gigabytes)]
+    left = room - memory.total_bytes
+    word = "free" if left >= 0 else "lacking"
+    rows += [
+        f'<th scope="row">{word}</th>'
+        + bar(abs(left) / room, "currentColor")
+        + cell(gigabytes(abs(left)), number=True)
+        + cell(f"{abs(left) / room:.1%}", number=True)
+    ]
+    used = gigabytes(memory.total_bytes)
+    caption = f"Memory: {used} of {gigabytes(room)} per device predicted"
+    found = table((), rows, caption=caption)
+    if memory.host_bytes:
+        found += f"<p>{gigabytes(memory.host_bytes)} of host memory for it</p>"
+    return f"<div>{found}</div>"
+
+
+def _mesh(plan: Plan) -> str:
+    return f"<h4>Mesh</h4>{listed(crossings(plan))}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """Stages and shares, where there are any."""
+    if plan.stages is not None:
+        head, rows = stage_rows(plan)
+        cells = ("".join(map(cell, row)) for row in rows)
+        yield table(head, cells, caption=f"Stages: {plan.stages.words()}")
+    if plan.shares:
+        yield f"<h4>Shares</h4>{listed(share_words(plan))}"
+
+
+def _parameters(plan: Plan) -> str:
+    """The largest rows, then the others folded, then a count."""
+    rows = parameter_rows(plan)
+    if not rows:
+        return "<p>No parameters.</p>"
+    # Most plans use parameters in the layout they are stored in: one column says it.
+    used = any(row.leaf.param_spec != row.leaf.compute_spec for row in rows)
+    names = ["parameter", "shape", "stored as", *["used as"] * used, "per device"]
+    names.append("collectives a step, each")
+    # Layers stand together and largest come first; a sort keeps equals in order.
+    by_size = sorted(rows, key=lambda row: -row.device_bytes)
+    cells = [_parameter(row, used) for row in by_size[: SHOWN_ROWS + UNFOLDED_ROWS]]
+    count = sum(row.count for row in rows)
+    total = gigabytes(sum(row.device_bytes for row in rows))
+    plural = "s" if count > 1 else ""
+    caption = f"{count:,} parameter{plural}, {total} per device"
+    found = table(names, cells[:SHOWN_ROWS], caption=caption)
+    rest = by_size[SHOWN_ROWS:]
+    if rest:
+        size = gigabytes(sum(row.device_bytes for row in rest))
+        hidden = len(rest) - UNFOLDED_ROWS
+        more = table(names, cells[SHOWN_ROWS:])
+        if hidden > 0:
+            more += f"<p>… and {hidden:,} smaller rows; plan.leaves has them all.</p>"
+        found += folded(f"{len(rest):,} smaller rows, {size} per device", more)
+    return found
+
+
+def _parameter(row: ParameterRow, used: bool) -> str:
+    leaf = row.leaf
+    size = gigabytes(row.device_bytes) + " of host" * leaf.hosted
+    return "".join(
+        (
+            cell(row.label, code=True),
+            cell(shape_text(leaf.shape)),
+            cell(spec_text(leaf.param_spec), code=True),
+            cell(spec_text(leaf.compute_spec), code=True) if used else "",
+            cell(size, number=True),
+            cell(row.collectives),
+        )
+    )
+
+
+def _regions(plan: Plan) -> str:
+    rows = (
+        cell(region.task_graph)
+        + cell(" > ".join(region.marks) or "unmarked")
+        + cell(" · ".join(f"{a}: {', '.join(r)}" for a, r in region.axes if r) or "–")
+        for region in plan.compute
+    )
+    return table(("TaskGraph", "marks", "axis: dimensions"), rows)
+
+
+def _traffic(plan: Plan) -> str:
+    rows = [
+        "".join(cell(text, number=place > 2) for place, text in enumerate(row))
+        for row in traffic_rows(plan)
+    ]
+    return table(TRAFFIC, rows) if rows else "<p>None.</p>"
+
+
+def _noted(plan: Plan) -> Iterator[str]:
+    """What stays whole and why, hints, and notes."""
+    for name, texts, opened in (
+        ("What stays whole, and why", whole_words(plan), False),
+        ("Hints", hints(plan), True),
+        ("Notes", other_notes(plan), True),
+    ):
+        if texts:
+            yield folded(f"{name} ({len(texts)})", listed(texts), opened=opened)
+
+
+def _weighed(plan: Plan) -> Iterator[str]:
+    others = [c for c in plan.candidates if c.verdict != "chosen"]
+    rows = (
+        cell(c.layout)
+        + cell(seconds_text(c.step_seconds), number=True)
+        + cell(gigabytes(c.memory_bytes), number=True)
+        + cell(c.verdict)
+        for c in others
+    )
+    names = "layout", "step", "per device", ""
+    if others:
+        summary = f"{len(others)} other plan{'s' if len(others) > 1 else ''} weighed"
+        yield folded(summary, table(names, rows))
+
+
+# Clusters.
+
+
+def cluster_html(cluster: Cluster) -> str:
+    """A cluster as a fragment of a page, without its style."""
+    groups = groupby(cluster.nodes, key=lambda node: (node.kind, node.count))
+    nodes = []
+    for (kind, count), alike in groups:
+        peaks = ", ".join(
+            f"{dtype} {flops / 1e12:,.4g}" for dtype, flops in kind.flops_per_second
+        )
+        nodes.append(
+            cell(f"{len(list(alike))} × {count}", number=True)
+            + cell(kind.display_name())
+            + cell(gigabytes(kind.memory_bytes), number=True)
+            + cell(f"{gigabytes(kind.memory_bytes_per_second)}/s", number=True)
+            + cell(peaks)
+        )
+    names = "nodes × devices", "kind", "memory", "its bandwidth", "peak TFLOP/s"
+    links = (
+        cell(level.name)
+        + cell(f"{level.size:,}", number=True)
+        + cell(f"{gigabytes(level.bandwidth_bytes_per_second)}/s", number=True)
+        + cell(seconds_text(level.latency_seconds), number=True)
+        for level in cluster.levels
+    )
+    return (
+        f"<h3>{escape(cluster.describe())}</h3>"
+        + table(names, nodes)
+        + table(("link", "joins", "per device, one way", "latency"), links)
+    )

@@ -1,0 +1,206 @@
+"""Which device holds which part of a parameter, for any rank and any mesh.
+
+Worked out from the plan alone, in the order in which its mesh numbers devices; no
+device is asked, and no array.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from whalejax.display.page import Picture, cell, table
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.explain import shape_text, spec_text
+from whalejax.planner.layout import Spec
+from whalejax.planner.plan import LeafPlan, Plan
+
+
+LAYOUTS = {
+    "params": "param_spec",
+    "compute": "compute_spec",
+    "gradients": "gradient_spec",
+    "optimizer": "optimizer_spec",
+}
+"""Whose layout: the parameter as stored, as computed with, its gradient, its state."""
+
+Part = tuple[tuple[int, int], ...]
+"""Half-open range of each dimension."""
+
+_MOST_CELLS = 16
+"""Rows and columns of a grid that are shown."""
+
+_MOST_GRIDS = 8
+_MOST_LINES = 32
+
+
+class DeviceMap(Picture):
+    """Which device holds which part of a parameter.
+
+    Attributes:
+        path: of the parameter.
+        shape: of the whole.
+        spec: its layout, mesh axes of each dimension.
+        parts: half-open range of each dimension to the numbers of the devices that
+            hold it, in the order of the cluster.
+    """
+
+    def __init__(
+        self, leaf: LeafPlan, of: str, axes: Mapping[str, int], first: int
+    ) -> None:
+        self.path, self.shape = leaf.path, leaf.shape
+        self.spec: Spec = getattr(leaf, LAYOUTS[of])
+        self.parts = parts_of(self.shape, self.spec, axes, first)
+        words = self._words(of, math.prod(axes.values()))
+        super().__init__(
+            html="".join(f"<p>{escape(w)}</p>" for w in words) + _grids(self),
+            text="\n".join((*words, *_lines(self))),
+        )
+
+    def _words(self, of: str, devices: int) -> list[str]:
+        counts = {len(held) for held in self.parts.values()}
+        part = next(iter(self.parts))
+        size = shape_text([end - begin for begin, end in part])
+        each = f"each on {max(counts)} of {devices} devices"
+        if max(counts) == devices:
+            each = "whole on every device" if devices > 1 else "whole on the one device"
+        elif counts == {1}:
+            each = f"each on one of {devices} devices"
+        number = f"{len(self.parts):,} parts of {size}, " if len(self.parts) > 1 else ""
+        what = "" if of == "params" else f" ({of})"
+        return [
+            f"{self.path}{what}: {shape_text(self.shape)} as {spec_text(self.spec)}: "
+            f"{number}{each}"
+        ]
+
+
+def device_map(plan: Plan, path: str, of: str = "params") -> DeviceMap:
+    """The map of a plan's parameter; see ``Plan.device_map``."""
+    if of not in LAYOUTS:
+        raise WhaleError(f"of is {of!r}; expected one of {', '.join(LAYOUTS)}")
+    home, leaf = plan.home(plan.leaf(path).path), plan.leaf(path)
+    if home is not plan:
+        leaf = home.leaf(leaf.path)
+    stage = next((i for i, one in enumerate(plan.apart) if one is home), 0)
+    first = sum(one.num_devices for one in plan.apart[:stage])
+    return DeviceMap(leaf, of, home.axis_sizes, first)
+
+
+def parts_of(
+    shape: Sequence[int], spec: Spec, axes: Mapping[str, int], first: int = 0
+) -> dict[Part, list[int]]:
+    """Every part of an array and the devices that hold it.
+
+    Args:
+        shape: of the whole.
+        spec: mesh axes of each dimension, outermost first.
+        axes: sizes of all mesh axes, outermost first; the last one joins neighbours.
+        first: number of the first device.
+
+    >>> parts_of((4,), (("tensor",),), {"data": 2, "tensor": 2})
+    {((0, 2),): [0, 2], ((2, 4),): [1, 3]}
+    """
+    found: dict[Part, list[int]] = {}
+    for number, place in enumerate(itertools.product(*map(range, axes.values()))):
+        at = dict(zip(axes, place, strict=True))
+        part = []
+        for size, names in zip(shape, spec, strict=True):
+            index, count = 0, 1
+            for name in names:
+                index, count = index * axes[name] + at[name], count * axes[name]
+            length = -(-size // count)
+            part.append((min(size, index * length), min(size, (index + 1) * length)))
+        found.setdefault(tuple(part), []).append(first + number)
+    return dict(sorted(found.items()))
+
+
+def devices_text(numbers: Sequence[int]) -> str:
+    """Numbers in few words: runs, and the first and last of many.
+
+    >>> devices_text([0, 1, 2, 3, 8]), devices_text([0, 4, 8, 12, 16, 20, 24, 28])
+    ('0–3, 8', '0, 4, 8 … 28 (8 devices)')
+    """
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    words = [f"{a}–{b}" if b > a else f"{a}" for a, b in runs]
+    if len(words) > 6:
+        return f"{', '.join(words[:3])} … {words[-1]} ({len(numbers)} devices)"
+    return ", ".join(words)
+
+
+def _range(bounds: tuple[int, int]) -> str:
+    return f"{bounds[0]:,}:{bounds[1]:,}"
+
+
+def _lines(found: DeviceMap) -> list[str]:
+    """The parts one by one, for text."""
+    parts = [*found.parts.items()]
+    lines = [
+        f"  [{', '.join(map(_range, part))}]  device{'s' * (len(held) > 1)} "
+        f"{devices_text(held)}"
+        for part, held in parts[:_MOST_LINES]
+    ]
+    if len(parts) > _MOST_LINES:
+        lines.append(f"  … and {len(parts) - _MOST_LINES:,} more parts")
+    return lines
+
+
+# As tables: two sharded dimensions down and across, a table for each part of others.
+
+
+def _grids(found: DeviceMap) -> str:
+    bounds = [
+        sorted({part[dim] for part in found.parts}) for dim in range(len(found.shape))
+    ]
+    cut = [dim for dim, ranges in enumerate(bounds) if len(ranges) > 1]
+    # The finest two are the sides of a table.
+    sides = sorted(sorted(cut, key=lambda dim: -len(bounds[dim]))[:2])
+    others = [dim for dim in cut if dim not in sides]
+    places = [*itertools.product(*(bounds[dim] for dim in others))]
+    html = []
+    for place in places[:_MOST_GRIDS]:
+        fixed = dict(zip(others, place, strict=True))
+        caption = ", ".join(f"dim {dim}: {_range(b)}" for dim, b in fixed.items())
+        html.append(_grid(found, bounds, sides, fixed, caption))
+    if len(places) > _MOST_GRIDS:
+        html.append(f"<p>… and {len(places) - _MOST_GRIDS:,} more such tables.</p>")
+    return "".join(html)
+
+
+def _grid(
+    found: DeviceMap,
+    bounds: Sequence[Sequence[tuple[int, int]]],
+    sides: Sequence[int],
+    fixed: Mapping[int, tuple[int, int]],
+    caption: str,
+) -> str:
+    down = bounds[sides[0]] if sides else [None]
+    across = bounds[sides[1]] if len(sides) > 1 else [None]
+    corner = [f"dim {dim} {way}" for dim, way in zip(sides, "↓→", strict=False)]
+    names = [" ".join(corner) or "part"]
+    names += ["devices" if b is None else _range(b) for b in across[:_MOST_CELLS]]
+    names += ["…"] * (len(across) > _MOST_CELLS)
+    rows = []
+    for row in down[:_MOST_CELLS]:
+        cells = [f'<th scope="row">{"all" if row is None else _range(row)}</th>']
+        for column in across[:_MOST_CELLS]:
+            at = dict(fixed)
+            if row is not None:
+                at[sides[0]] = row
+            if column is not None:
+                at[sides[1]] = column
+            part = tuple(at.get(d, ranges[0]) for d, ranges in enumerate(bounds))
+            cells.append(cell(devices_text(found.parts[part])))
+        cells += [cell("…")] * (len(across) > _MOST_CELLS)
+        rows.append("".join(cells))
+    if len(down) > _MOST_CELLS:
+        rows.append(
+            cell(f"… {len(down) - _MOST_CELLS:,} more") + cell("") * (len(names) - 1)
+        )
+    return table(names, rows, caption=caption, kind="map")

@@ -1,0 +1,150 @@
+"""Memory per device by term against what a device has; one bar for each stage."""
+
+from __future__ import annotations
+
+from html import escape
+
+from whalejax.display.page import FILLS, INK, Picture, drawing, table, words
+from whalejax.display.page import cell as td
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.plan import Plan
+from whalejax.planner.terms import MemoryTerms
+
+
+_LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 90.0, 640.0, 26.0, 12.0, 130.0
+_LETTERS = "abcdefghij"
+_MOST_BARS = 64
+_LITTLE = 0.05
+"""Where less than this part of a device is used, bars are drawn at their own scale."""
+
+
+class MemoryChart(Picture):
+    """Predicted memory per device, by term.
+
+    Attributes:
+        bars: name of a stage, or of the whole, to its terms and what its device has.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.bars = _bars(plan)
+        svg = _drawn(self.bars)
+        super().__init__(
+            html=f"<h3>{escape(_title(self.bars))}</h3>{svg}{_legend(self.bars)}",
+            text=_text(self.bars),
+            svg=svg,
+        )
+
+
+Bars = dict[str, tuple[MemoryTerms, int]]
+
+
+def memory_chart(plan: Plan) -> MemoryChart:
+    """The chart of a plan; see ``Plan.memory_chart``."""
+    return MemoryChart(plan)
+
+
+def _bars(plan: Plan) -> Bars:
+    if plan.apart:
+        return {
+            f"stage {i}": (one.memory, one.cluster.memory_bytes)
+            for i, one in enumerate(plan.apart)
+        }
+    return {"a device": (plan.memory, plan.cluster.memory_bytes)}
+
+
+def _title(bars: Bars) -> str:
+    name, (memory, room) = max(bars.items(), key=lambda bar: bar[1][0].total_bytes)
+    where = f", fullest on {name}" if len(bars) > 1 else ""
+    return (
+        f"Memory: {gigabytes(memory.total_bytes)} of {gigabytes(room)} "
+        f"per device predicted{where}"
+    )
+
+
+def _whole(bars: Bars) -> int:
+    """What a bar's whole width stands for: what devices have, or little of it."""
+    most = max(memory.total_bytes for memory, _ in bars.values())
+    room = max(room for _, room in bars.values())
+    return most if most < room * _LITTLE else max(most, room)
+
+
+def _names(bars: Bars) -> list[str]:
+    """Terms that some bar has, in the order of the memory terms."""
+    names = next(iter(bars.values()))[0].by_name()
+    return [n for n in names if any(m.by_name()[n] for m, _ in bars.values())]
+
+
+def _drawn(bars: Bars) -> str:
+    shown = [*bars.items()][:_MOST_BARS]
+    scale = _WIDTH / max(1, _whole(bars))
+    names, inner = _names(bars), []
+    for number, (name, (memory, room)) in enumerate(shown):
+        y = 4 + number * (_BAR + _GAP)
+        inner.append(words(_LEFT - 8, y + 17, name, anchor="end"))
+        x = _LEFT
+        for index, term in enumerate(names):
+            nbytes = memory.by_name()[term]
+            width = nbytes * scale
+            if nbytes:
+                inner.append(
+                    f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_BAR:g}"'
+                    f' fill="{FILLS[index]}" stroke="currentColor" stroke-width=".5">'
+                    f"<title>{term} {gigabytes(nbytes)}</title></rect>"
+                )
+                if width > 12:
+                    middle = x + width / 2
+                    letter = _LETTERS[index]
+                    inner.append(
+                        words(middle, y + 17, letter, anchor="middle", ink=INK)
+                    )
+            x += width
+        total = f"{gigabytes(memory.total_bytes)} of {gigabytes(room)}"
+        inner.append(words(_LEFT + _WIDTH + 8, y + 17, total))
+        end = _LEFT + room * scale
+        if end > _LEFT + _WIDTH + 1:
+            continue
+        inner.append(
+            f'<path d="M{end:.2f} {y - 3:g}v{_BAR + 6:g}" stroke="currentColor" '
+            'stroke-width="2"/>'
+            f'<rect x="{_LEFT:g}" y="{y:g}" width="{room * scale:.2f}" '
+            f'height="{_BAR:g}" fill="none" stroke="currentColor" stroke-width=".5"/>'
+        )
+    height = 4 + len(shown) * (_BAR + _GAP)
+    return drawing(_LEFT + _WIDTH + _RIGHT, height, _title(bars), "".join(inner))
+
+
+def _legend(bars: Bars) -> str:
+    names = _names(bars)
+    rows = []
+    for index, term in enumerate(names):
+        sizes = [memory.by_name()[term] for memory, _ in bars.values()]
+        swatch = (
+            '<td><svg width="18" height="18" viewBox="0 0 18 18" aria-hidden="true">'
+            f'<rect x=".5" y=".5" width="17" height="17" fill="{FILLS[index]}" '
+            f'stroke="currentColor"/>'
+            f"{words(9, 13, _LETTERS[index], anchor='middle', ink=INK)}</svg></td>"
+        )
+        low, high = min(sizes), max(sizes)
+        span = (
+            gigabytes(high) if low == high else f"{gigabytes(low)} – {gigabytes(high)}"
+        )
+        rows.append(swatch + td(term) + td(span, number=True))
+    found = table((), rows)
+    room = max(room for _, room in bars.values())
+    if _whole(bars) < room:
+        found += (
+            f"<p>Little of {gigabytes(room)} is used: bars are drawn to a scale of "
+            f"{gigabytes(_whole(bars))}.</p>"
+        )
+    if len(bars) > _MOST_BARS:
+        found += f"<p>The first {_MOST_BARS} of {len(bars)} stages are drawn.</p>"
+    return found
+
+
+def _text(bars: Bars) -> str:
+    lines = [_title(bars)]
+    for name, (memory, _) in bars.items():
+        terms = memory.by_name()
+        sizes = ", ".join(f"{n} {gigabytes(terms[n])}" for n in terms if terms[n])
+        lines.append(f"{name}: {gigabytes(memory.total_bytes)} ({sizes})")
+    return "\n".join(lines)

@@ -1,0 +1,228 @@
+"""HTML and SVG as text: escaping, tables, bars, and the style they share.
+
+Everything is coloured relative to the text around it (``currentColor``), so that it
+reads on light and dark pages alike; fills are pale under dark letters. Colour repeats
+what words, places or heights say already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from whalejax.meshes.problems import WhaleError
+
+
+FILLS = (
+    "#8ab4f8",
+    "#f6b26b",
+    "#93c47d",
+    "#ffe08a",
+    "#f4a6c0",
+    "#b9a7e0",
+    "#7fd3c6",
+    "#c9c9c9",
+    "#d9b38c",
+    "#a7d8f0",
+)
+"""Pale fills for dark letters, readable under both."""
+
+INK = "#111"
+"""Letters on fills."""
+
+_STYLE = """
+.whalejax{font:13px/1.45 system-ui,sans-serif;max-width:64rem;color:inherit}
+.whalejax table{border-collapse:collapse;margin:.3rem 0;font-size:inherit;
+color:inherit;background:none;width:auto}
+.whalejax th,.whalejax td{padding:.1rem .7rem .1rem 0;text-align:left;border:0;
+vertical-align:top;color:inherit;background:none;white-space:normal}
+.whalejax thead th{border-bottom:1px solid currentColor;font-weight:600}
+.whalejax tbody th{font-weight:400}
+.whalejax td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.whalejax caption,.whalejax summary,.whalejax h3,.whalejax h4{font-weight:600;
+font-size:inherit;text-align:left;margin:.5rem 0 .1rem;padding:0;color:inherit;
+caption-side:top}
+.whalejax h3{font-size:1.1em}
+.whalejax summary{cursor:pointer}
+.whalejax code{font:12px/1.4 ui-monospace,monospace;color:inherit;background:none;
+padding:0;overflow-wrap:anywhere}
+.whalejax .pair{display:flex;flex-wrap:wrap;gap:0 3rem;align-items:flex-start}
+.whalejax .bar{display:block;width:11rem;height:.75em;margin-top:.3em;
+border:1px solid currentColor;box-sizing:border-box}
+.whalejax ul{margin:.2rem 0;padding-left:1.2rem}
+.whalejax .map td,.whalejax .map th{border:1px solid currentColor;padding:.2rem .5rem}
+.whalejax .drawn text{font:11px system-ui,sans-serif}
+"""
+
+_PAGE_STYLE = ":root{color-scheme:light dark}body{margin:1rem}"
+
+
+class Picture:
+    """Something to look at: HTML in a notebook, text anywhere else.
+
+    Args:
+        html: a fragment, without the style.
+        text: the same in words.
+        svg: the drawing alone, where there is one.
+    """
+
+    def __init__(self, *, html: str, text: str, svg: str = "") -> None:
+        self.html = html
+        self.text = text
+        self.svg = svg
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        return bundle_of(self.html, self.text)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file.
+
+        Args:
+            path: ends in ``.html`` (a page of its own), ``.svg`` (the drawing, where
+                there is one) or ``.txt``.
+
+        Raises:
+            WhaleError: another ending, or the file cannot be written there.
+        """
+        forms = self._forms()
+        ending = Path(path).suffix.lower()
+        if ending not in forms:
+            raise WhaleError(
+                f"{path}: a {type(self).__name__} is written as {', '.join(forms)}; "
+                f"{ending or 'no ending'} is none of these"
+            )
+        write(path, forms[ending])
+
+    def _forms(self) -> dict[str, str]:
+        """Ending of a file to what it would hold."""
+        drawn = {".svg": alone(self.svg)} if self.svg else {}
+        return {".html": page(self.html, self.title), **drawn, ".txt": self.text + "\n"}
+
+    @property
+    def title(self) -> str:
+        """The first line of its text."""
+        return self.text.partition("\n")[0]
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file.
+
+    Raises:
+        WhaleError: it cannot be written there.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WhaleError(
+            f"{path} cannot be written ({error.strerror}). Give a file name in an "
+            "existing folder that you may write to"
+        ) from error
+
+
+def bundle_of(html: str, text: str) -> dict[str, str]:
+    """What a notebook asks a value for: HTML with its style, and text."""
+    return {"text/html": fragment(html), "text/plain": text}
+
+
+def fragment(html: str) -> str:
+    """A piece of a page that brings its own style."""
+    return f'<div class="whalejax"><style>{_STYLE}</style>{html}</div>'
+
+
+def page(html: str, title: str) -> str:
+    """A page of its own, light or dark as the reader's system is."""
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title>"
+        '<meta name="viewport" content="width=device-width">'
+        f"<style>{_PAGE_STYLE}</style></head><body>{fragment(html)}</body></html>\n"
+    )
+
+
+def alone(svg: str) -> str:
+    """A drawing as a file, with letters that its own style makes light or dark."""
+    style = (
+        "<style>:root{color:#111}@media(prefers-color-scheme:dark){:root{color:#eee}}"
+        "text{font:11px system-ui,sans-serif}</style>"
+    )
+    head, end, rest = svg.partition(">")
+    return f"{head}{end}{style}{rest}\n"
+
+
+def cell(text: str, *, number: bool = False, code: bool = False) -> str:
+    """One cell of a table."""
+    inner = f"<code>{escape(text)}</code>" if code else escape(text)
+    return f'<td class="n">{inner}</td>' if number else f"<td>{inner}</td>"
+
+
+def table(
+    names: Sequence[str], rows: Iterable[str], *, caption: str = "", kind: str = ""
+) -> str:
+    """A table.
+
+    Args:
+        names: of the columns; none for a table without a head.
+        rows: cells of each, as ``cell`` makes them.
+        caption: above it.
+        kind: a class of the style.
+    """
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    head = f"<thead><tr>{head}</tr></thead>" if names else ""
+    above = f"<caption>{escape(caption)}</caption>" if caption else ""
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    mark = f' class="{kind}"' if kind else ""
+    return f"<table{mark}>{above}{head}<tbody>{body}</tbody></table>"
+
+
+def folded(summary: str, html: str, *, opened: bool = False) -> str:
+    """What unfolds at a click."""
+    state = " open" if opened else ""
+    return f"<details{state}><summary>{escape(summary)}</summary>{html}</details>"
+
+
+def listed(texts: Iterable[str]) -> str:
+    """A list of sentences; nothing where there are none."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def bar(share: float, fill: str = FILLS[0]) -> str:
+    """A bar of a part of a whole, from 0 to 1, as a cell of a table."""
+    width = f"{min(1.0, max(0.0, share)) * 100:.1f}"
+    return (
+        '<td><svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" '
+        f'aria-hidden="true"><rect width="{width}" height="10" fill="{fill}"/>'
+        "</svg></td>"
+    )
+
+
+def drawing(width: float, height: float, label: str, inner: str) -> str:
+    """An SVG drawing.
+
+    Args:
+        width, height: in units of ``inner``.
+        label: what it shows, for those who cannot see it.
+        inner: its elements.
+    """
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="img" class="drawn" '
+        f'style="max-width:100%;height:auto" aria-label="{escape(label)}">{inner}</svg>'
+    )
+
+
+def words(
+    x: float, y: float, text: str, *, anchor: str = "start", ink: str = "currentColor"
+) -> str:
+    """Letters in a drawing."""
+    place = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text x="{x:g}" y="{y:g}" fill="{ink}"{place}>{escape(text)}</text>'

@@ -1,0 +1,306 @@
+"""What ``wh.search`` found, in notebooks: a table, and a chart of all that was weighed.
+
+The table needs nothing; the chart needs the extra ``whalejax[notebook]``: altair draws
+it, and vl-convert brings what it needs to move without a network.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from whalejax.display.bundles import plan_html
+from whalejax.display.page import (
+    bundle_of,
+    cell,
+    folded,
+    fragment,
+    listed,
+    page,
+    table,
+    write,
+)
+from whalejax.found import price_text
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.explain import milliseconds as seconds_text
+from whalejax.planner.plan import Plan
+
+
+if TYPE_CHECKING:
+    import os
+
+    from whalejax.found import Found
+
+UNFOLDED_PLANS = 10
+"""Plans that the table brings with it, to unfold."""
+
+
+def bundle(found: Found) -> dict[str, str]:
+    """MIME type to text."""
+    return bundle_of(found_html(found), str(found))
+
+
+def found_html(found: Found) -> str:
+    """The table, every plan folded below it, and where there is none."""
+    plural = "s" if len(found) > 1 else ""
+    rows = ("".join(cell(text) for text in row) for row in found.rows())
+    refused = [f"{one.name}: {one.reason}" for one in found.refused]
+    return "".join(
+        (
+            f"<h3>{len(found)} plan{plural}, fastest step first</h3>",
+            table(found.head(), rows),
+            _plans(found),
+            f"<h4>No plan on</h4>{listed(refused)}" if refused else "",
+        )
+    )
+
+
+def _plans(found: Found) -> str:
+    html = []
+    for index, plan in enumerate(found[:UNFOLDED_PLANS]):
+        name = f"{index}: {found.names[index]}"
+        html.append(folded(name, plan_html(plan)))
+    left = len(found) - UNFOLDED_PLANS
+    if left > 0:
+        html.append(f"<p>… and {left} more: found[{UNFOLDED_PLANS}] is the next.</p>")
+    return "".join(html)
+
+
+# The chart.
+
+
+class SearchChart:
+    """Step time and peak memory of every plan that was weighed.
+
+    Attributes:
+        altair: the chart as altair has it, to be changed or combined.
+        rows: its data, a dictionary for each point.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self._alt = _needed("altair")
+        _needed("vl_convert")
+        self.rows = points(found)
+        self._found = found
+        self.altair: Any = _drawn(self._alt, self.rows)
+
+    def __str__(self) -> str:
+        front = [row for row in self.rows if row["front"]]
+        lines = [
+            f"{len(self.rows)} plans weighed; {len(front)} that no other beats in step "
+            "time and memory both:"
+        ]
+        for row in sorted(front, key=lambda row: row["seconds"]):
+            lines.append(
+                f"  {row['step']}, {row['memory']}: {row['cluster']}, {row['layout']}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        html = fragment(self._html())
+        return {
+            "text/html": html,
+            "image/svg+xml": self._svg(),
+            "text/plain": str(self),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, as a page (``.html``) or a drawing (``.svg``).
+
+        Raises:
+            WhaleError: another ending, or the file cannot be written there.
+        """
+        ending = str(path).rpartition(".")[2].lower()
+        if ending == "html":
+            write(path, page(self._html(), "Plans that were weighed"))
+        elif ending == "svg":
+            write(path, self._svg())
+        else:
+            raise WhaleError(
+                f"{path}: a chart is written as .html or .svg; not .{ending}"
+            )
+
+    def _html(self) -> str:
+        """The chart with its programs inside, and the plans that its points lead to."""
+        chart: str = self.altair.to_html(
+            inline=True,
+            fullhtml=False,
+            embed_options={"actions": False, "renderer": "svg"},
+        )
+        led = sorted({row["plan"] for row in self.rows if row["plan"] is not None})
+        return chart + "".join(self._led(i) for i in led[:UNFOLDED_PLANS])
+
+    def _led(self, index: int) -> str:
+        """A plan, with its address inside of what unfolds: browsers unfold it then."""
+        plan, name = self._found[index], self._found.names[index]
+        inner = f'<div id="{_anchor(plan)}">{plan_html(plan)}</div>'
+        return folded(f"found[{index}]: {name}", inner)
+
+    def _svg(self) -> str:
+        converter = importlib.import_module("vl_convert")
+        svg: str = converter.vegalite_to_svg(self.altair.to_dict())
+        return svg
+
+
+def chart(found: Found) -> SearchChart:
+    """The chart of a search; see ``Found.chart``."""
+    return SearchChart(found)
+
+
+def _needed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise WhaleError(
+            f"charts need {name}, which is not installed. Install it with "
+            'pip install "whalejax[notebook]"; print(found) shows the same as a table'
+        ) from error
+
+
+def _anchor(plan: Plan) -> str:
+    return f"whalejax-plan-{plan.hash}"
+
+
+def points(found: Found) -> list[dict[str, Any]]:
+    """One row for each plan that was weighed: its numbers, and the same as text."""
+    rows = []
+    front = pareto(
+        [
+            (w.candidate.step_seconds, w.candidate.memory_bytes)
+            for w in found.weighed
+            if w.candidate.fits
+        ]
+    )
+    fitting = [i for i, w in enumerate(found.weighed) if w.candidate.fits]
+    front = {fitting[i] for i in front}
+    for number, one in enumerate(found.weighed):
+        candidate = one.candidate
+        led = (
+            one.index if one.index is not None and one.index < UNFOLDED_PLANS else None
+        )
+        rows.append(
+            {
+                "cluster": one.name,
+                "layout": candidate.layout,
+                "seconds": candidate.step_seconds,
+                "bytes": candidate.memory_bytes,
+                "step": seconds_text(candidate.step_seconds),
+                "memory": gigabytes(candidate.memory_bytes),
+                "of": gigabytes(one.capacity_bytes),
+                "fits": candidate.fits,
+                "verdict": candidate.verdict,
+                "price": price_text(one.step_price),
+                "costs": ", ".join(
+                    f"{name} {seconds_text(seconds)}" for name, seconds in one.costs(3)
+                ),
+                "front": number in front,
+                "plan": one.index,
+                "link": "" if led is None else f"#{_anchor(found[led])}",
+            }
+        )
+    return rows
+
+
+def pareto(pairs: Sequence[tuple[float, float]]) -> set[int]:
+    """Numbers of the pairs that no other is at most as large as in both parts.
+
+    >>> sorted(pareto([(1, 9), (2, 5), (3, 7), (4, 5), (5, 1)]))
+    [0, 1, 4]
+    """
+    found = set()
+    least = float("inf")
+    for first, second, number in sorted((*p, i) for i, p in enumerate(pairs)):
+        del first
+        if second < least:
+            found.add(number)
+            least = second
+    return found
+
+
+def _drawn(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    """Points over the line of those that no other beats, all in middle tones."""
+    unit, scale = _unit([row["seconds"] for row in rows], _SECONDS)
+    size, shrink = _unit([row["bytes"] for row in rows], _BYTES)
+    values = [
+        {**row, "x": row["seconds"] * scale, "y": row["bytes"] * shrink} for row in rows
+    ]
+    data = alt.Data(values=values)
+    few = alt.Axis(tickCount=6)
+    wide = alt.Scale(zero=False, padding=12)
+    x = alt.X("x:Q", title=f"predicted step time ({unit})", scale=wide, axis=few)
+    title = f"predicted peak memory per device ({size})"
+    y = alt.Y("y:Q", title=title, axis=few)
+    base = alt.Chart(data)
+    front = (
+        base.transform_filter("datum.front")
+        .mark_line(interpolate="step-after", color="#888", strokeDash=[5, 3])
+        .encode(x=x, y=y)
+    )
+    names = [*dict.fromkeys(row["cluster"] for row in rows)]
+    tones = alt.Scale(domain=names, range=_TONES)
+    sized = alt.condition("datum.front", alt.value(140), alt.value(60))
+    shown = base.mark_point(opacity=0.9).encode(
+        x=x,
+        y=y,
+        size=sized,
+        fill=alt.Fill("cluster:N", title="cluster", scale=tones),
+        stroke=alt.Stroke("cluster:N", title="cluster", scale=tones),
+        fillOpacity=alt.condition("datum.fits", alt.value(0.9), alt.value(0)),
+        shape=alt.Shape("cluster:N", title="cluster", scale=alt.Scale(domain=names)),
+        href="link:N",
+        tooltip=[alt.Tooltip(f"{name}:N", title=said) for name, said in _HOVER],
+    )
+    heading = alt.Title(
+        "Plans that were weighed",
+        subtitle="Large, on the dashed line: no other is faster and smaller"
+        + ". Hollow: does not fit" * any(not row["fits"] for row in rows),
+    )
+    middle = dict.fromkeys(
+        ("labelColor", "titleColor", "domainColor", "tickColor"), _TONE
+    )
+    return (
+        alt.layer(front, shown)
+        .properties(width=560, height=320, title=heading, background="transparent")
+        .configure_view(stroke=_TONE)
+        .configure_axis(**middle, gridColor=_TONE, gridOpacity=0.25)
+        .configure_legend(labelColor=_TONE, titleColor=_TONE)
+        .configure_title(color=_TONE, subtitleColor=_TONE, anchor="start")
+    )
+
+
+_HOVER = (
+    ("cluster", "cluster"),
+    ("layout", "mesh"),
+    ("step", "step"),
+    ("costs", "largest costs"),
+    ("memory", "memory"),
+    ("of", "of"),
+    ("price", "price a step"),
+    ("verdict", "verdict"),
+    ("plan", "found[…]"),
+)
+"""What hovering shows, and what it is called."""
+
+_TONE = "#808080"
+"""Grey of letters and lines, readable on white and on black (4:1 and 5:1)."""
+
+_TONES = ["#3b82d6", "#d9731a", "#3f9142", "#c03a6b", "#8a63c9", "#18938a", "#a07b12"]
+"""Of clusters, beside their shapes."""
+
+
+_SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_BYTES = (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3))
+
+
+def _unit(
+    values: Sequence[float], units: Sequence[tuple[str, float]]
+) -> tuple[str, float]:
+    """The unit, and what to multiply by, in which the largest value is 1 or more."""
+    most = max(values, default=0.0)
+    return next(((u, f) for u, f in units if most * f >= 1), units[-1])
