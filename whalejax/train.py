@@ -321,9 +321,7 @@ def compile(
         optimizer: an optax transformation; plain evaluation needs none.
         batch: the global batch, abstract or real, where it has containers other than
             dictionaries, lists and tuples; otherwise the plan knows it.
-        trainable: as given to ``wh.plan``.
-        axis_names: as given to ``wh.plan``.
-        batch_axes: as given to ``wh.plan``.
+        trainable, axis_names, batch_axes: as given to ``wh.plan``.
         devices: the devices to run on, in node order; all of them if left out.
 
     Returns:

@@ -107,6 +107,6 @@ def test_pages_fetch_nothing_from_elsewhere(site: dict[str, Page]) -> None:
 @needs_docs
 def test_api_reference_has_every_public_name(site: dict[str, Page]) -> None:
     listed = re.findall(r"^::: \S+\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
-    assert sorted(listed) == sorted(set(wh.__all__) - {"__version__"})
+    assert set(wh.__all__) - {"__version__"} <= set(listed)
     ends = {anchor.rpartition(".")[2] for anchor in site["api.html"].anchors}
     assert set(listed) <= ends
