@@ -201,6 +201,14 @@ def test_a_timeline_is_valid_html(kind: str) -> None:
     checked(html_of(staged(kind).timeline()))
 
 
+def test_names_on_a_page_of_several_timelines_are_unique() -> None:
+    lines = [staged(kind).timeline() for kind in STAGED]
+    names = [name for one in lines for name in re.findall(r' id="([^"]*)"', one.html)]
+    assert len(names) == len(set(names)) == len(lines)
+    for name, one in zip(names, lines, strict=True):
+        assert set(re.findall(r"url\(#([^)]*)\)", one.html)) == {name}
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", STAGED)
 def test_a_timeline_is_the_schedules_rows(kind: str) -> None:

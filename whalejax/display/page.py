@@ -35,9 +35,10 @@ INK = "#111"
 _STYLE = """
 .whalejax{font:13px/1.45 system-ui,sans-serif;max-width:80rem;color:inherit}
 .whalejax table{border-collapse:collapse;margin:.3rem 0;font-size:inherit;
-color:inherit;background:none;width:auto}
+color:inherit;background:none;width:auto;table-layout:auto}
 .whalejax th,.whalejax td{padding:.1rem .8rem .1rem 0;text-align:left;border:0;
-vertical-align:top;color:inherit;background:none;white-space:normal}
+vertical-align:top;color:inherit;background:none;white-space:normal;max-width:none}
+.whalejax tbody tr{background:none}
 .whalejax thead th{border-bottom:1px solid currentColor;font-weight:600}
 .whalejax tbody th{font-weight:400}
 .whalejax td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
