@@ -57,6 +57,8 @@ border:1px solid currentColor;box-sizing:border-box}
 .whalejax .drawn text{font:11px system-ui,sans-serif}
 """
 
+# Notebooks have styles of their own for tables, by two classes and an element.
+_FIRM_STYLE = _STYLE.replace(".whalejax", ".whalejax" * 3)
 _PAGE_STYLE = ":root{color-scheme:light dark}body{margin:1rem}"
 
 
@@ -136,7 +138,7 @@ def bundle_of(html: str, text: str) -> dict[str, str]:
 
 def fragment(html: str) -> str:
     """A piece of a page that brings its own style."""
-    return f'<div class="whalejax"><style>{_STYLE}</style>{html}</div>'
+    return f'<div class="whalejax"><style>{_FIRM_STYLE}</style>{html}</div>'
 
 
 def page(html: str, title: str) -> str:
