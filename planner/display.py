@@ -57,9 +57,9 @@ def page_width() -> int | None:
     return None
 
 
-def page(plan: Plan) -> str:
+def page(plan: Plan, *, all_rows: bool) -> str:
     """The plan as text, as wide as the terminal, or with whole lines without one."""
-    return plain(plan_lines(plan, page_width(), all_rows=False))
+    return plain(plan_lines(plan, page_width(), all_rows=all_rows))
 
 
 def plan_lines(plan: Plan, width: int | None, *, all_rows: bool) -> list[Line]:

@@ -443,10 +443,21 @@ class Plan(Pictured):
 
         return maxtext_flags(self)
 
-    def __str__(self) -> str:
+    def table(self, *, all_rows: bool = False) -> str:
+        """What ``print(plan)`` shows, and on demand all of it.
+
+        Args:
+            all_rows: every kind of parameter, not only those that hold most.
+
+        Returns:
+            Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
+        """
         from whalejax.planner.display import page
 
-        return page(self)
+        return page(self, all_rows=all_rows)
+
+    def __str__(self) -> str:
+        return self.table()
 
     def partition_specs(self) -> dict[str, Any]:
         """The stored layout of every parameter.

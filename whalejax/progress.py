@@ -32,6 +32,7 @@ from whalejax.planner.explain import milliseconds as seconds_text
 
 _LINE_SECONDS = 5.0
 _REMARK_SECONDS = 1.0
+_LEAST_SHARE = 0.02
 _PLAIN_WIDTH = 110
 
 
@@ -131,7 +132,11 @@ class Working:
         spent: dict[str, float] = {}
         for (what, begun), end in zip(self._parts, ends, strict=True):
             spent[what] = spent.get(what, 0.0) + end - begun
-        parts = [f"{what} {seconds_text(part)}" for what, part in spent.items()]
+        parts = [
+            f"{what} {seconds_text(part)}"
+            for what, part in spent.items()
+            if part >= _LEAST_SHARE * seconds
+        ]
         return f"{self._title} {seconds_text(seconds)}: {', '.join(parts)}".rstrip(": ")
 
 

@@ -141,6 +141,13 @@ def test_ten_thousand_parameters_are_folded() -> None:
     assert total == sum(leaf.nbytes // 4 for leaf in plan.leaves)
 
 
+def test_a_table_may_show_every_row() -> None:
+    plan = dataclasses.replace(spmd(), leaves=many().leaves[:20])
+    assert "… 8 smaller rows folded" in plan.table() == str(plan)
+    full = plan.table(all_rows=True)
+    assert "folded" not in full and all(leaf.path in full for leaf in plan.leaves)
+
+
 def test_one_device_says_so() -> None:
     text = plain(plan_lines(alone(), None, all_rows=False))
     assert "mesh    one device, nothing to cross" in text

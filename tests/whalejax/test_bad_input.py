@@ -557,6 +557,6 @@ def test_a_newer_plan_file(tmp_path: Path) -> None:
     planned().save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), "whalejax_plan": 99}))
     with pytest.raises(
-        wh.WhaleError, match="has plan format 99; this WhaleJAX reads 10"
+        wh.WhaleError, match="has plan format 99; this WhaleJAX reads [0-9]+"
     ):
         wh.Plan.load(path)
