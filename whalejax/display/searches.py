@@ -235,7 +235,7 @@ def _drawn(alt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     wide = alt.Scale(zero=False, padding=12)
     x = alt.X("x:Q", title=f"predicted step time ({unit})", scale=wide, axis=few)
     title = f"predicted peak memory per device ({size})"
-    y = alt.Y("y:Q", title=title, axis=few)
+    y = alt.Y("y:Q", title=title, scale=wide, axis=few)
     base = alt.Chart(data)
     front = (
         base.transform_filter("datum.front")
