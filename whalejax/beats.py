@@ -303,6 +303,17 @@ class Beats:
         }
         _compat.tell_processes(f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True)
 
+    def _say_briefly(self, **more: Any) -> None:
+        """Say a last word, to a service that may not listen any more."""
+
+        def say() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._say(**more)
+
+        last = threading.Thread(target=say, name="whalejax-last", daemon=True)
+        last.start()
+        last.join(2 * self._pause)
+
     def _look(self) -> None:
         """End this process when another is missed."""
         seen = 0
@@ -336,11 +347,10 @@ class Beats:
         for thread in self._threads:
             thread.join(2 * self._pause)
         failed = "" if error is None else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if self._blames or not failed:
-                self._say(ended=True)
-            else:
-                self._say(failed=failed.splitlines()[0][:200])
+        if self._blames or not failed:
+            self._say_briefly(ended=True)
+        else:
+            self._say_briefly(failed=failed.splitlines()[0][:200])
         if failed:
             self.leave(1)
 

@@ -188,7 +188,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         devices: devices in node order, or None.
 
     Raises:
-        PlanError: the plan is for other hardware, or for another number of devices.
+        PlanError: the plan is for other hardware, has its kinds in another order, or is
+            for another number of devices.
     """
     chosen = devices is not None
     found = list(devices) if chosen else jax.devices()
@@ -199,6 +200,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
             'cluster="local" in wh.plan. From Python, devices= runs a plan on as many '
             "devices of another kind"
         )
+    if not chosen:
+        _check_places(plan.cluster, found)
     if not chosen and len(found) == plan.cluster.num_devices:
         found = found[: plan.num_devices]  # the plan may leave devices idle
     if len(found) != plan.num_devices:
@@ -225,6 +228,23 @@ def _same_hardware(cluster: Cluster, devices: Sequence[Any]) -> bool:
     names = {entry.kind.name for entry in present if entry is not None}
     catalogued = {k.name for k in cluster.kinds if k.name in entries()} - {"cpu"}
     return devices[0].platform == cluster.platform and catalogued <= names
+
+
+def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
+    """Refuse devices of which some are of another kind than the plan has there."""
+    from whalejax.meshes.catalogue import entries, entry_of_device
+
+    kinds = [node.kind.name for node in cluster.nodes for _ in range(node.count)]
+    for number, (kind, device) in enumerate(zip(kinds, devices, strict=False)):
+        present = entry_of_device(device.device_kind)
+        known = kind in entries() and present is not None
+        if known and present.kind.name != kind and cluster.platform != "cpu":
+            raise PlanError(
+                f"this plan is for {cluster.describe()}, and has device {number} as "
+                f"{kind}; it is {device.device_kind} here, of process "
+                f"{device.process_index}. Start the processes in the order of the "
+                "plan's nodes, or plan for these (wh.Cluster.detect())"
+            )
 
 
 def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:

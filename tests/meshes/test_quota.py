@@ -53,3 +53,25 @@ def test_the_second_version_is_written_as_it_is_read(tmp_path: Path) -> None:
 def test_no_percentage(percent: float) -> None:
     with pytest.raises(wh.WhaleError, match="expected 1 to"):
         Quota(percent)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.getuid() != 0, reason="needs a user to change from"
+)
+@pytest.mark.filterwarnings("ignore:.*fork")  # the child does nothing with JAX
+def test_who_may_write_no_control_group_is_told_so() -> None:
+    """A process of nobody's: the kernel refuses, and the reason is said."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(65534)
+            os.write(writer, why_no_quota().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert "no control group for CPU quotas can be made here (" in text
+    assert "Run as root" in text and "or go on without quotas" in text

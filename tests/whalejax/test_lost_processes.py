@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, free_port
 from whalejax.beats import Beat, Hearing
+from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
 SCRIPT: Final = """
@@ -67,6 +68,7 @@ def launched(
     return done, logs
 
 
+FAILED: Final = "failed (first, with status 1|with ValueError: no such file: part-7)"
 CASES: Final = [
     ("uneven", 1, "die", "failed first, with signal SIGKILL"),
     ("spmd", 0, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
@@ -74,8 +76,8 @@ CASES: Final = [
     ("spmd", 2, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
     ("uneven", 2, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
     ("uneven", 0, "die", "failed first, with signal SIGKILL"),
-    ("spmd", 2, "fail", "failed first, with status 1"),
-    ("uneven", 0, "fail", "failed first, with status 1"),
+    ("spmd", 2, "fail", FAILED),
+    ("uneven", 0, "fail", FAILED),
 ]
 
 
@@ -95,6 +97,47 @@ def test_the_launcher_names_the_rank(
     assert re.search(rf"whalejax: rank {who} on localhost ({says})", done.stderr), (
         done.stderr
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["spmd", "uneven"])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("die", "has said nothing for"),
+        ("stand", "has said nothing for"),
+        ("fail", "failed with ValueError: no such file: part-7"),
+    ],
+)
+def test_without_a_launcher_the_others_name_it(kind: str, how: str, says: str) -> None:
+    port = free_port()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    given = {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        COORDINATOR: f"127.0.0.1:{port}",
+        NUM_PROCESSES: "3",
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-u", "-c", SCRIPT, kind, "1", how],
+            env={**given, PROCESS_ID: str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = [running[rank].communicate(timeout=180)[0] for rank in (0, 2)]
+    finally:
+        for process in running:
+            process.kill()
+        running[1].communicate()
+    for rank, text in zip((0, 2), said, strict=True):
+        assert running[rank].returncode != 0
+        assert re.search(rf"process 1 \(pid \d+ on .*\) {says}", text), text[-2000:]
 
 
 def hearing(*beats: Beat, silent_seconds: float = 10.0) -> Hearing:

@@ -133,6 +133,46 @@ def test_a_plan_that_is_an_estimate() -> None:
     assert "is an estimate (runnable=False)" in compile_refused(plan, plain, net())
 
 
+def gpus(*kinds: str) -> list[Any]:
+    """One GPU of each process."""
+    return [
+        SimpleNamespace(platform="gpu", device_kind=kind, process_index=number)
+        for number, kind in enumerate(kinds)
+    ]
+
+
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kinds", "text"),
+    [
+        (
+            "h100:1+a100-80:1",
+            (A100, H100),
+            "has device 0 as h100; it is NVIDIA A100-SXM4-80GB here, of process 0. "
+            "Start the processes in the order of the plan's nodes",
+        ),
+        ("h100:2", (H100, A100), "has device 1 as h100; it is NVIDIA A100"),
+        ("h100:1+a100-80:1", (H100, H100), "here are 2×NVIDIA H100 80GB HBM3"),
+        ("h100:1+a100-80:1", (H100, A100), ""),
+    ],
+)
+def test_kinds_of_processes_are_those_of_the_plan(
+    cluster: str, kinds: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = dataclasses.replace(
+        planned(cluster="h100:2"), cluster=wh.cluster(cluster), axes=(("data", 2),)
+    )
+    monkeypatch.setattr(jax, "devices", lambda: gpus(*kinds))
+    if not text:
+        assert len(matching.devices_of(plan, None)) == 2
+        return
+    with pytest.raises(wh.PlanError) as error:
+        matching.devices_of(plan, None)
+    assert text in str(error.value)
+
+
 # Which hardware counts as the same.
 
 
