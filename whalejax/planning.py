@@ -253,7 +253,6 @@ class Asked:
         graph, names = captured.graph, checkpoint_names(captured.jaxpr)
         remat = checked_policies(self.remat, graph, names)
         reductions = batch_reductions(captured)
-        count = self._count(reductions)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         offload = _checked_offload(self, hosts)
         blocks = functools.cache(captured.with_attention)
@@ -262,7 +261,7 @@ class Asked:
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
             batch_bytes=tuple(_tree_bytes(x) for x in jax.tree.leaves(self.batch)),
-            num_micro_batches=count,
+            num_micro_batches=self._count(reductions),
             default=kind,
             cast_bytes=CAST_BYTES[self._whole],
             narrowed=self._whole != self.precision,
@@ -290,8 +289,7 @@ class Asked:
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
-        if found.apart and self.runnable:
-            check_update(found, adapter, self.optimizer)
+        check_update(found, adapter, self.optimizer)
         return dataclasses.replace(
             found,
             cluster=self.cluster,

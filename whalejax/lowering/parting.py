@@ -163,14 +163,15 @@ def check_update(
     """Refuse an optimizer that stages with programs of their own cannot run.
 
     Args:
-        plan: whose stages have such programs.
+        plan: where its stages have no such programs, nothing is refused.
         adapter: the model.
         optimizer: what updates it.
 
     Raises:
         PlanError: it takes arrays of several stages into one operation.
     """
-    assert plan.stages is not None
+    if plan.stages is None or not plan.apart or not plan.runnable:
+        return
     stages = len(plan.stages.plans)
     homes = {
         leaf.path: number
