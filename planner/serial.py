@@ -13,18 +13,23 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+
+
 class DataError(ValueError):
     """The data does not describe the class it should."""
 
 
 def encode(value: Any) -> Any:
     """Plain JSON data (dicts, lists, numbers, text, None) of a dataclass tree."""
+    if type(value) in _PLAIN:  # first, because a plan has tens of thousands of them
+        return value
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: encode(getattr(value, name)) for name in _kept(value)}
-    if isinstance(value, tuple | list):
-        return [encode(item) for item in value]
     return value
 
 
@@ -40,6 +45,8 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
     Raises:
         DataError: names the entry, what stood there and what was expected.
     """
+    if type(data) is kind and kind in _PLAIN:
+        return data
     origin = get_origin(kind)
     if hasattr(kind, "from_json"):
         return kind.from_json(data)

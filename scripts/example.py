@@ -42,6 +42,7 @@ def main() -> None:
     plan = wh.plan(loss_fn, model, batch, optimizer=tx, cluster=cluster)
     step = wh.compile(plan, loss_fn, model, optimizer=tx)
     state = step.init(make_model, rng=jax.random.key(0))
+    metrics = {}
     for _ in range(20):
         state, metrics = step(state, batch)
     if jax.process_index() == 0:

@@ -22,6 +22,7 @@ from whalejax.capture.calls import most_tokens
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
 from whalejax.fixed import check_mesh
+from whalejax.lowering.parting import check_update
 from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -291,6 +292,7 @@ class Asked:
             again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
+        check_update(found, adapter, self.optimizer)
         found = dataclasses.replace(
             found,
             cluster=self.cluster,

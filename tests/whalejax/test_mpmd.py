@@ -357,16 +357,27 @@ def test_optimizers_that_take_all_at_once_are_refused(
     optimizer: Any, name: str
 ) -> None:
     job = models.job("gpt-test", layers=2, batch_size=BATCH)
+    options: Any = {"mesh": {"stage": 2}, "num_micro_batches": 2}
+    model, batch = build(job), job.batch_at(0)
     with pytest.raises(wh.WhaleError) as caught:
-        compiled(
-            job,
-            build(job),
-            devices=2,
-            mesh={"stage": 2},
+        wh.plan(
+            job.loss_fn,
+            model,
+            batch,
             optimizer=optimizer,
-            num_micro_batches=2,
+            cluster="h100:2",
+            **options,
         )
     assert f"several stages into one operation ({name})" in str(caught.value)
+    step = compiled(job, model, devices=2, **options)
+    with pytest.raises(wh.WhaleError, match="several stages into one operation"):
+        wh.compile(
+            step.plan,
+            job.loss_fn,
+            model,
+            optimizer=optimizer,
+            devices=jax.devices()[:2],
+        )
 
 
 def twice(model: Any, x: Any) -> Any:

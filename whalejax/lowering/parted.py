@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from whalejax.cutting import Fixed, Operand, Step, Steps
+from whalejax.cutting import Fixed, Operand, Steps
+from whalejax.lowering.parting import Group, Owner, Parting
 from whalejax.lowering.ways import (
     Everywhere,
     is_here,
@@ -27,17 +28,6 @@ from whalejax.lowering.ways import (
     run_alone,
     seen_on,
 )
-from whalejax.planner.plan import PlanError
-
-
-Owner = int | None
-"""A stage; None for what every stage holds, or can make for itself."""
-
-Group = tuple[int, int]
-"""A part of the program: after how many exchanges it runs, and its stage."""
-
-_BEFORE = -1
-"""When the inputs are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +108,15 @@ class Parted:
         self._inputs = dict(zip(steps.inputs, inputs, strict=True))
         self._outputs = [*zip(steps.outputs, outputs, strict=True)]
         self._options = options
-        self._owners: dict[int, Owner] = {n: w.owner for n, w in self._inputs.items()}
-        self._levels: dict[int, int] = dict.fromkeys(self._inputs, _BEFORE)
-        for step in steps.steps:
-            self._place(step)
-        self._gives: dict[Group, dict[int, None]] = defaultdict(dict)
-        self._tells: dict[Group, dict[int, None]] = defaultdict(dict)
-        reads = self._cut()
-        told = {group: self._vectors(group) for group in self._tells}
-        self._parts = self._compiled(reads, told)
+        self._parting = parting = Parting(
+            steps,
+            [where.owner for where in inputs],
+            [where.owner for where in outputs],
+            stages=len(whole),
+            meshes=[x.mesh for x in whole],
+        )
+        told = {group: self._vectors(group) for group in parting.tells}
+        self._parts = self._compiled(parting.reads, told)
         self._exchanges = {
             level: _Exchange([part for part in parts if part.tells], steps, whole)
             for level, parts in self._parts.items()
@@ -150,7 +140,7 @@ class Parted:
         def on(number: int, stage: int) -> Any:
             if (number, stage) not in made:
                 value = inputs[number]
-                if self._owners[number] is None:
+                if self._parting.owners[number] is None:
                     value = seen_on(value, self._whole[stage])
                 made[number, stage] = value
             return made[number, stage]
@@ -194,97 +184,17 @@ class Parted:
         assert where.sharding is not None
         if isinstance(operand, Fixed):
             return placed(operand.value, where.sharding)
-        if self._given(operand, where):
+        if self._parting.is_given(operand, where.owner):
             return inputs[operand]
         if where.owner is not None:
             return made.get((operand, where.owner))
         copies = [made.get((operand, s)) for s in range(len(self._whole))]
         return joined([x for x in copies if x is not None], where.sharding)
 
-    def _given(self, operand: int, where: Where) -> bool:
-        """An output is an input that lies where it is wanted."""
-        return operand in self._inputs and self._owners[operand] == where.owner
-
-    def _place(self, step: Step) -> None:
-        """Find out where an operation runs, and when."""
-        owner = self._owner(step)
-        level = max((self._seen(n, owner) for n in step.sources), default=_BEFORE)
-        if owner is not None:
-            level = max(level, 0)
-        for number in step.writes:
-            self._owners[number], self._levels[number] = owner, level
-
-    def _seen(self, number: int, owner: Owner) -> int:
-        """After how many exchanges a stage, or every stage, has a value."""
-        return self._levels[number] + (self._owners[number] not in (None, owner))
-
-    def _owner(self, step: Step) -> Owner:
-        """Where an operation runs: where its arrays are, or its numbers."""
-        laid = self._laid(step)
-        if laid is not None:
-            return laid
-        arrays = {self._owners[n] for n in step.sources if self._steps.avals[n].shape}
-        arrays.discard(None)
-        if len(arrays) > 1:
-            raise _joins(step.equation.primitive.name)
-        if arrays:
-            return arrays.pop()
-        numbers = {self._owners[n] for n in step.sources} - {None}
-        return numbers.pop() if len(numbers) == 1 else None
-
-    def _laid(self, step: Step) -> Owner:
-        """The stage on whose devices an operation lays its result, if it does."""
-        mesh = getattr(step.equation.params.get("sharding"), "mesh", None)
-        meshes = [whole.mesh for whole in self._whole]
-        return meshes.index(mesh) if mesh in meshes else None
-
-    def _cut(self) -> dict[Group, list[int]]:
-        """What each part reads; the parts are found from the outputs back.
-
-        Raises:
-            PlanError: a stage would have to tell another an array.
-        """
-        stages = range(len(self._whole))
-        for operand, where in self._outputs:
-            if isinstance(operand, Fixed) or self._given(operand, where):
-                continue
-            for stage in stages if where.owner is None else (where.owner,):
-                level = max(0, self._seen(operand, stage))
-                self._gives[level, stage][operand] = None
-        reads: dict[Group, list[int]] = {}
-        top = max((level for level, _ in self._gives), default=_BEFORE)
-        for level in range(top, _BEFORE - 1, -1):
-            for stage in stages:
-                self._cut_part((level, stage), reads)
-        return reads
-
-    def _cut_part(self, group: Group, reads: dict[Group, list[int]]) -> None:
-        level, stage = group
-        wanted = [*self._gives.get(group, ()), *self._tells.get(group, ())]
-        if not wanted:
-            return
-        others = {
-            n
-            for n, owner in self._owners.items()
-            if owner is not None and (self._levels[n], owner) != group
-        }
-        _, reads[group] = self._steps.needed(wanted, {*self._inputs, *others})
-        for number in reads[group]:
-            owner = self._owners[number]
-            if owner is None:
-                continue
-            home = self._levels[number], owner
-            if owner != stage:
-                if self._steps.avals[number].shape:
-                    raise _joins("a result that all stages hold")
-                self._tells[home][number] = None
-            elif number not in self._inputs:
-                self._gives[home][number] = None
-
     def _vectors(self, group: Group) -> tuple[_Told, ...]:
         """What a part tells, by type."""
         types: dict[Any, list[int]] = defaultdict(list)
-        for number in sorted(self._tells[group]):
+        for number in sorted(self._parting.tells[group]):
             types[self._steps.avals[number].dtype].append(number)
         return tuple(_Told(group=group, numbers=tuple(x)) for x in types.values())
 
@@ -305,7 +215,9 @@ class Parted:
         }
         found: dict[int, list[_Part]] = defaultdict(list)
         for group in order:
-            own = [n for n in reads[group] if self._owners[n] in (None, group[1])]
+            own = [
+                n for n in reads[group] if self._parting.owners[n] in (None, group[1])
+            ]
             takes = [n for n in own if spare.get(n) == group]
             heard = dict.fromkeys(vectors[n] for n in reads[group] if n not in own)
             found[group[0]].append(
@@ -327,7 +239,7 @@ class Parted:
         hears: tuple[_Told, ...],
         tells: tuple[_Told, ...],
     ) -> _Part:
-        gives = tuple(self._gives.get(group, ()))
+        gives = tuple(self._parting.gives.get(group, ()))
         return _Part(
             group=group,
             takes=tuple(takes),
@@ -450,12 +362,3 @@ class _Exchange:
         for told, vector in zip(self._told, vectors, strict=True):
             for stage, whole in enumerate(self._whole):
                 yield (told, stage), seen_on(vector, whole)
-
-
-def _joins(what: str) -> PlanError:
-    return PlanError(
-        "this optimizer takes parameters, gradients or state of several stages into "
-        f"one operation ({what}), as wrappers that choose between updates or flatten "
-        "the tree do. Take one that updates leaf by leaf (norms over all of them are "
-        "fine), or leave the axis stage out"
-    )
