@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from whalejax.planner.layout import Spec
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
+@functools.cache
 def itemsize_bytes(dtype: str) -> int:
     """Bytes of one element, by the name of its type.
 

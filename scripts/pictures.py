@@ -28,7 +28,7 @@ from whalejax.planner.plan import Plan  # noqa: E402
 from whalejax.searching import search  # noqa: E402
 
 
-WIDTH: Final = 980
+WIDTH: Final = 1120
 
 
 def pages() -> Iterator[tuple[str, int, str]]:
@@ -46,7 +46,7 @@ def pages() -> Iterator[tuple[str, int, str]]:
         target = Path(folder) / "chart.html"
         found.chart().save(target)
         yield "chart", 420, target.read_text()
-    yield "plan", 720, shown(found[0])
+    yield "plan", 800, shown(found[0])
     piped = found[0].what_if(mesh={"stage": 4, "fsdp": 4}, num_micro_batches=8)
     yield "timeline", 260, shown(piped.timeline())
 
@@ -59,7 +59,7 @@ def shown(value: object) -> str:
 
 def main() -> int:
     """Take all pictures."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Takes the pictures of the docs.")
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
     folder: Path = parser.parse_args().to
     program = browser.find()

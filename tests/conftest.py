@@ -24,6 +24,9 @@ os.environ["XLA_FLAGS"] = flags.added(os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiled programs are kept between runs; JAX's key holds its version and all options.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+# Displays are tested as somebody sees them who watches, without wishes of their own.
+for name in ("CI", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
+    os.environ.pop(name, None)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 

@@ -8,6 +8,7 @@ command needs it, so that help and errors come at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -30,6 +31,7 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     CalibrateCommand,
     Command,
+    CompletionCommand,
     DiffCommand,
     EstimateCommand,
     LaunchCommand,
@@ -130,6 +132,8 @@ def _run(command: Command, started: float) -> int:
             return _verify(command)
         case CalibrateCommand():
             _calibrate(command)
+        case CompletionCommand():
+            _complete(command.shell)
         case LaunchCommand():
             from whalejax import launcher
 
@@ -139,7 +143,7 @@ def _run(command: Command, started: float) -> int:
 
 def _plan(command: PlanCommand) -> None:
     from whalejax import jobs, show
-    from whalejax.progress import make_console
+    from whalejax.progress import Working, make_console
 
     _check_output(command.output)
     for name, value in (
@@ -151,20 +155,21 @@ def _plan(command: PlanCommand) -> None:
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh = mesh_sizes(command.mesh)
     job = find_job(command.model, named_values(command.set))
-    plan = jobs.make_plan(
-        job,
-        jobs.abstract_model(job),
-        job.batch_at(0, command.batch),
-        jobs.machine(command.cluster),
-        mesh=mesh,
-        micro_batches=command.micro_batches,
-        runnable=not command.estimate,
-        offload=command.offload,
-        loss_chunks=command.loss_chunks,
-        compiler_options=xla,
-        source=(_lasting(command.model), *command.set),
-        **asked,
-    )
+    with Working("planning", quiet=command.quiet):
+        plan = jobs.make_plan(
+            job,
+            jobs.abstract_model(job),
+            job.batch_at(0, command.batch),
+            jobs.machine(command.cluster),
+            mesh=mesh,
+            micro_batches=command.micro_batches,
+            runnable=not command.estimate,
+            offload=command.offload,
+            loss_chunks=command.loss_chunks,
+            compiler_options=xla,
+            source=(_lasting(command.model), *command.set),
+            **asked,
+        )
     if command.output is not None:
         plan.save(command.output)
     if command.json:
@@ -192,7 +197,7 @@ def _show(command: ShowCommand) -> None:
 
 def _search(command: SearchCommand) -> None:
     from whalejax import jobs, show
-    from whalejax.progress import make_console
+    from whalejax.progress import Working, make_console
 
     for name, value in (
         ("--batch", command.batch),
@@ -203,16 +208,18 @@ def _search(command: SearchCommand) -> None:
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     given, asked = prices(command.price), by_task_graph(command)
-    found = jobs.search_plans(
-        find_job(command.model, named_values(command.set)),
-        command.on,
-        batch=command.batch,
-        prices=given,
-        each=command.each,
-        micro_batches=command.micro_batches,
-        runnable=not command.estimate,
-        **asked,
-    )
+    job = find_job(command.model, named_values(command.set))
+    with Working("planning", quiet=command.quiet):
+        found = jobs.search_plans(
+            job,
+            command.on,
+            batch=command.batch,
+            prices=given,
+            each=command.each,
+            micro_batches=command.micro_batches,
+            runnable=not command.estimate,
+            **asked,
+        )
     if command.json:
         print(json.dumps(found.document()))
     else:
@@ -266,7 +273,7 @@ def _check_output(output: Path | None) -> None:
 def _verify(command: VerifyCommand) -> int:
     from whalejax import jobs
     from whalejax.planner.plan import Plan
-    from whalejax.progress import make_console
+    from whalejax.progress import Working, make_console
     from whalejax.verification import gpu, report
 
     _check_output(command.output)
@@ -289,7 +296,8 @@ def _verify(command: VerifyCommand) -> int:
             "plan.verify(...) where the plan is made"
         )
     question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
-    found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
+    with Working("verifying", quiet=command.quiet):
+        found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:
         found.better.save(command.output)
     if command.json:
@@ -306,15 +314,30 @@ def _estimate(command: EstimateCommand) -> None:
     from whalejax.planner.tables import estimate_file
 
     count, of = estimate_file(command.table, command.output)
-    print(f"{count} of {of} runs predicted, written to {command.output}")
+    if command.json:
+        written = {"predicted": count, "runs": of, "output": str(command.output)}
+        print(json.dumps(written))
+    else:
+        print(f"{count} of {of} runs predicted, written to {command.output}")
+
+
+def _complete(shell: str) -> None:
+    """Print what makes a shell complete our words."""
+    with contextlib.suppress(SystemExit):  # it ends the process when it has printed
+        _parse(["--tyro-print-completion", shell])
 
 
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.calibrate import write_calibration
+    from whalejax.progress import Working
 
     _check_output(command.output)
-    cluster = write_calibration(command.output, command.seconds)
-    print(f"{cluster.describe()}, measured and written to {command.output}")
+    with Working("calibrating"):
+        cluster = write_calibration(command.output, command.seconds)
+    if command.json:
+        print(json.dumps({"output": str(command.output), **cluster.to_json()}))
+    else:
+        print(f"{cluster.describe()}, measured and written to {command.output}")
 
 
 # Finding the job.

@@ -140,6 +140,8 @@ class PlanCommand:
     """weigh what cannot run yet, too: pipelines, unlike devices"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
+    quiet: bool = False
+    """show no progress on the terminal"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,8 @@ class SearchCommand:
     """weigh what cannot run yet, too: pipelines, unlike devices"""
     json: bool = False
     """print plans, candidates and refusals as one line of JSON and nothing else"""
+    quiet: bool = False
+    """show no progress on the terminal"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +248,8 @@ class VerifyCommand:
     """print the result as one line of JSON and nothing else"""
     setup_gpu: bool = False
     """first install the GPU compiler, about 5 GB, into a folder of its own"""
+    quiet: bool = False
+    """show no progress on the terminal"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +260,8 @@ class CalibrateCommand:
     """where to write the description, which --cluster takes"""
     seconds: float = 18.0
     """stop measuring after about this long"""
+    json: bool = False
+    """print the description as one line of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +276,19 @@ class EstimateCommand:
     """the runs, one a line"""
     output: Annotated[Path, conf.arg(aliases=["-o"], metavar="OUT.csv")]
     """where to write the same table with step time, memory and notes appended"""
+    json: bool = False
+    """print how many runs were predicted as one line of JSON"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCommand:
+    """Print what makes a shell complete the words of this command.
+
+    For bash: eval "$(whalejax completion bash)" in ~/.bashrc.
+    """
+
+    shell: conf.Positional[Literal["bash", "zsh", "fish"]]
+    """which shell it is for: bash, zsh or fish"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +326,7 @@ Command = (
     | Annotated[EstimateCommand, conf.subcommand("estimate")]
     | Annotated[VerifyCommand, conf.subcommand("verify")]
     | Annotated[CalibrateCommand, conf.subcommand("calibrate")]
+    | Annotated[CompletionCommand, conf.subcommand("completion")]
     | Annotated[LaunchCommand, conf.subcommand("launch")]
 )
 

@@ -26,6 +26,7 @@ from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.telling import tell
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
@@ -375,6 +376,7 @@ class Asked:
         shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
         key = str(self.precision), count, shapes
         if key not in self.traced:
+            tell("tracing the model")
             adapter = at_precision(self.adapter, self._whole)
             captured = capture(
                 adapter,
@@ -496,6 +498,8 @@ def _attention_note(found: Plan, blocks: Callable[[Chosen], Captured]) -> list[s
 
 
 def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
+    count = request.num_devices
+    tell(f"searching layouts of {count} device{'s' if count > 1 else ''}")
     return decided(request)
 
 
@@ -504,7 +508,7 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
     problem: PlanError | None = None
     for count in range(request.num_devices, 0, -1):
         try:
-            return decided(dataclasses.replace(request, num_devices=count))
+            return _at_once(decided, dataclasses.replace(request, num_devices=count))
         except PlanError as error:
             problem = problem or error
     assert problem is not None  # a cluster has at least one device

@@ -18,6 +18,7 @@ import optax
 from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.telling import tell
 from whalejax.planner.layout import MESH_AXES, STAGE
 from whalejax.planner.plan import Candidate, Plan, PlanError
 from whalejax.planner.ranking import best_first
@@ -87,6 +88,7 @@ def search_on(
     first: list[tuple[str, Plan]] = []
     refused: list[Refused] = []
     for name, cluster in places:
+        tell(f"turning to {name}")
         try:
             best = question.again(cluster=cluster)
         except PlanError as problem:

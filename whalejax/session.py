@@ -29,7 +29,7 @@ from whalejax.options import (
     mesh_sizes,
 )
 from whalejax.planner.plan import Plan
-from whalejax.progress import Meter, make_console, progress_words
+from whalejax.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.report import Report, units_of, words_of
 from whalejax.show import print_plan
 from whalejax.state import TrainState
@@ -147,19 +147,20 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
     xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
     mesh = mesh_sizes(options.mesh)
     if options.cluster is None:
-        console.print("planning; these devices are measured once, for at most 20 s")
-    return jobs.make_plan(
-        job,
-        model,
-        job.batch_at(0, options.batch),
-        jobs.machine(options.cluster),
-        mesh=mesh,
-        micro_batches=options.micro_batches,
-        offload=options.offload,
-        loss_chunks=options.loss_chunks,
-        compiler_options=xla,
-        **asked,
-    )
+        remark(console, "planning; these devices are measured once, for at most 20 s")
+    with Working("planning", quiet=console.quiet):
+        return jobs.make_plan(
+            job,
+            model,
+            job.batch_at(0, options.batch),
+            jobs.machine(options.cluster),
+            mesh=mesh,
+            micro_batches=options.micro_batches,
+            offload=options.offload,
+            loss_chunks=options.loss_chunks,
+            compiler_options=xla,
+            **asked,
+        )
 
 
 # What runs.
@@ -209,7 +210,13 @@ class _Session:
         self._say_where_from()
         state = self.start(step)
         first = int(state.step)
-        with Meter(self.console, "training", first=first, steps=options.steps) as meter:
+        with Meter(
+            self.console,
+            "training",
+            first=first,
+            steps=options.steps,
+            waiting="compiling",
+        ) as meter:
             done = loop.train(
                 step,
                 state,
@@ -236,7 +243,7 @@ class _Session:
             self.console.print(f"starting from {self.checkpoint}", markup=False)
         elif self.options.resume:
             self.console.print("starting anew: there is no checkpoint to resume from")
-        self.console.print("compiling; the first step takes longer")
+        remark(self.console, "compiling; the first step takes longer")
 
     def _show(
         self, meter: Meter, unit: str, units_per_step: int, progress: loop.Progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -187,3 +188,46 @@ def test_colour_is_for_terminals_that_want_it(two_plans: tuple[str, str]) -> Non
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
     bare = shown(["-c", ON_A_TERMINAL], **term, NO_COLOR="1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", bare)
+
+
+# Completion.
+
+
+COMPLETES = """
+set -e
+eval "$("$PYTHON" -m whalejax completion bash)"
+complete -p whalejax | sed 's/.*-F \\([^ ]*\\).*/\\1/' > name
+for line in "whalejax dif" "whalejax search gpt --pri"; do
+    COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    COMP_LINE=$line; COMP_POINT=${#line}; COMPREPLY=()
+    "$(cat name)" || true
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", COMPLETES],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["diff", "--price"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "begins"), [("zsh", "#compdef whalejax"), ("fish", "# ")]
+)
+def test_other_shells_get_a_script(shell: str, begins: str, capsys: Captured) -> None:
+    assert cli.main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(begins)
+    assert all(word in text for word in ("search", "diff", "describe"))
+
+
+def test_an_unknown_shell_is_refused(capsys: Captured) -> None:
+    assert "bash" in refused(["completion", "csh"], capsys)

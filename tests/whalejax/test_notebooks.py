@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 
 from tests import browser
+from tests.whalejax.test_searching import searched
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -93,6 +94,38 @@ def check_page(path: Path, expected: dict[str, int]) -> None:
     assert shown.count("svg", **{"class": "marks"}) == expected["charts"]
     points = shown.count("path", **{"aria-roledescription": "point"})
     assert points >= 10 * expected["charts"]
+
+
+CLICK: Final = """
+<script>
+function told(words) { document.title += words; }
+addEventListener("load", () => setTimeout(() => {
+  const open = () => document.querySelectorAll("details[open]").length;
+  const point = [...document.querySelectorAll("path[aria-roledescription=point]")]
+    .find((p) => p.__data__.href === "#whalejax-plan-HASH");
+  const before = open(), box = point.getBoundingClientRect();
+  const middle = {clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
+  point.dispatchEvent(new MouseEvent("click", {bubbles: true, ...middle}));
+  setTimeout(() => told(" at " + location.hash + " +" + (open() - before)), 1000);
+}, 2000));
+</script>
+"""
+
+
+@pytest.mark.full
+def test_a_click_on_a_point_unfolds_its_plan(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on the path")
+    found = searched()
+    page = tmp_path / "page.html"
+    found.chart().save(page)
+    head, end, rest = page.read_text().rpartition("</body>")
+    page.write_text(head + CLICK.replace("HASH", found[1].hash) + end + rest)
+    shown = browser.opened(program, page)
+    assert not shown.console
+    assert f" at #whalejax-plan-{found[1].hash} +1</title>" in shown.html
 
 
 def test_errors_on_the_console_are_seen(tmp_path: Path) -> None:

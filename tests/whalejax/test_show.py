@@ -15,9 +15,10 @@ from rich.console import Console
 
 import whalejax as wh
 from tests.whalejax.runs import run_script
+from whalejax.meshes.telling import listening, tell
 from whalejax.planner.display import bar_text
 from whalejax.planner.explain import gigabytes
-from whalejax.progress import Meter, progress_words
+from whalejax.progress import Meter, Working, progress_words, remark
 from whalejax.show import (
     parameter_rows,
     plan_table,
@@ -260,3 +261,83 @@ def test_a_quiet_console_gets_nothing() -> None:
     with Meter(console, "training", first=0, steps=2) as meter:
         meter.show(2, "loss 1.5")
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+# Progress.
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def worked(seconds: float, *, terminal: bool = True, quiet: bool = False) -> str:
+    """What a terminal holds after work of two parts that took so long."""
+    clock = Clock()
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with Working("planning", quiet=quiet, console=console, clock=clock):
+        tell("tracing the model")
+        clock.now += seconds / 4
+        tell("searching layouts [bold]")
+        clock.now += seconds / 4
+        tell("tracing the model")
+        clock.now += seconds / 2
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_work_leaves_a_line_with_the_time_of_each_part() -> None:
+    text = worked(4.0)
+    assert "planning 4 s: tracing the model 3 s, searching layouts [bold] 1 s" in text
+    assert "planning 0" not in worked(0.4) and "ms" not in worked(0.4)
+
+
+def test_work_is_shown_on_terminals_to_those_who_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert worked(4.0, quiet=True) == worked(4.0, terminal=False) == ""
+    monkeypatch.setenv("CI", "true")
+    assert worked(4.0) == ""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with Meter(console, "training", first=0, steps=2, waiting="compiling") as meter:
+        meter.show(2, "loss 1.5")
+    remark(console, "compiling; the first step takes longer")
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_nobody_listens_outside_the_block() -> None:
+    heard: list[str] = []
+    with pytest.raises(ValueError), listening(heard.append):
+        tell("first")
+        raise ValueError
+    tell("second")
+    assert heard == ["first"]
+
+
+def test_planning_tells_what_it_does() -> None:
+    heard: list[str] = []
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    net = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    with listening(heard.append):
+        wh.plan(lambda net, x: jnp.mean(x @ net["w"]), net, x, cluster="h100:1")
+    assert heard == ["tracing the model", "searching layouts of 1 device"]
+
+
+def test_the_first_step_says_how_long_it_took() -> None:
+    console, clock = Console(file=io.StringIO(), width=80), Clock()
+    with Meter(
+        console, "training", first=0, steps=2, waiting="compiling", clock=clock
+    ) as meter:
+        clock.now = 12.0
+        meter.show(1, "loss 2")
+        clock.now = 20.0
+        meter.show(2, "loss 1")
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "the first step was done after 12 s, compiling included",
+        "training 1/2  loss 2",
+        "training 2/2  loss 1",
+    ]

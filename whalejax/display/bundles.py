@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> str:
     word = "free" if left >= 0 else "lacking"
     rows += [
         f'<th scope="row">{word}</th>'
-        + bar(abs(left) / room, "currentColor")
+        + bar(abs(left) / room, FILLS[7])
         + cell(gigabytes(abs(left)), number=True)
         + cell(f"{abs(left) / room:.1%}", number=True)
     ]

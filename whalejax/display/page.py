@@ -33,11 +33,12 @@ INK = "#111"
 """Letters on fills."""
 
 _STYLE = """
-.whalejax{font:13px/1.45 system-ui,sans-serif;max-width:64rem;color:inherit}
+.whalejax{font:13px/1.45 system-ui,sans-serif;max-width:80rem;color:inherit}
 .whalejax table{border-collapse:collapse;margin:.3rem 0;font-size:inherit;
-color:inherit;background:none;width:auto}
-.whalejax th,.whalejax td{padding:.1rem .7rem .1rem 0;text-align:left;border:0;
-vertical-align:top;color:inherit;background:none;white-space:normal}
+color:inherit;background:none;width:auto;table-layout:auto}
+.whalejax th,.whalejax td{padding:.1rem .8rem .1rem 0;text-align:left;border:0;
+vertical-align:top;color:inherit;background:none;white-space:normal;max-width:none}
+.whalejax tbody tr{background:none}
 .whalejax thead th{border-bottom:1px solid currentColor;font-weight:600}
 .whalejax tbody th{font-weight:400}
 .whalejax td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
@@ -47,7 +48,7 @@ caption-side:top}
 .whalejax h3{font-size:1.1em}
 .whalejax summary{cursor:pointer}
 .whalejax code{font:12px/1.4 ui-monospace,monospace;color:inherit;background:none;
-padding:0;overflow-wrap:anywhere}
+padding:0;white-space:nowrap}
 .whalejax .pair{display:flex;flex-wrap:wrap;gap:0 3rem;align-items:flex-start}
 .whalejax .bar{display:block;width:11rem;height:.75em;margin-top:.3em;
 border:1px solid currentColor;box-sizing:border-box}

@@ -6,6 +6,7 @@ Perfetto (https://ui.perfetto.dev) and chrome://tracing open it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _MOST_BLOCKS = 4000
 """Slices that are drawn one by one; more are drawn by what each column is mostly."""
 
 _COLUMNS = 300
+_SHADING = "whalejax-bubble"
 _MOST_LANES = 64
 _KINDS = {
     "forward": (FILLS[0], 0.0, 0.68, "at the top of a lane"),
@@ -235,7 +237,11 @@ def _drawn(line: StepTimeline, label: str) -> str:
     inner += _axis(line.end_seconds, scale, bottom)
     inner += _legend(line, bottom + 44)
     height = bottom + (56 if line._staged else 24 + 18 * len(drawn))
-    return drawing(_LEFT + _WIDTH + _RIGHT, height, label, "".join(inner))
+    drawn_text = "".join(inner)
+    # Names of patterns are those of the page, on which there may be several drawings.
+    own = f"{_SHADING}-{hashlib.sha256(drawn_text.encode()).hexdigest()[:10]}"
+    drawn_text = drawn_text.replace(_SHADING, own)
+    return drawing(_LEFT + _WIDTH + _RIGHT, height, label, drawn_text)
 
 
 def _top(lane: int) -> float:
@@ -245,7 +251,7 @@ def _top(lane: int) -> float:
 def _shading() -> str:
     """Diagonal lines, for time in which a lane waits."""
     return (
-        '<defs><pattern id="whalejax-bubble" width="6" height="6" '
+        f'<defs><pattern id="{_SHADING}" width="6" height="6" '
         'patternUnits="userSpaceOnUse"><path d="M0 6L6 0" stroke="currentColor" '
         'stroke-width=".6" opacity=".6"/></pattern></defs>'
     )
@@ -297,7 +303,7 @@ def _bubbles(gaps: Iterable[tuple[int, float, float]], scale: float) -> str:
         if width > 0.05:
             corner = f"M{_LEFT + begin * scale:.1f} {_top(lane):g}h{width:.1f}"
             boxes.append(f"{corner}v{_LANE:g}h-{width:.1f}z")
-    path = f'<path fill="url(#whalejax-bubble)" d="{"".join(boxes)}">'
+    path = f'<path fill="url(#{_SHADING})" d="{"".join(boxes)}">'
     return f"{path}<title>bubble</title></path>" if boxes else ""
 
 
@@ -388,6 +394,6 @@ def _legend(line: StepTimeline, y: float) -> Iterator[str]:
         x += 40 + 6.2 * len(text)
     yield (
         f'<rect x="{x:g}" y="{y - 9:g}" width="14" height="10" '
-        'fill="url(#whalejax-bubble)" stroke="currentColor" stroke-width=".5"/>'
+        f'fill="url(#{_SHADING})" stroke="currentColor" stroke-width=".5"/>'
     )
     yield words(x + 19, y, "bubble")

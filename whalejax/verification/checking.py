@@ -11,6 +11,7 @@ from typing import Any
 from whalejax.adapters import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.telling import tell
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run
@@ -70,12 +71,14 @@ def check(
         batch_axes=batch_axes,
         gpu_target=gpu_target,
     )
+    tell(f"compiling for {target.words}, in a process of its own")
     answer = run(request, limit_seconds=timeout_seconds, extra_paths=extra_paths)
     failure, phase = answer.data.get("failure"), answer.data.get("phase")
     if phase == "asking":
         raise PlanError(str(failure))
     if failure and "needed_bytes" not in answer.data:
         raise VerifyError(f"{phase} for {target.words} failed: {failure}")
+    tell("comparing with what was predicted")
     found = compared(plan, target, answer)
     if found.fits:
         return found
