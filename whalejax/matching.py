@@ -237,8 +237,9 @@ def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
     kinds = [node.kind.name for node in cluster.nodes for _ in range(node.count)]
     for number, (kind, device) in enumerate(zip(kinds, devices, strict=False)):
         present = entry_of_device(device.device_kind)
-        known = kind in entries() and present is not None
-        if known and present.kind.name != kind and cluster.platform != "cpu":
+        if present is None or kind not in entries() or cluster.platform == "cpu":
+            continue
+        if present.kind.name != kind:
             raise PlanError(
                 f"this plan is for {cluster.describe()}, and has device {number} as "
                 f"{kind}; it is {device.device_kind} here, of process "
