@@ -10,11 +10,13 @@ import tomllib
 import zipfile
 from collections.abc import Callable
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 from stat import S_ISLNK
 from typing import Final
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import whalejax
 
@@ -174,3 +176,24 @@ def test_known_good_versions_cover_the_dependencies(tag: str) -> None:
         for requirement in group
     }
     assert names <= locked
+
+
+def test_known_good_versions_admit_every_patch_release() -> None:
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}"
+    listed = ROOT / "requirements" / f"ci-{tag}.txt"
+    if not listed.exists():
+        pytest.skip(f"no versions are listed for {tag}")
+    lines = listed.read_text().splitlines()
+    pins = [line.split("==") for line in lines if "==" in line]
+    oldest = f"{sys.version_info.major}.{sys.version_info.minor}.0"
+    refused = []
+    for name, version in pins:
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        asked = found.metadata.get("Requires-Python")
+        fits = asked is None or SpecifierSet(asked).contains(oldest)
+        if found.version == version and not fits:
+            refused.append(f"{name}=={version} asks for Python {asked}")
+    assert not refused
