@@ -192,8 +192,8 @@ def test_known_good_versions_admit_every_patch_release() -> None:
             found = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-        asked = found.metadata.get("Requires-Python")
-        fits = asked is None or SpecifierSet(asked).contains(oldest)
+        asked = found.metadata.json.get("requires_python")
+        fits = asked is None or SpecifierSet(str(asked)).contains(oldest)
         if found.version == version and not fits:
             refused.append(f"{name}=={version} asks for Python {asked}")
     assert not refused
