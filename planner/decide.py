@@ -197,12 +197,23 @@ def searches(
     fixed = dict(request.mesh or {})
     every = meshes(request.num_devices, fixed.get("context", 1))
     if sum(fixed.items() <= mesh.items() for mesh in every) > MANY:
-        among, bound = promising(graph, cluster, request) or (None, math.inf)
+        graphs = [*_unlike(graph, request, again)]
+        among, bound = promising(graphs, cluster, request)
         some = dataclasses.replace(request, among=among)
         few = _Searches(graph, cluster, some, again, known, bound)
         if among and any(s.fits for _, one in few.all() for s in one.scored):
             return few.found
     return _Searches(graph, cluster, request, again, known).all()
+
+
+def _unlike(graph: Graph, request: Request, again: Again | None) -> Iterator[Graph]:
+    """The loss as it is, and with attention in blocks, as far as they are asked for."""
+    if not request.attention:
+        yield graph
+    if again is not None and request.attention != ():
+        ringed = again((), request.attention or ((ALL, "ring"),), 1)
+        if any(op.kind == ATTENTION for op in ringed.ops):
+            yield ringed
 
 
 class _Searches:

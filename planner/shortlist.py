@@ -26,37 +26,50 @@ from whalejax.planner.wide import NoMeshError, WideSearch
 MANY: Final = 40
 """Meshes that are looked at one by one; of more, the promising ones are."""
 
-MOST: Final = 12
-"""Promising meshes that are looked at."""
+MOST: Final = 8
+"""Promising meshes of one program that are looked at."""
 
 SLACK: Final = 0.1
 """A mesh is promising whose best plan is slower than the best by this part at most."""
 
 
 def promising(
-    graph: Graph, cluster: Cluster, request: Request
-) -> tuple[frozenset[tuple[int, ...]], float] | None:
+    graphs: Sequence[Graph], cluster: Cluster, request: Request
+) -> tuple[frozenset[tuple[int, ...]], float]:
     """Meshes whose plans may be among the best.
 
     Args:
-        graph: the captured loss.
+        graphs: the captured loss, and what else may be run for it.
         cluster: the machine.
         request: what is asked of plans that run.
 
     Returns:
-        Their sizes of ``PLANNED_AXES``, and seconds of a step in the best plan; None
-        where every mesh has to be looked at, because none is found that fits.
+        Their sizes of ``PLANNED_AXES``, none where nothing is found that fits; and
+        seconds of a step that a plan which is looked at may take.
     """
     mesh = {"stage": 1, "context": 1, **(request.mesh or {})}
+    asked = dataclasses.replace(request, mesh=mesh)
+    every = [_steps(graph, cluster, asked) for graph in graphs]
+    limit = min((s for one in every for s in one.values()), default=0.0) * (1 + SLACK)
+    near = [
+        mesh
+        for steps in every
+        for mesh in sorted(steps, key=lambda mesh: steps[mesh])[:MOST]  # noqa: B023
+        if steps[mesh] <= limit
+    ]
+    return frozenset(near), limit
+
+
+def _steps(
+    graph: Graph, cluster: Cluster, request: Request
+) -> dict[tuple[int, ...], float]:
+    """Seconds of a step in the best plan of each mesh that is near the best."""
     try:
-        search = _Search(graph, cluster, dataclasses.replace(request, mesh=mesh))
+        search = _Search(graph, cluster, request)
     except NoMeshError:
-        return None
+        return {}
     search.run()
-    best, steps = search.tally.best, search.steps
-    order = sorted(steps, key=lambda mesh: steps[mesh])
-    near = [mesh for mesh in order if steps[mesh] <= best * (1 + SLACK)]
-    return (frozenset(near[:MOST]), best) if near else None
+    return search.steps
 
 
 class _Search(WideSearch):
