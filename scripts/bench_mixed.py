@@ -153,10 +153,8 @@ def _work(arguments: argparse.Namespace) -> None:
             quota.set(_quotas(arguments)[arguments.process])
             found.update(_several())
         elif arguments.pipeline:
-            quota.set(50 if arguments.process else 100)
             for name in ("gpt", "bert"):
-                found.update(_piped(name, arguments.rounds))
-            quota.set(100)
+                found.update(_piped(name, arguments, quota))
         else:
             run = _Run(SIZES)
             for percent in map(int, arguments.quotas.split(",")):
@@ -406,11 +404,13 @@ class _Piped:
         return time.perf_counter() - start
 
 
-def _piped(name: str, rounds: int) -> dict[str, Any]:
+def _piped(name: str, arguments: argparse.Namespace, quota: Any) -> dict[str, Any]:
     """Stages as the planner has them for two speeds, against equal ones."""
     import numpy as np
 
+    quota.set(50 if arguments.process else 100)
     cluster, ratio = _timed_kinds(name)
+    quota.set(100)
     chosen = _Piped(name, cluster, None)
     stages = chosen.plan.stages
     assert stages is not None
@@ -419,17 +419,20 @@ def _piped(name: str, rounds: int) -> dict[str, Any]:
     equal = _Piped(name, alike, stages.schedule, num_micro_batches=count)
     for run in (chosen, equal):
         run.step()
+    quota.set(50 if arguments.process else 100)
     compiled = _count_compilations()
     seconds: dict[str, list[float]] = {"chosen": [], "equal": []}
-    for _ in range(rounds):
+    for _ in range(arguments.rounds):
         seconds["equal"].append(equal.step())
         seconds["chosen"].append(chosen.step())
     pairs = zip(seconds["equal"], seconds["chosen"], strict=True)
     ratios = [a / b for a, b in pairs]
     low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     key = f"pipeline_{name}"
-    print(f"{name}: {chosen.plan.stages.words()}", *chosen.plan.notes, sep="\n  ")
-    print(f"  step {_median(seconds['equal'])} equal, {_median(seconds['chosen'])} chosen")
+    if arguments.process == 0:
+        steps = [f"{_median(several)} {which}" for which, several in seconds.items()]
+        words = stages.words(), *chosen.plan.notes, f"step {', '.join(steps)}"
+        print(f"{name}:", *words, sep="\n  ", flush=True)
     return {
         key: round(float(middle), 4),
         f"{key}_low": round(float(low), 4),
@@ -460,6 +463,7 @@ def _timed_kinds(name: str) -> tuple[Any, float]:
             kind=dataclasses.replace(
                 two.kinds[0],
                 name=f"cpu-{index}",
+                label=f"CPU {index}",
                 timed_models=(dataclasses.replace(timed, seconds=seconds),),
             ),
             count=1,
