@@ -39,21 +39,33 @@ def _blocks(rows: int, columns: int, size: int, causal: bool) -> tuple[int, int,
     return dealt.row_size, dealt.column_size, dealt.share
 
 
+def _dealt(product: Product, rows: Any, columns: Any) -> tuple[Any, Any, Any]:
+    """``_blocks`` on devices with so many rows each, one by one."""
+    sizes = np.rint(product.m / np.asarray(rows)).astype(np.int64)
+    sizes, across = np.broadcast_arrays(sizes, np.asarray(columns).astype(np.int64))
+    found = [
+        _blocks(product.m, int(number), int(size), product.zigzag)
+        for size, number in zip(sizes.ravel(), across.ravel(), strict=True)
+    ]
+    if not sizes.ndim:
+        return found[0]
+    height, width, share = np.array(found).reshape(*sizes.shape, 3).T
+    return height.T, width.T, share.T
+
+
 def block_seconds(
     local: tuple[Any, Any, Any, Any], product: Product, kind: DeviceKind
-) -> tuple[Any, Any, float]:
+) -> tuple[Any, Any, Any]:
     """Attention on one device: seconds forward and backward, and kernels of both.
 
     Args:
         local: rows, depth, columns and count of its product on one device; the columns
-            are those of all devices.
+            are those of all devices. Arrays give arrays.
         product: its share and type.
         kind: the device.
     """
     rows, depth, columns, count = local
-    height, width, share = _blocks(
-        product.m, int(columns), round(product.m / rows), product.zigzag
-    )
+    height, width, share = _dealt(product, rows, columns)
     if not product.zigzag:
         share = product.share
     blocks = rows / height * columns / width * share

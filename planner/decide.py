@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
+from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.between import (
     SUFFIX,
     Split,
@@ -32,7 +33,8 @@ from whalejax.planner.program import Program
 from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
-from whalejax.planner.search import Request, Scored, Search, ranked
+from whalejax.planner.search import Request, Scored, Search, meshes, ranked
+from whalejax.planner.shortlist import MANY, promising
 from whalejax.planner.terms import ALL
 from whalejax.planner.virtual_devices import check_devices
 from whalejax.planner.written import written
@@ -67,9 +69,11 @@ Again = Callable[[Remat, Chosen, int], Graph]
 """The captured loss with some TaskGraphs computed again in the backward pass, some
 attention run in blocks, and logits made of a part of the tokens at a time."""
 
-Known = dict[tuple[Remat, Chosen, int], "tuple[Analysed, Program] | None"]
-"""Programs of one loss, as policies, attention and chunks make them; None where there
-is none such. They are the same for all devices of one compiler."""
+Known = dict[
+    tuple[Remat, Chosen, int, CompilerProfile], "tuple[Analysed, Program] | None"
+]
+"""Programs of one loss, as policies, attention and chunks make them, for devices of a
+compiler; None where there is none such."""
 
 LOSS_CHUNKS = 16
 """Parts of the tokens of a device that the planner weighs, where memory is short."""
@@ -113,7 +117,7 @@ def decide(
             layouts are filled in here.
         again: the graph with TaskGraphs computed again in the backward pass, and with
             attention in blocks; without it nothing is.
-        known: what searches of the same loss for other devices have found of it.
+        known: what other searches of the same loss have found of it.
 
     Raises:
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
@@ -186,19 +190,30 @@ def searches(
 
     Computing again takes time and gives memory: where every layout has enough with the
     fewest micro-batches, no policy can be better than none. Attention in blocks is
-    tried where scores are much of the work, or memory is short.
+    tried where scores are much of the work, or memory is short. Of very many meshes,
+    only the promising ones are looked at.
     """
-    searches = _Searches(graph, cluster, request, again, {} if known is None else known)
-    asked = request.loss_chunks or 1
-    searches.policies(request.attention or (), asked)
-    _, plain = searches.found[0]
-    tight = searches.tight(plain)
-    if request.attention is None and plain.options.sequence:
-        if tight or score_share(graph) >= LEAST_SCORES:
-            searches.policies(((ALL, "ring"),), asked)
-    if request.loss_chunks is None and tight:
-        searches.policies(searches.best_attention(), LOSS_CHUNKS)
-    return searches.found
+    known = {} if known is None else known
+    fixed = dict(request.mesh or {})
+    every = meshes(request.num_devices, fixed.get("context", 1))
+    if sum(fixed.items() <= mesh.items() for mesh in every) > MANY:
+        graphs = [*_unlike(graph, request, again)]
+        among, bound = promising(graphs, cluster, request)
+        some = dataclasses.replace(request, among=among)
+        few = _Searches(graph, cluster, some, again, known, bound)
+        if among and any(s.fits for _, one in few.all() for s in one.scored):
+            return few.found
+    return _Searches(graph, cluster, request, again, known).all()
+
+
+def _unlike(graph: Graph, request: Request, again: Again | None) -> Iterator[Graph]:
+    """The loss as it is, and with attention in blocks, as far as they are asked for."""
+    if not request.attention:
+        yield graph
+    if again is not None and request.attention != ():
+        ringed = again((), request.attention or ((ALL, "ring"),), 1)
+        if any(op.kind == ATTENTION for op in ringed.ops):
+            yield ringed
 
 
 class _Searches:
@@ -211,8 +226,10 @@ class _Searches:
         request: Request,
         again: Again | None,
         known: Known,
+        bound: float = math.inf,
     ) -> None:
         self.known = known
+        self.bound = bound
         self.graph = graph
         self.cluster = cluster
         self.request = request
@@ -220,11 +237,25 @@ class _Searches:
         self.found: list[tuple[Analysed, Search]] = []
 
     def best_seconds(self) -> float:
-        """Step time of the fastest plan so far that fits."""
+        """Step time of the fastest plan so far that fits, or what one is known for."""
         steps = (
             s.time.step_seconds for _, one in self.found for s in one.scored if s.fits
         )
-        return min(steps, default=math.inf)
+        return min(self.bound, min(steps, default=math.inf))
+
+    def all(self) -> list[tuple[Analysed, Search]]:
+        """Every program that may be worth it."""
+        request = self.request
+        asked = request.loss_chunks or 1
+        self.policies(request.attention or (), asked)
+        _, plain = self.found[0]
+        tight = self.tight(plain)
+        if request.attention is None and plain.options.sequence:
+            if tight or score_share(self.graph) >= LEAST_SCORES:
+                self.policies(((ALL, "ring"),), asked)
+        if request.loss_chunks is None and tight:
+            self.policies(self.best_attention(), LOSS_CHUNKS)
+        return self.found
 
     def best_attention(self) -> Chosen:
         """How it runs in the fastest plan that fits, or in the one tried last."""
@@ -258,9 +289,9 @@ class _Searches:
         Returns:
             Whether there is such a program.
         """
-        key = remat, attention, chunks
+        key = remat, attention, chunks, self.cluster.compiler
         if key not in self.known:
-            graph = self._program(*key)
+            graph = self._program(remat, attention, chunks)
             self.known[key] = None if graph is None else self._analysed(graph)
         program = self.known[key]
         if program is None:

@@ -14,7 +14,14 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import Collective
-from whalejax.planner.decide import Again, Analysed, analyse_graph, check_marks, decide
+from whalejax.planner.decide import (
+    Again,
+    Analysed,
+    Known,
+    analyse_graph,
+    check_marks,
+    decide,
+)
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.graph import Graph
@@ -58,6 +65,7 @@ def foresee(
     precision: str = "f32",
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """Choose how a model could run on a cluster, whether it can today or not.
 
@@ -67,7 +75,7 @@ def foresee(
         request: optimizer state, micro-batches and the default strategy.
         precision: noted in the plan.
         batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``.
-        again: as for ``decide``.
+        again, known: as for ``decide``.
 
     Raises:
         PlanError: the marks cannot be obeyed, or nothing fits; the smallest missing
@@ -100,7 +108,13 @@ def foresee(
     )
     try:
         plan = decide(
-            graph, cluster, request, precision=precision, batch=batch, again=again
+            graph,
+            cluster,
+            request,
+            precision=precision,
+            batch=batch,
+            again=again,
+            known=known,
         )
     except PlanError:
         # What runs today holds more memory than an executor has to.

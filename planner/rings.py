@@ -11,6 +11,7 @@ these tables and the cost model counts them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ Hidden = Callable[[int, int], np.ndarray]
 ``bool[rows, columns]``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ring:
     """The rounds of an attention over some devices.
 
@@ -34,9 +35,8 @@ class Ring:
         row_size, column_size: of one block.
         rows, columns: for each device the blocks that it holds, in their order there.
         zigzag: that order is not the sequence's own.
-        pairs: ``[device, round, pair, 4]``: the row block and the column block as the
-            device holds them, and their numbers in the sequence; zeros behind the last.
-        counts: ``[device, round]``: how many pairs there are.
+        seen: ``bool[rows, columns]``: the pairs of blocks that no mask hides.
+        counts: ``[device, round]``: how many of them a device computes.
     """
 
     size: int
@@ -45,8 +45,23 @@ class Ring:
     rows: np.ndarray
     columns: np.ndarray
     zigzag: bool
-    pairs: np.ndarray
+    seen: np.ndarray
     counts: np.ndarray
+
+    @functools.cached_property
+    def pairs(self) -> np.ndarray:
+        """Which they are, ``[device, round, pair, 4]``.
+
+        The row block and the column block as the device holds them, and their numbers
+        in the sequence; zeros behind the last.
+        """
+        most = max(1, self.counts.max())
+        found = np.zeros((self.size, self.size, most, 4), dtype=np.int32)
+        for device, step in np.ndindex(self.size, self.size):
+            ours, theirs = self.rows[device], self.columns[(device - step) % self.size]
+            a, b = np.nonzero(self.seen[np.ix_(ours, theirs)])
+            found[device, step, : len(a)] = np.stack([a, b, ours[a], theirs[b]], axis=1)
+        return found
 
     @property
     def share(self) -> float:
@@ -78,16 +93,9 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
     rows = _dealt(num_rows // row_size, size, zigzag)
     columns = _dealt(num_columns // column_size, size, zigzag)
     seen = ~hidden(rows.size, columns.size)
-    found: dict[tuple[int, int], np.ndarray] = {}
-    for device in range(size):
-        for step in range(size):
-            theirs = columns[(device - step) % size]
-            a, b = np.nonzero(seen[np.ix_(rows[device], theirs)])
-            found[device, step] = np.stack([a, b, rows[device][a], theirs[b]], axis=1)
-    counts = np.array([[len(found[d, s]) for s in range(size)] for d in range(size)])
-    pairs = np.zeros((size, size, max(1, counts.max()), 4), dtype=np.int32)
-    for (device, step), several in found.items():
-        pairs[device, step, : len(several)] = several
+    dealt = seen[np.ix_(rows.ravel(), columns.ravel())]
+    shared = dealt.reshape(*rows.shape, *columns.shape).sum(axis=(1, 3))
+    device, step = np.ix_(range(size), range(size))
     return Ring(
         size=size,
         row_size=row_size,
@@ -95,8 +103,8 @@ def ring(num_rows: int, num_columns: int, size: int, hidden: Hidden) -> Ring:
         rows=rows,
         columns=columns,
         zigzag=zigzag,
-        pairs=pairs,
-        counts=counts,
+        seen=seen,
+        counts=shared[device, (device - step) % size],
     )
 
 

@@ -61,6 +61,7 @@ class Request:
         loss_chunks: parts of the tokens whose logits are made one at a time, or None.
         in_flight: micro-batches whose activations are kept at once, as in a stage of a
             pipeline.
+        among: sizes of the planned axes of meshes to look at, or None for all meshes.
     """
 
     optimizer: OptimizerBytes
@@ -82,6 +83,7 @@ class Request:
     attention: Chosen | None = None
     loss_chunks: int | None = None
     in_flight: float = 1.0
+    among: frozenset[tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,13 +241,14 @@ class Search:
         Args:
             context: the size of that axis; None for the one that the user fixed.
         """
-        fixed = self.request.mesh or {}
+        fixed, among = self.request.mesh or {}, self.request.among
         found = [
             mesh
             for mesh in meshes(
                 self.request.num_devices, context or fixed.get("context", 1)
             )
             if all(mesh[axis] == size for axis, size in fixed.items())
+            and (among is None or tuple(mesh.values()) in among)
         ]
 
         def obeyed(mesh: Mapping[str, int]) -> int:

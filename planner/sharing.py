@@ -124,7 +124,7 @@ def decide_shares(
     _check(graph, cluster, request, asked)
     found: list[_Shared] = []
     problem: PlanError | None = None
-    options = {**options, "known": {}}
+    options = {"known": {}, **options}
     for size in _sizes(cluster, request, asked):
         for count in _counts(graph, cluster.num_devices // size, request, asked):
             try:

@@ -6,6 +6,9 @@ The last line printed is one JSON object with, for each question,
 
     NAME             seconds of the search, from the captured model to the best case
     NAME_plan        seconds until its plan is written down as well
+    NAME_runs        seconds of ``wh.plan`` for what an executor of this version runs,
+                     tracing included; null where nothing of that kind fits
+    NAME_what_if     seconds of ``plan.what_if(remat="full")`` after the first plan
     NAME_covered     combinations that it chose among
     NAME_gap         the gap
 
@@ -18,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 import optax  # noqa: E402
 
+import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
 from whalejax.adapters import adapt  # noqa: E402
 from whalejax.batches import batch_leaves  # noqa: E402
@@ -41,7 +47,7 @@ from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.optimizers import optimizer_bytes  # noqa: E402
 from whalejax.planner.foresee import foresee  # noqa: E402
-from whalejax.planner.plan import Plan  # noqa: E402
+from whalejax.planner.plan import Plan, PlanError  # noqa: E402
 from whalejax.planner.search import Request  # noqa: E402
 from whalejax.planner.wide import WideSearch  # noqa: E402
 from whalejax.precision import at_precision  # noqa: E402
@@ -165,11 +171,16 @@ QUESTIONS: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Seconds of capturing, searching and writing the plan; the search and the plan."""
+    """Seconds of capturing, searching and writing the plan; the search and the plan.
+
+    ``runs`` and ``changed`` are seconds of a plan that runs, and of another question.
+    """
 
     traced: float
     searched: float
     planned: float
+    runs: float | None
+    changed: float
     search: WideSearch
     plan: Plan
 
@@ -206,7 +217,18 @@ def answer(question: Question, rounds: int) -> Answer:
             batch=batch_leaves(batch),
         )
         planned.append((time.perf_counter() - start, plan))
+    asked = functools.partial(
+        wh.plan,
+        job.loss_fn,
+        model,
+        batch,
+        optimizer=question.optimizer,
+        cluster=machine,
+        precision=question.precision,
+    )
     return Answer(
+        runs=_seconds(asked, 1),
+        changed=_changed(asked(runnable=False), rounds),
         traced=traced,
         searched=min(seconds for seconds, _ in searched),
         planned=min(seconds for seconds, _ in planned),
@@ -215,13 +237,34 @@ def answer(question: Question, rounds: int) -> Answer:
     )
 
 
+def _changed(plan: Plan, rounds: int) -> float:
+    """Least seconds of another question after a plan."""
+    change = functools.partial(plan.what_if, remat="full")
+    found = _seconds(change, rounds)
+    return math.nan if found is None else found
+
+
+def _seconds(ask: Callable[[], Plan], rounds: int) -> float | None:
+    """Least seconds of a question, or None where nothing fits."""
+    found = []
+    for _ in range(max(1, rounds)):
+        gc.collect()
+        start = time.perf_counter()
+        try:
+            ask()
+        except PlanError:
+            return None
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
 def main() -> None:
     """Ask every question."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="questions whose name holds this")
     parser.add_argument("--rounds", type=int, default=3, help="the least counts")
     arguments = parser.parse_args()
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for question in QUESTIONS:
         if arguments.only not in question.name:
             continue
@@ -236,6 +279,8 @@ def main() -> None:
         name = question.name
         found[name] = round(given.searched, 3)
         found[f"{name}_plan"] = round(given.planned, 3)
+        found[f"{name}_runs"] = given.runs and round(given.runs, 3)
+        found[f"{name}_what_if"] = round(given.changed, 3)
         found[f"{name}_covered"] = tally.covered
         found[f"{name}_gap"] = tally.gap
         if name == "llama405b_8192":

@@ -27,10 +27,11 @@ from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
+from whalejax.programs import Programs
 
 
 def decider(
-    captured: Captured,
+    programs: Programs,
     request: Request,
     *,
     runnable: bool,
@@ -39,7 +40,7 @@ def decider(
     """Who decides how a model runs.
 
     Args:
-        captured: the loss.
+        programs: the loss, as written and otherwise.
         request: what was asked for.
         runnable: what cannot run is not wanted.
         uneven: whether replicas take unlike shares, or those that are asked for.
@@ -51,8 +52,9 @@ def decider(
     Raises:
         PlanError: what is asked of a pipeline contradicts itself or cannot run.
     """
+    captured, known = programs.captured, programs.known
     if not runnable:
-        return foresee, request
+        return functools.partial(foresee, known=known), request
     check_marks(captured.graph, request.num_devices)
     asked, found = _asked(captured, request)
     mesh = dict(asked.mesh)
@@ -64,9 +66,12 @@ def decider(
         return _Staging(captured, asked).of_any_number, request
     if stages == 1 and uneven:
         shares = None if isinstance(uneven, bool) else uneven
-        return functools.partial(decide_shares, asked=shares, decide=decide), request
+        return (
+            functools.partial(decide_shares, asked=shares, decide=decide, known=known),
+            request,
+        )
     if stages == 1:
-        return decide, request
+        return functools.partial(decide, known=known), request
     return _Staging(captured, asked), request
 
 

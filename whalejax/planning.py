@@ -16,7 +16,7 @@ import optax
 
 from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
-from whalejax.capture import Captured, capture
+from whalejax.capture import capture
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.capture.recompute import checkpoint_names
@@ -48,6 +48,7 @@ from whalejax.planner.terms import (
     remat_words,
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
+from whalejax.programs import Programs
 from whalejax.xla_options import checked_options, option_note
 
 
@@ -243,7 +244,7 @@ class Asked:
     loss_chunks: int | None = None
     shares: str | Sequence[int] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
-    traced: dict[object, tuple[Adapter, Captured]] = field(default_factory=dict)
+    traced: dict[object, Programs] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """The plan."""
@@ -252,14 +253,13 @@ class Asked:
         devices, idle = self.cluster.num_devices, self.allow_idle
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         check_mesh(self.mesh or {}, devices, idle, axes)
-        adapter, captured = self._captured()
+        programs = self._programs()
+        adapter, captured = programs.adapter, programs.captured
         graph, names = captured.graph, checkpoint_names(captured.jaxpr)
         remat = checked_policies(self.remat, graph, names)
         count = self._count(reductions := batch_reductions(captured))
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         offload = _checked_offload(self, hosts)
-        blocks = functools.cache(captured.with_attention)
-        cut = functools.cache(lambda kind, count: blocks(kind).with_chunks(count))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
@@ -277,11 +277,11 @@ class Asked:
             offload=offload,
             hosted=hosts,
             sequence_parallel=self.sequence_parallel,
-            attention=self._attention(captured, blocks),
-            loss_chunks=self._chunks(captured),
+            attention=self._attention(programs),
+            loss_chunks=self._chunks(programs),
         )
         search, request = decider(
-            captured, request, runnable=self.runnable, uneven=self._uneven()
+            programs, request, runnable=self.runnable, uneven=self._uneven()
         )
         decided = functools.partial(
             search,
@@ -289,7 +289,7 @@ class Asked:
             self.cluster.under(options),
             precision=self._whole,
             batch=batch_leaves(self.batch),
-            again=lambda remat, *kinds: cut(*kinds).with_remat(remat).graph,
+            again=programs.again,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
@@ -301,7 +301,7 @@ class Asked:
             precisions=captured.precisions,
             notes=(
                 *(*found.notes, *captured.notes, *_remat_note(remat, found)),
-                *(*_attention_note(found, blocks), *adapter.notes),
+                *(*_attention_note(found, programs), *adapter.notes),
                 *option_note(options),
             ),
             question=self,
@@ -335,17 +335,16 @@ class Asked:
             return _synced(self.num_micro_batches, reductions)
         return self.num_micro_batches
 
-    def _attention(
-        self, captured: Captured, blocks: Callable[[Chosen], Captured]
-    ) -> Chosen | None:
+    def _attention(self, programs: Programs) -> Chosen | None:
         """How attention is to run, if the user says so and it can."""
-        asked = checked_attention(self.attention, captured.graph, self.runnable)
+        graph, blocks = programs.captured.graph, programs.blocks
+        asked = checked_attention(self.attention, graph, self.runnable)
         if asked:
             found, everywhere = blocks(asked), lambda: blocks(((ALL, "ring"),)).graph
             check_rings(found.graph, asked, found.whole, everywhere)
         return asked
 
-    def _chunks(self, captured: Captured) -> int | None:
+    def _chunks(self, programs: Programs) -> int | None:
         """Parts in which logits are made, if the user says so and they can be."""
         count = self.loss_chunks
         if count is None or (count == 1 and not isinstance(count, bool)):
@@ -357,8 +356,8 @@ class Asked:
             )
         if not self.runnable:
             raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
-        cut = captured.with_chunks(count)
-        if cut is captured:
+        cut = programs.cut((), count)
+        if cut is programs.captured:
             raise PlanError(
                 f"loss_chunks is {count}, and the model makes no logits that can be "
                 "made in parts: a product after which each token is treated alone, "
@@ -373,7 +372,7 @@ class Asked:
             )
         return count
 
-    def _captured(self) -> tuple[Adapter, Captured]:
+    def _programs(self) -> Programs:
         """The model as traced, at most once for equal shapes."""
         count = self.num_micro_batches or 1
         shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
@@ -390,7 +389,7 @@ class Asked:
             if not isinstance(self.precision, str):
                 chosen = checked_precisions(self.precision, captured.graph)
                 captured = captured.with_precisions(chosen)
-            self.traced[key] = adapter, captured
+            self.traced[key] = Programs(adapter, captured)
         return self.traced[key]
 
     def verify(
@@ -500,11 +499,11 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     ]
 
 
-def _attention_note(found: Plan, blocks: Callable[[Chosen], Captured]) -> list[str]:
+def _attention_note(found: Plan, programs: Programs) -> list[str]:
     """Why keys and values are gathered that might go round, where any are."""
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:
         return []
-    reasons = blocks(found.attention or ((ALL, "ring"),)).whole
+    reasons = programs.blocks(found.attention or ((ALL, "ring"),)).whole
     return [
         f"keys and values are gathered over context: {reason}" for reason in reasons
     ]

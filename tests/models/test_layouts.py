@@ -79,4 +79,4 @@ def test_the_command_line_plans_it(
     assert cli.main(["plan", name, "--cluster", "h100:8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Plan    8×H100 ")
-    assert "2 marked TaskGraphs obeyed" in text
+    assert "obeyed: replicate" in text
