@@ -40,7 +40,7 @@ from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_kinds import Allotted, notes
 from whalejax.planner.stage_models import places_of, tensors_of
 from whalejax.planner.staging import candidates, check_stages
-from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.terms import Remat, TimeTerms
 from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
 from whalejax.planner.written import written
 
@@ -96,17 +96,8 @@ def decide_mpmd(
     del again
     stages = piped.mesh[STAGE]
     check_stages(request, stages, most=request.num_devices)
-    if marked and piped.schedule == "interleaved":
-        raise PlanError(
-            "the schedule interleaved gives each stage several parts of the model, and "
-            "marks give it one. Drop the marks and give num_stages, or take another "
-            "schedule"
-        )
-    if piped.schedule == "interleaved" and not cluster.is_uniform:
-        raise PlanError(
-            "the schedule interleaved gives each stage several parts of the model, and "
-            "stages on devices of unlike kinds have one each. Take another schedule"
-        )
+    if piped.schedule == "interleaved":
+        _check_interleaved(marked, cluster)
     found: list[_Weighed] = []
     problem: PlanError | None = None
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
@@ -143,6 +134,21 @@ def decide_mpmd(
         raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=_slow)
     return best.plan(request, precision, batch, graph, found)
+
+
+def _check_interleaved(marked: bool, cluster: Cluster) -> None:
+    """Refuse several parts of the model on each stage where it has one."""
+    if marked:
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "marks give it one. Drop the marks and give num_stages, or take another "
+            "schedule"
+        )
+    if not cluster.is_uniform:
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "stages on devices of unlike kinds have one each. Take another schedule"
+        )
 
 
 def _slow(one: _Weighed) -> tuple[bool, float]:
@@ -537,9 +543,7 @@ def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf
 
 def _measured(turn: Turn, ratio: float) -> Turn:
     """A turn as it was measured to be, for so many times what is predicted."""
-    return replace(
-        turn, ahead=times(turn.ahead, ratio), both=times(turn.both, ratio)
-    )
+    return replace(turn, ahead=times(turn.ahead, ratio), both=times(turn.both, ratio))
 
 
 def _too_large(one: _Weighed) -> NothingFits:

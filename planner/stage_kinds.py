@@ -161,9 +161,7 @@ def _spans(found: Cut) -> Iterator[tuple[int, int]]:
     return itertools.pairwise([0, *itertools.accumulate(found.counts)])
 
 
-def _taken(
-    found: Cut, layers: Sequence[Layer], stages: Sequence[Stage]
-) -> list[float]:
+def _taken(found: Cut, layers: Sequence[Layer], stages: Sequence[Stage]) -> list[float]:
     """Seconds of every stage of a cut."""
     return [
         float(interval_seconds(layers, stage)[a, b])
@@ -187,7 +185,7 @@ def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
         at = 0.0
         for end in ends:
             at = float(np.interp(np.interp(at, places, end) + pace, end, places))
-        return at >= places[-1]
+        return at >= len(places) - 1
 
     low, high = 0.0, float(ends[0][-1])
     while (middle := (low + high) / 2) not in (low, high):

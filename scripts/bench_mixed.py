@@ -479,7 +479,8 @@ def _count_compilations() -> list[str]:
 
     found: list[str] = []
 
-    def heard(event: str, seconds: float, **_: Any) -> None:
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
         if event == "/jax/core/compile/backend_compile_duration":
             found.append(event)
 

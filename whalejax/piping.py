@@ -62,6 +62,11 @@ def decider(
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )
+    if (found or stages > 1) and isinstance(uneven, tuple):
+        raise PlanError(
+            f"shares is {list(uneven)} and stages are asked for: replicas that take "
+            "unlike shares have no stages. Drop shares, or the stages"
+        )
     if found:
         return _Staging(captured, asked).of_any_number, request
     if stages == 1 and uneven:
@@ -190,9 +195,7 @@ def _check_widths(graph: Graph) -> None:
         )
 
 
-def _why_apart(
-    captured: Captured, asked: Asked, marked: bool, cluster: Cluster
-) -> str:
+def _why_apart(captured: Captured, asked: Asked, marked: bool, cluster: Cluster) -> str:
     """Why stages have programs of their own; empty where one program runs them all."""
     if marked:
         return "marks say where the model is cut"

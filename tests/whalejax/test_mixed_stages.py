@@ -154,14 +154,19 @@ def test_a_fast_kind_with_little_memory_gets_what_fits() -> None:
             None,
             r"devices 0 to 1, which one stage would lie on, are .*every kind has whole",
         ),
-        (TWO, {"stage": 2}, "interleaved", "stages on devices of unlike kinds have one"),
+        (
+            TWO,
+            {"stage": 2},
+            "interleaved",
+            "stages on devices of unlike kinds have one",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(
     cluster: str, mesh: dict[str, int], schedule: str | None, words: str
 ) -> None:
     job = job_of()
-    mark = wh.pipeline(**({} if schedule is None else {"schedule": schedule}))
+    mark = wh.pipeline(schedule=schedule or "auto")
 
     def loss(model: Any, batch: Any) -> Any:
         with mark:
@@ -169,3 +174,8 @@ def test_what_cannot_be_is_said(
 
     with pytest.raises(wh.WhaleError, match=words):
         planned(cluster, dataclasses.replace(job, loss_fn=loss), mesh=mesh)
+
+
+def test_shares_beside_stages_are_refused() -> None:
+    with pytest.raises(wh.WhaleError, match=r"shares is \[3, 1\] and stages are asked"):
+        planned(TWO, shares=[3, 1])

@@ -102,9 +102,7 @@ print(json.dumps(found), flush=True)
         pytest.param("1f1b", "in order", 2, "h100:6", marks=pytest.mark.full),
         ("zb-h1", "aside", 2, "h100:3"),  # each stage is in one of them
         # That in the first process is the last.
-        pytest.param(
-            "1f1b", "aside", 2, "p100-16:1+v100-32:2", marks=pytest.mark.full
-        ),
+        pytest.param("1f1b", "aside", 2, "p100-16:1+v100-32:2", marks=pytest.mark.full),
         pytest.param("1f1b", "one each", 3, "h100:3", marks=pytest.mark.full),
     ],
 )
