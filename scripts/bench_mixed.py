@@ -32,7 +32,7 @@ quota of 50 percent. Each times a micro-batch of the model; the planner chooses 
 micro-batches and schedule from that, and the same with stages cut as for devices alike
 is run in turn. For gpt and bert:
 
-    pipeline_NAME            step with equal layers over the chosen one (median of pairs)
+    pipeline_NAME            equal layers' step over the chosen one's (median of pairs)
     pipeline_NAME_low, _high quartiles of the pairs
     pipeline_NAME_ratio      of the two speeds, as timed
     pipeline_NAME_count      micro-batches that the planner chose
@@ -89,13 +89,14 @@ SEVERAL_STEPS = 20
 WINDOW = 30.0
 CURVE = 20
 
-DEEP = {**SHORT, "layers": 6}
+DEEP = {**SHORT, "layers": 4}
 """Of --pipeline: enough layers to share out."""
 
 DEEP_SAMPLES = 64
 """Of a global batch of --pipeline."""
 
-TIMED_SAMPLES = 4
+TIMED_SAMPLES = 8
+"""Of a micro-batch that is timed."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Pipelines whose stages lie on unlike kinds: how they are planned, and that they run."""
+"""Pipelines whose stages lie on unlike kinds: what is planned, and that it runs."""
 
 from __future__ import annotations
 
