@@ -49,6 +49,7 @@ class Options:
 def weigh_options(
     frames: Frames,
     options: Options,
+    worth: Callable[[Frames], Array],
     may_fit: Callable[[Frames, bool], Array],
     weigh: Callable[[Frames], Weighed],
     *,
@@ -57,8 +58,10 @@ def weigh_options(
     """Weigh frames under the options that fit, with the least in host memory.
 
     Args:
-        frames: nothing computed again, nothing in host memory.
+        frames: nothing computed again, nothing in host memory; they may be among the
+            best as they are.
         options: for each of them.
+        worth: which frames may be, with what they compute again.
         may_fit: which frames memory may hold; with or without that of the hosts.
         weigh: what they cost, and which of them fit.
         exact: what may fit does.
@@ -71,17 +74,21 @@ def weigh_options(
     table = frames.take(first).with_options(options.remats, options.zeros, [start])
     each = len(table) // len(first)
     like = inverse[:, None] * each + np.arange(each)
-    fits = may_fit(table, True)[like]
+    quick = _quick(frames, options, worth)
+    asked = np.unique(like[quick])
+    held = np.zeros(len(table), dtype=bool)
+    held[asked] = may_fit(table.take(asked), True)
+    fits = held[like] & quick
     row, option = np.nonzero(fits)
     if len(row):
         cases = _cases(frames, table, like, row, option, np.full(len(row), start))
         found = weigh(cases)
         fits[row, option] = found.fits
         yield cases, found
-    held = _held(table, np.unique(like[~fits]), options, may_fit)
+    spared = _held(table, np.unique(like[quick & ~fits]), options, may_fit)
     if exact:
-        held = _least(held, offloads)
-    wanted = held[:, like] & ~fits
+        spared = _least(spared, offloads)
+    wanted = spared[:, like] & (quick & ~fits)
     which, row, option = np.nonzero(wanted)
     if len(row):
         bits = np.array(offloads)[which]
@@ -90,6 +97,16 @@ def weigh_options(
         wanted[which, row, option] = found.fits
         found.fits &= _least(wanted, offloads)[which, row, option]
         yield cases, found
+
+
+def _quick(frames: Frames, options: Options, worth: Callable[[Frames], Array]) -> Array:
+    """For each frame, which policies of remat and levels may be among the best."""
+    others = options.remats[1:]
+    found = np.ones((len(frames), 1), dtype=bool)
+    if others:
+        again = worth(frames.with_options(others, [0], [0]))
+        found = np.hstack([found, again.reshape(len(frames), -1)])
+    return np.repeat(found, len(options.zeros), axis=1)
 
 
 def _held(

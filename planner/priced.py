@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.cluster import Cluster, CompilerProfile
+from whalejax.meshes.cluster import Cluster, CompilerProfile, Level
 from whalejax.planner.chain import LAYER, Chain
 from whalejax.planner.cost import (
     Setting,
@@ -434,3 +434,18 @@ def _reader(flow: Flow) -> int:
     if flow.source.weight and flow.uses:
         return flow.uses[0].task_graph
     return flow.task_graph
+
+
+def ideal(cluster: Cluster) -> Cluster:
+    """The cluster, were it one level of its best links without latency."""
+    fastest = max(
+        v.bandwidth_bytes_per_second / min([1.0, *(f for _, f in v.slowdown)])
+        for v in cluster.levels
+    )
+    level = Level(
+        name="ideal",
+        size=cluster.num_devices,
+        bandwidth_bytes_per_second=fastest,
+        latency_seconds=0.0,
+    )
+    return dataclasses.replace(cluster, levels=(level,))

@@ -19,6 +19,7 @@ from whalejax.planner.variants import Array
 from whalejax.planner.weigh import (
     Weighed,
     least_after,
+    least_fill,
     settle,
     weigh,
 )
@@ -30,6 +31,7 @@ class Replicas:
     Attributes:
         kinds: the cases, as if all replicas were of one kind.
         numbers: replicas of each kind.
+        seconds: of a micro-batch on one of each kind, at its slowest stage.
         shares: micro-batches of one replica of each kind, such that the last one is
             done as early as can be.
     """
@@ -40,7 +42,7 @@ class Replicas:
         each = frames.stage * frames.fsdp
         for axis in ("expert", "context", "tensor"):
             each = each * self.kinds[0].mesh[axis]
-        seconds = [pace_of(cases) for cases in self.kinds]
+        self.seconds = seconds = [pace_of(cases) for cases in self.kinds]
         self.numbers = numbers = [n / each for n in placement.counts]
         none = [np.zeros(len(frames))] * len(seconds)
         total = frames.micro_batches
@@ -48,14 +50,17 @@ class Replicas:
         self.shares, _ = pieces_at(self.makespan, numbers, seconds, none)
 
     def least_step(self, zeros: Sequence[int]) -> Array:
-        """A lower bound: the best shares' last micro-batch, and the quicker's update.
+        """A lower bound: the best shares, the end of a pipeline and an update for each.
 
         Options make no pace shorter, and longer paces end no split earlier.
         """
-        one = np.ones(len(self.frames))
-        after = [least_after(cases, zeros, one) for cases in self.kinds]
-        found: Array = self.makespan + np.min(after, axis=0)
-        return found
+        one, total = np.ones(len(self.frames)), self.frames.micro_batches
+        pairs = zip(self.kinds, self.seconds, strict=True)
+        fixed = [
+            least_fill(cases, pace, total) + least_after(cases, zeros, one)
+            for cases, pace in pairs
+        ]
+        return smallest_pace(self.numbers, self.seconds, fixed, total)
 
     def weigh(self, *, exact: bool = False) -> Weighed:
         """The slowest kind's time, the fullest kind's memory, and whether all fit."""

@@ -163,6 +163,19 @@ def _any_cut(cases: Cases, parts: Array, chunks: Array) -> Array:
     return found
 
 
+def least_fill(cases: Cases, pace: Array, most: Array) -> Array:
+    """What a pipeline takes at least beside its slowest stage's work.
+
+    Args:
+        cases: not interleaved; ``pace_of`` has cut them.
+        pace: seconds of a micro-batch at the slowest stage.
+        most: micro-batches that there are at most; with fewer it takes no less.
+    """
+    whole = _bound(cases, pace, most, cases.frames.chunks, scheduled=False)
+    fill: Array = np.maximum(0.0, whole - most * pace)
+    return fill
+
+
 def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Array:
     """The least that follows the last backward, under any of some ZeRO levels.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.meshes.cluster import Cluster, Level
+from whalejax.meshes.cluster import Cluster
 from whalejax.planner.affordable import Options, weigh_options
 from whalejax.planner.asked import Asked
 from whalejax.planner.choices import choices
@@ -39,7 +39,7 @@ from whalejax.planner.layers import find_layers
 from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
 from whalejax.planner.plan import PlanError
-from whalejax.planner.priced import Column, Links, Pricer
+from whalejax.planner.priced import Column, Links, Pricer, ideal
 from whalejax.planner.ranking import TIE, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.regions import with_expert_regions
@@ -59,7 +59,7 @@ from whalejax.planner.weigh import (
 )
 
 
-FIRST_BLOCK, LAST_BLOCK = 64, 4096
+FIRST_BLOCK, LAST_BLOCK = 256, 16384
 """Frames that are looked at together: few while nothing is known, then more."""
 
 MOST_POLICIES = 81
@@ -146,7 +146,7 @@ class WideSearch:
         self.asked = Asked.of(graph, request)
         self.fixed = self.asked.mesh
         self.model = self._model()
-        self.ideal = dataclasses.replace(self.model, cluster=_ideal(cluster))
+        self.ideal = dataclasses.replace(self.model, cluster=ideal(cluster))
         self._sizes = {
             name: self.model.cells[Column(name)].astype(np.int64)
             for name in ("samples", "expert", "context", "tensor")
@@ -387,7 +387,9 @@ class WideSearch:
         frames = frames.take(least <= self._limit())
         if not len(frames):
             return
-        corner = frames.with_options([0], self._zeros(), self._choices().corners)
+        # Sharded optimizer state never takes more; sharded gradients may, a little.
+        zeros = self._zeros()[-2:]
+        corner = frames.with_options([0], zeros, self._choices().corners)
         fits = self._may_fit(placement, corner, False, True)
         frames = frames.take(fits.reshape(len(frames), -1).max(axis=1))
         frames = ordered(frames, self._sizes)
@@ -403,12 +405,15 @@ class WideSearch:
             return
         least = self._least_step(placement, frames, self.model)
         order = np.argsort(least, kind="stable")
-        for at in range(0, len(order), SOME):
-            here = order[at : at + SOME]
+        at, size = 0, SOME if self.tally.best < math.inf else FIRST_BLOCK
+        while at < len(order):
+            here = order[at : at + size]
             if least[here[0]] > self._limit():
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
+            here = here[least[here] <= self._limit()]
             self._options(placement, frames.take(here))
+            at, size = at + len(here), SOME
 
     def _least_step(
         self,
@@ -447,9 +452,11 @@ class WideSearch:
 
     def _options(self, placement: Placement, frames: Frames) -> None:
         """Weigh frames under every option; host memory only where it must be."""
+        limit = self._limit()
         found = weigh_options(
             frames,
             self._choices(),
+            lambda some: self._least_step(placement, some, self.model) <= limit,
             lambda some, hosts: self._may_fit(placement, some, hosts),
             lambda some: self._weigh(placement, some),
             exact=placement.by != "replicas",
@@ -570,21 +577,6 @@ class WideSearch:
         assert best is not None  # something was covered
         exact, counts = self._exact(placement, best[2])
         return self._case(placement, best[2], exact, counts, 0), best[0], best[1]
-
-
-def _ideal(cluster: Cluster) -> Cluster:
-    """The cluster, were it one level of its best links without latency."""
-    fastest = max(
-        v.bandwidth_bytes_per_second / min([1.0, *(f for _, f in v.slowdown)])
-        for v in cluster.levels
-    )
-    level = Level(
-        name="ideal",
-        size=cluster.num_devices,
-        bandwidth_bytes_per_second=fastest,
-        latency_seconds=0.0,
-    )
-    return dataclasses.replace(cluster, levels=(level,))
 
 
 def ranked(cases: Sequence[Case]) -> list[Case]:
