@@ -201,8 +201,10 @@ def searches(
         among, bound = promising(graphs, cluster, request)
         some = dataclasses.replace(request, among=among)
         few = _Searches(graph, cluster, some, again, known, bound)
-        if among and any(s.fits for _, one in few.all() for s in one.scored):
-            return few.found
+        found = few.all() if among else []
+        fits = any(scored.fits for _, one in found for scored in one.scored)
+        if fits or (found and bound == math.inf):
+            return found
     return _Searches(graph, cluster, request, again, known).all()
 
 

@@ -10,8 +10,11 @@ is not looked at again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Final
+
+import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.frames import Frames
@@ -35,7 +38,7 @@ SLACK: Final = 0.1
 
 def promising(
     graphs: Sequence[Graph], cluster: Cluster, request: Request
-) -> tuple[frozenset[tuple[int, ...]], float]:
+) -> tuple[frozenset[Mesh], float]:
     """Meshes whose plans may be among the best.
 
     Args:
@@ -44,32 +47,38 @@ def promising(
         request: what is asked of plans that run.
 
     Returns:
-        Their sizes of ``PLANNED_AXES``, none where nothing is found that fits; and
-        seconds of a step that a plan which is looked at may take.
+        Their sizes of ``PLANNED_AXES``, and seconds of a step that a plan which is
+        looked at may take. Where nothing is found that fits, those that lack least.
     """
-    mesh = {"stage": 1, "context": 1, **(request.mesh or {})}
-    asked = dataclasses.replace(request, mesh=mesh)
-    every = [_steps(graph, cluster, asked) for graph in graphs]
-    limit = min((s for one in every for s in one.values()), default=0.0) * (1 + SLACK)
-    near = [
-        mesh
-        for steps in every
-        for mesh in sorted(steps, key=lambda mesh: steps[mesh])[:MOST]  # noqa: B023
-        if steps[mesh] <= limit
-    ]
-    return frozenset(near), limit
+    for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
+        asked = dataclasses.replace(request, mesh={**fixed, **(request.mesh or {})})
+        searches = [*_searches(graphs, cluster, asked)]
+        every = [search.steps for search in searches]
+        limit = min((s for one in every for s in one.values()), default=math.inf)
+        limit *= 1 + SLACK
+        near = [m for steps in every for m in _least(steps) if steps[m] <= limit]
+        if near:
+            return frozenset(near), limit
+    return frozenset(m for one in searches for m in _least(one.lacks())), math.inf
 
 
-def _steps(
-    graph: Graph, cluster: Cluster, request: Request
-) -> dict[tuple[int, ...], float]:
-    """Seconds of a step in the best plan of each mesh that is near the best."""
-    try:
-        search = _Search(graph, cluster, request)
-    except NoMeshError:
-        return {}
-    search.run()
-    return search.steps
+Mesh = tuple[int, ...]
+
+
+def _least(values: dict[Mesh, float]) -> list[Mesh]:
+    return sorted(values, key=lambda mesh: values[mesh])[:MOST]
+
+
+def _searches(
+    graphs: Sequence[Graph], cluster: Cluster, request: Request
+) -> Iterator[_Search]:
+    for graph in graphs:
+        try:
+            search = _Search(graph, cluster, request)
+        except NoMeshError:
+            continue
+        search.run()
+        yield search
 
 
 class _Search(WideSearch):
@@ -81,7 +90,7 @@ class _Search(WideSearch):
 
     def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
         super().__init__(graph, cluster, request)
-        self.steps: dict[tuple[int, ...], float] = {}
+        self.steps: dict[Mesh, float] = {}
 
     def placements(self) -> list[Placement]:
         """Plans that run today treat all devices as the slowest."""
@@ -98,11 +107,23 @@ class _Search(WideSearch):
         counts: Sequence[tuple[int, ...]],
         index: int,
     ) -> None:
-        step, cell = float(found.step[index]), frames.cell[index]
+        step, mesh = float(found.step[index]), self._mesh(frames, index)
         self.tally.best = min(self.tally.best, step)
+        self.steps[mesh] = min(step, self.steps.get(mesh, step))
+
+    def _mesh(self, frames: Frames, index: int) -> Mesh:
+        cell = frames.cell[index]
         sizes = {"data": frames.data[index], "fsdp": frames.fsdp[index]}
-        mesh = tuple(
+        return tuple(
             int(sizes[a] if a in sizes else self.model.cells[Column(a)][cell])
             for a in PLANNED_AXES
         )
-        self.steps[mesh] = min(step, self.steps.get(mesh, step))
+
+    def lacks(self) -> dict[Mesh, float]:
+        """Bytes that each mesh lacks at least, on a device and on its host."""
+        found: dict[Mesh, float] = {}
+        for cases, over, host in self.lacking(self.placements()[0]):
+            lack = over + host
+            for index in np.argsort(lack, kind="stable").tolist():
+                found.setdefault(self._mesh(cases, index), float(lack[index]))
+        return found

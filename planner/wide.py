@@ -559,17 +559,8 @@ class WideSearch:
             The case, bytes that it lacks on a device (none below 0), and on its host.
         """
         placement = self.placements()[0]
-        frames = self._frames(placement)
-        full = len(self.model.policies) - 1
-        options = self._offloads()
         best: tuple[float, float, Frames] | None = None
-        for start in range(0, len(frames), LAST_BLOCK):
-            some = frames.take(np.arange(start, min(start + LAST_BLOCK, len(frames))))
-            cases = some.with_options([0, full], self._zeros(), options)
-            found = self._weigh(placement, cases)
-            over = np.maximum(0.0, found.memory_bytes - self.cluster.memory_bytes)
-            room = min(k.host_memory_bytes or math.inf for k in self.cluster.kinds)
-            host = np.maximum(0.0, found.host - room)
+        for cases, over, host in self.lacking(placement):
             index = int((over + host).argmin())
             if best is None or over[index] + host[index] < best[0] + best[1]:
                 chosen = cases.take(np.array([index]))
@@ -577,6 +568,22 @@ class WideSearch:
         assert best is not None  # something was covered
         exact, counts = self._exact(placement, best[2])
         return self._case(placement, best[2], exact, counts, 0), best[0], best[1]
+
+    def lacking(self, placement: Placement) -> Iterator[tuple[Frames, Array, Array]]:
+        """Cases that spare most memory, and bytes that they lack on devices and hosts.
+
+        Args:
+            placement: kinds of devices.
+        """
+        frames = self._frames(placement)
+        full = len(self.model.policies) - 1
+        room = min(k.host_memory_bytes or math.inf for k in self.cluster.kinds)
+        for start in range(0, len(frames), LAST_BLOCK):
+            some = frames.take(np.arange(start, min(start + LAST_BLOCK, len(frames))))
+            cases = some.with_options([0, full], self._zeros(), self._offloads())
+            found = self._weigh(placement, cases)
+            over = np.maximum(0.0, found.memory_bytes - self.cluster.memory_bytes)
+            yield cases, over, np.maximum(0.0, found.host - room)
 
 
 def ranked(cases: Sequence[Case]) -> list[Case]:

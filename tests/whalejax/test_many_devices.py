@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -20,7 +21,7 @@ from whalejax.planner.search import PLANNED_AXES, Search
 decide: Any = importlib.import_module("whalejax.planner.decide")
 
 
-def planned(name: str, cluster: str, batch: int, **options: Any) -> Plan:
+def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) -> Plan:
     job = models.job(name)
     return wh.plan(
         job.loss_fn,
@@ -62,7 +63,7 @@ def test_meshes_obey_what_is_fixed() -> None:
     assert plan.num_devices == 128
 
 
-def test_where_nothing_promising_fits_every_mesh_is_looked_at(
+def test_where_the_promising_do_not_fit_every_mesh_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -74,3 +75,19 @@ def test_where_nothing_promising_fits_every_mesh_is_looked_at(
     monkeypatch.setattr(decide, "promising", nothing)
     assert planned("gpt-test", "a100-80:8x8", 64).num_devices == 64
     assert asked
+
+
+def test_where_nothing_fits_the_nearest_is_named_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = wh.cluster("a100-80:8x8")
+    kind = dataclasses.replace(small.kinds[0], memory_bytes=40_000)
+    node = dataclasses.replace(small.nodes[0], kind=kind)
+    small = dataclasses.replace(small, nodes=(node,) * len(small.nodes))
+    needed = []
+    for many in (shortlist.MANY, 10**9):
+        monkeypatch.setattr(decide, "MANY", many)
+        with pytest.raises(wh.PlanError, match="needs") as caught:
+            planned("gpt-test", small, 64, offload=())
+        needed.append(str(caught.value).partition(" plans we")[0][:-2])
+    assert needed[0] == needed[1]
