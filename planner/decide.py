@@ -196,14 +196,15 @@ def searches(
     known = {} if known is None else known
     fixed = dict(request.mesh or {})
     every = meshes(request.num_devices, fixed.get("context", 1))
-    if sum(fixed.items() <= mesh.items() for mesh in every) > MANY:
+    count = sum(fixed.items() <= mesh.items() for mesh in every)
+    if count > MANY:
         graphs = [*_unlike(graph, request, again)]
         among, bound = promising(graphs, cluster, request)
         some = dataclasses.replace(request, among=among)
         few = _Searches(graph, cluster, some, again, known, bound)
         found = few.all() if among else []
         fits = any(scored.fits for _, one in found for scored in one.scored)
-        if fits or (found and bound == math.inf):
+        if fits or (found and (bound == math.inf or count > 4 * MANY)):
             return found
     return _Searches(graph, cluster, request, again, known).all()
 

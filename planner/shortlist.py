@@ -21,7 +21,9 @@ from whalejax.planner.frames import Frames
 from whalejax.planner.graph import Graph
 from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column
+from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.weigh import Weighed
 from whalejax.planner.wide import NoMeshError, WideSearch
 
@@ -98,6 +100,17 @@ class _Search(WideSearch):
 
     def _limit(self) -> float:
         return self.tally.best * (1 + SLACK)
+
+    def _offloads(self) -> list[int]:
+        """Without what no executor keeps in host memory, or this optimizer cannot."""
+        hosted = Hosted() if self.request.hosted is None else self.request.hosted()
+        never = {"gradients"}
+        if not hosted.params:
+            never.add("params")
+        if not any(hosted.state.values()):
+            never.add("optimizer")
+        bits = sum(1 << OFFLOADS.index(name) for name in never)
+        return [one for one in super()._offloads() if not one & bits] or [0]
 
     def _keep(
         self,
