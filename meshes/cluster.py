@@ -164,11 +164,12 @@ class Cluster(Shown):
         compiler = self.compiler.under(options)
         return dataclasses.replace(self, compiler=compiler)
 
-    def part(self, num_devices: int) -> Cluster:
-        """The first devices of it, as one of the equal parts that it is cut into.
+    def part(self, num_devices: int, first: int = 0) -> Cluster:
+        """Devices that follow each other, as one of the equal parts it is cut into.
 
         Args:
             num_devices: of a part; divides the devices, or those that are used.
+            first: number of the first device.
 
         Raises:
             WhaleError: the links join no such number.
@@ -186,13 +187,13 @@ class Cluster(Shown):
                 size = min(level.size, left)
             levels.append(dataclasses.replace(level, size=size))
             left //= size
-        nodes, left = [], num_devices
+        nodes, start, end = [], 0, first + num_devices
         for node in self.nodes:
-            if left:
-                count = min(node.count, left)
+            count = min(start + node.count, end) - max(start, first)
+            if count > 0:
                 nodes.append(dataclasses.replace(node, count=count))
-                left -= count
-        links = tuple(row[:num_devices] for row in self.links[:num_devices])
+            start += node.count
+        links = tuple(row[first:end] for row in self.links[first:end])
         return dataclasses.replace(
             self, nodes=tuple(nodes), levels=tuple(levels), links=links
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.decide import Analysed, searches
@@ -14,7 +15,15 @@ from whalejax.planner.schedules import Schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
 from whalejax.planner.segments import Segments
-from whalejax.planner.shared import STAGE, devices_of_stage
+from whalejax.planner.shared import STAGE
+from whalejax.planner.stage_kinds import (
+    Allotted,
+    Ground,
+    allot,
+    by_memory,
+    grounds,
+    unlike,
+)
 from whalejax.planner.stage_models import places_of, stage_graph
 from whalejax.planner.stages import Stage, cut
 from whalejax.planner.turns import handed_seconds
@@ -73,11 +82,15 @@ class Cut:
         division: what each part runs.
         paces: about how long each takes for a micro-batch.
         graphs: the model of each stage.
+        grounds: the devices of each stage.
+        allotted: how unlike devices share out the model; None where they are alike.
     """
 
     division: Division
     paces: tuple[float, ...]
     graphs: tuple[Graph, ...]
+    grounds: tuple[Ground, ...]
+    allotted: Allotted | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,51 +107,115 @@ class Cuts:
     units: Units
     cluster: Cluster
     marked: bool
-    _found: dict[tuple[int, int], Cut] = field(default_factory=dict)
+    _found: dict[tuple[object, ...], Cut] = field(default_factory=dict)
+    _chains: dict[tuple[object, ...], Segments] = field(default_factory=dict)
 
-    def of(self, table: Schedule, request: Request) -> Cut:
+    def of(
+        self,
+        table: Schedule,
+        request: Request,
+        reserved: Mapping[str, float] | None = None,
+    ) -> Cut:
         """The model in the parts of a schedule.
 
         Args:
             table: the schedule.
             request: what is asked of the whole model on the devices of one stage.
+            reserved: by the name of a kind, bytes of a device that are no layer's.
 
         Raises:
             TooFewParts: it has fewer parts.
+            PlanError: devices of unlike kinds have no whole stages.
         """
-        key = table.num_stages, table.num_chunks
+        reserved = reserved or {}
+        key: tuple[object, ...] = table.num_stages, table.num_chunks
+        if not self.cluster.is_uniform:  # what fits where depends on all of these
+            key = *key, table.num_micro_batches, *sorted(reserved.items())
         if key not in self._found:
-            self._found[key] = self._cut(table, request)
+            self._found[key] = self._cut(table, request, reserved)
         return self._found[key]
 
-    def _cut(self, table: Schedule, request: Request) -> Cut:
-        stages = table.num_stages
-        part = devices_of_stage(self.cluster, request.num_devices, stages)
-        laid = laid_out(self.graph, part, request)
-        best = min(laid, key=lambda one: one.scored.time.step_seconds)
-        mesh = {STAGE: table.num_stages, **best.scored.mesh}
-        segments = Segments(
-            self.units,
-            best.analysed,
-            best.search,
-            best.scored,
-            lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
-        )
-        division, paces = self._division(segments, table, part)
-        chunks = table.num_chunks
+    def _cut(
+        self, table: Schedule, request: Request, reserved: Mapping[str, float]
+    ) -> Cut:
+        stages, chunks = table.num_stages, table.num_chunks
+        lying = grounds(self.graph, self.cluster, request.num_devices, stages)
+        segments = self._segments(lying, request, stages)
+        first = next(iter(segments.values()))
+        allotted = None
+        if unlike(lying):
+            division, allotted = self._allotted(segments, table, lying, reserved)
+            paces = allotted.placed.cut.seconds
+            lying = tuple(lying[block] for block in allotted.placed.order)
+        else:
+            division, paces = self._division(first, table, lying[0].cluster)
         return Cut(
             division=division,
             paces=paces,
             graphs=tuple(
                 stage_graph(
                     self.graph,
-                    best.analysed.dims,
+                    first.analysed.dims,
                     division,
                     places_of(stage, stages, chunks),
                 )
                 for stage in range(stages)
             ),
+            grounds=lying,
+            allotted=allotted,
         )
+
+    def _segments(
+        self, lying: tuple[Ground, ...], request: Request, stages: int
+    ) -> dict[str, Segments]:
+        """What lies between borders on each kind, all in the layout of the first."""
+        found = {}
+        for ground in by_memory(lying):
+            name = ground.kind.name
+            key = stages, name, request.num_micro_batches
+            if key not in self._chains:
+                laid = laid_out(self.graph, ground.cluster, request)
+                best = min(laid, key=lambda one: one.scored.time.step_seconds)
+                self._chains[key] = self._segments_of(best, stages)
+            found[name] = self._chains[key]
+            scored = found[name].scored
+            request = replace(request, mesh=scored.mesh, zero=scored.zero)
+        return found
+
+    def _segments_of(self, best: Laid, stages: int) -> Segments:
+        mesh = {STAGE: stages, **best.scored.mesh}
+        return Segments(
+            self.units,
+            best.analysed,
+            best.search,
+            best.scored,
+            lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
+        )
+
+    def _allotted(
+        self,
+        segments: Mapping[str, Segments],
+        table: Schedule,
+        lying: tuple[Ground, ...],
+        reserved: Mapping[str, float],
+    ) -> tuple[Division, Allotted]:
+        """The model in parts, one for each stage, on devices of unlike kinds."""
+        first = next(iter(segments.values()))
+        chains = {name: one.layers for name, one in segments.items()}
+        division = None
+        if self.marked:
+            division = divided_by_marks(self.units, self.units.labels(self.graph))
+            chains = {name: one.layers_of(division) for name, one in segments.items()}
+        elif len(first.layers) < table.num_stages:
+            raise _too_few(table, len(first.layers))
+        try:
+            found = allot(chains, lying, table, reserved)
+        except PlanError:
+            # What fits is said by the search of each stage, which knows more.
+            roomy = dict.fromkeys(segments, -float("inf"))
+            found = allot(chains, lying, table, roomy)
+        starts = first.starts(found.placed.cut.counts)
+        return division or divided(self.units, starts), found
 
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster
@@ -157,16 +234,21 @@ class Cuts:
         ]
         layers = segments.layers
         if len(layers) < len(places):
-            raise TooFewParts(
-                f"stage is {table.num_stages}"
-                + (f" with {table.num_chunks} parts each" if held else "")
-                + f", and the model can be cut into at most {len(layers)} parts that "
-                "read parameters of their own (loops and checkpointed regions are not "
-                f"cut). Use at most {max(1, len(layers) // table.num_chunks)}"
-            )
+            raise _too_few(table, len(layers))
         try:
             found = cut(layers, places)
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
             found = cut(layers, [Stage()] * len(places))
         return divided(self.units, segments.starts(found.counts)), found.seconds
+
+
+def _too_few(table: Schedule, parts: int) -> TooFewParts:
+    chunks = table.num_chunks
+    return TooFewParts(
+        f"stage is {table.num_stages}"
+        + (f" with {chunks} parts each" if chunks > 1 else "")
+        + f", and the model can be cut into at most {parts} parts that "
+        "read parameters of their own (loops and checkpointed regions are not "
+        f"cut). Use at most {max(1, parts // chunks)}"
+    )

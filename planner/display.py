@@ -127,7 +127,7 @@ def _step(plan: Plan, width: int | None) -> list[Line]:
 
 
 def _memory(plan: Plan, width: int | None) -> list[Line]:
-    total, limit = plan.memory.total_bytes, plan.cluster.memory_bytes
+    total, limit = plan.memory.total_bytes, plan.room_bytes
     head = (
         f"{gigabytes(total)} of {gigabytes(limit)} ({total / limit:.1%}) per device "
         "predicted"

@@ -106,21 +106,25 @@ def foresee(
         offload=best.offload,
         sequence_parallel=best.case.variant.sequence_parallel,
     )
-    try:
-        plan = decide(
-            graph,
-            cluster,
-            request,
-            precision=precision,
-            batch=batch,
-            again=again,
-            known=known,
-        )
-    except PlanError:
-        # What runs today holds more memory than an executor has to.
-        return estimate
-    notes = (*plan.notes, _proof(search))
-    return dataclasses.replace(plan, candidates=estimate.candidates, notes=notes)
+    # With all else given, logits in parts save memory and no time.
+    for chunks in (1, None):
+        asked = dataclasses.replace(request, loss_chunks=chunks)
+        try:
+            plan = decide(
+                graph,
+                cluster,
+                asked,
+                precision=precision,
+                batch=batch,
+                again=again,
+                known=known,
+            )
+        except PlanError:
+            continue
+        notes = (*plan.notes, _proof(search))
+        return dataclasses.replace(plan, candidates=estimate.candidates, notes=notes)
+    # What runs today holds more memory than an executor has to.
+    return estimate
 
 
 def _check_stages(graph: Graph) -> None:

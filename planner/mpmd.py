@@ -9,7 +9,7 @@ all of them take together.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,11 +35,12 @@ from whalejax.planner.plan import (
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.search import ranked
-from whalejax.planner.shared import STAGE, devices_of_stage
+from whalejax.planner.shared import STAGE
 from whalejax.planner.simulate import simulate
+from whalejax.planner.stage_kinds import Allotted, notes
 from whalejax.planner.stage_models import places_of, tensors_of
 from whalejax.planner.staging import candidates, check_stages
-from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.terms import Remat, TimeTerms
 from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
 from whalejax.planner.written import written
 
@@ -56,6 +57,9 @@ split backward was measured to take 1.09 of a whole one's time of the processor.
 
 CHUNKS = 2
 """Parts of the model on each stage, where a schedule interleaves them."""
+
+MOST_CUTS = 4
+"""Cuts that are tried for stages on unlike kinds, until every stage fits."""
 
 COUNTS = (2, 4, 8)
 """Micro-batches that are weighed, for each stage."""
@@ -92,12 +96,8 @@ def decide_mpmd(
     del again
     stages = piped.mesh[STAGE]
     check_stages(request, stages, most=request.num_devices)
-    if marked and piped.schedule == "interleaved":
-        raise PlanError(
-            "the schedule interleaved gives each stage several parts of the model, and "
-            "marks give it one. Drop the marks and give num_stages, or take another "
-            "schedule"
-        )
+    if piped.schedule == "interleaved":
+        _check_interleaved(marked, cluster)
     found: list[_Weighed] = []
     problem: PlanError | None = None
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
@@ -136,6 +136,21 @@ def decide_mpmd(
     return best.plan(request, precision, batch, graph, found)
 
 
+def _check_interleaved(marked: bool, cluster: Cluster) -> None:
+    """Refuse several parts of the model on each stage where it has one."""
+    if marked:
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "marks give it one. Drop the marks and give num_stages, or take another "
+            "schedule"
+        )
+    if not cluster.is_uniform:
+        raise PlanError(
+            "the schedule interleaved gives each stage several parts of the model, and "
+            "stages on devices of unlike kinds have one each. Take another schedule"
+        )
+
+
 def _slow(one: _Weighed) -> tuple[bool, float]:
     """What makes a plan worse than another: that it lacks memory, then its time.
 
@@ -152,7 +167,7 @@ def _other_schedules(best: _Weighed) -> Iterator[_Weighed]:
         ask = replace(best.ask, schedule=name)
         if name != "interleaved":
             yield ask.of(best)
-        elif not (ask.cuts.marked or ask.count % ask.stages):
+        elif not (ask.cuts.marked or ask.count % ask.stages or best.allotted):
             with contextlib.suppress(PlanError):
                 yield ask.weighed()
 
@@ -218,20 +233,30 @@ class _Ask:
 
     def weighed(self) -> _Weighed:
         """The plan: of each stage the fastest layout that fits."""
-        table, devices = self.table, self.one.num_devices
-        part = devices_of_stage(self.cluster, devices, self.stages)
-        found = self.cuts.of(table, self.one)
-        limit = self.cluster.memory_bytes
+        one = self._in(self.cuts.of(self.table, self.one))
+        reserved: dict[str, float] = {}
+        for _ in range(MOST_CUTS):
+            if one.fits or one.allotted is None:
+                break
+            before, reserved = reserved, one.reserved(reserved)
+            if reserved == before:
+                break
+            one = self._in(self.cuts.of(self.table, self.one, reserved))
+        return one
+
+    def _in(self, found: Cut) -> _Weighed:
+        """The plan with one cut."""
         chosen = []
-        for stage in range(table.num_stages):
-            laid = self._stage(found, stage, part)
+        for stage, ground in enumerate(found.grounds):
+            laid = self._stage(found, stage, ground.cluster)
+            limit = ground.cluster.memory_bytes
             fitting = [x for x in laid if x.scored.memory.total_bytes <= limit]
             if fitting:
                 best = ranked([one.scored for one in fitting])[0]
                 chosen.append(next(one for one in fitting if one.scored is best))
             else:
                 chosen.append(min(laid, key=lambda x: x.scored.memory.total_bytes))
-        return _Weighed(self, found.division, found.paces, chosen)
+        return _Weighed(self, found, chosen)
 
     def of(self, other: _Weighed) -> _Weighed:
         """The same layouts under another schedule of as many parts."""
@@ -240,7 +265,7 @@ class _Ask:
         for laid, held in zip(other.chosen, table.in_flight, strict=True):
             memory = laid.search.memory_of(laid.scored, max(1.0, held))
             chosen.append(replace(laid, scored=replace(laid.scored, memory=memory)))
-        return _Weighed(self, other.division, other.paces, chosen)
+        return _Weighed(self, other.found, chosen)
 
     def _stage(self, found: Cut, stage: int, part: Cluster) -> list[Laid]:
         """The layouts of one stage on its devices."""
@@ -281,31 +306,49 @@ class _Weighed:
     Attributes:
         ask: what it answers.
         table: who does what when.
-        division: the model in parts.
+        found: the model in parts.
         chosen: the layout of each stage.
         turns: of each, what a micro-batch takes.
         time, memory: predictions of a step.
         fits: every stage's memory is within its device's.
     """
 
-    def __init__(
-        self,
-        ask: _Ask,
-        division: Division,
-        paces: Sequence[float],
-        chosen: Sequence[Laid],
-    ) -> None:
+    def __init__(self, ask: _Ask, found: Cut, chosen: Sequence[Laid]) -> None:
         self.ask = ask
         self.table = ask.table
-        self.division = division
-        self.paces = paces
+        self.found = found
+        self.division: Division = found.division
+        self.paces = found.paces
         self.chosen = chosen
-        self.turns: list[Turn] = [turn_of(one.search, one.scored) for one in chosen]
-        self.memory: MemoryTerms = max(
-            (one.scored.memory for one in chosen), key=lambda m: m.total_bytes
+        self.turns = [
+            _measured(turn_of(one.search, one.scored), ground.ratio)
+            for one, ground in zip(chosen, found.grounds, strict=True)
+        ]
+        self.memory, self.room_bytes = max(
+            (
+                (one.scored.memory, ground.cluster.memory_bytes)
+                for one, ground in zip(chosen, found.grounds, strict=True)
+            ),
+            key=lambda pair: pair[0].total_bytes / pair[1],
         )
-        self.fits = self.memory.total_bytes <= ask.cluster.memory_bytes
+        self.fits = self.memory.total_bytes <= self.room_bytes
         self.time = self._time()
+
+    @property
+    def allotted(self) -> Allotted | None:
+        """How unlike devices share out the model."""
+        return self.found.allotted
+
+    def reserved(self, before: Mapping[str, float]) -> dict[str, float]:
+        """By kind, what stages need beside what the cut counts of their layers."""
+        assert self.allotted is not None
+        found = dict(before)
+        for one, ground, counted in zip(
+            self.chosen, self.found.grounds, self.allotted.needs_bytes, strict=True
+        ):
+            more = one.scored.memory.total_bytes - counted
+            found[ground.kind.name] = max(found.get(ground.kind.name, 0.0), more)
+        return found
 
     @property
     def slowest(self) -> int:
@@ -429,12 +472,32 @@ class _Weighed:
                 plans=tuple(plans),
                 paces=tuple(self._paces()),
                 handed_seconds=self._transfer_seconds(),
+                **self._lying(),
             ),
             time=self.time,
             memory=self.memory,
             candidates=candidates(weighed, self),
-            notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+            notes=(
+                *dict.fromkeys(note for plan in plans for note in plan.notes),
+                *([] if self.allotted is None else self._shared_out(graph)),
+            ),
         )
+
+    def _lying(self) -> dict[str, Any]:
+        """On which devices stages of unlike kinds lie, as plans keep it."""
+        lying = self.found.grounds
+        if self.allotted is None:
+            return {}
+        blocks = tuple(ground.block for ground in lying)
+        return {
+            "kinds": tuple(ground.kind.display_name() for ground in lying),
+            "blocks": () if blocks == tuple(range(len(blocks))) else blocks,
+        }
+
+    def _shared_out(self, graph: Graph) -> Iterator[str]:
+        assert self.allotted is not None
+        lying = sorted(self.found.grounds, key=lambda ground: ground.block)
+        return notes(lying, graph, self.allotted)
 
     def _stage_plan(
         self,
@@ -458,7 +521,7 @@ class _Weighed:
             laid.analysed,
             laid.search,
             [laid.scored],
-            self.ask.cluster.part(self.ask.one.num_devices),
+            self.found.grounds[stage].cluster,
             replace(request, state_bytes=0),
             precision,
             own,
@@ -478,8 +541,13 @@ def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf
     )
 
 
+def _measured(turn: Turn, ratio: float) -> Turn:
+    """A turn as it was measured to be, for so many times what is predicted."""
+    return replace(turn, ahead=times(turn.ahead, ratio), both=times(turn.both, ratio))
+
+
 def _too_large(one: _Weighed) -> NothingFits:
-    need, room = one.memory.total_bytes, one.ask.cluster.memory_bytes
+    need, room = one.memory.total_bytes, one.room_bytes
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
     return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "

@@ -73,6 +73,8 @@ class Stages:
             begins each part but the first; empty where ``stage`` marks say it.
         plans: of such stages, the plan of each on its own devices.
         kinds: device kind of each stage, where they differ.
+        blocks: of such stages with programs of their own, which of the equal parts of
+            the devices, in node order, each lies on; empty where they are in order.
         turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
             many of them some stage computes forward and backward; else 0.
         paces: predictions for each part along the model, in its order.
@@ -86,6 +88,7 @@ class Stages:
     starts: tuple[str, ...] = ()
     plans: tuple[Plan, ...] = ()
     kinds: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
     turns: int = 0
     ahead: int = 0
     back: int = 0
@@ -97,10 +100,14 @@ class Stages:
         layers = self.layers
         parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
         if not layers:
-            return f"{self.schedule}{parts}, {self._from()}"
+            return f"{self.schedule}{parts}, {self._from()}{self._on()}"
         each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
-        on = f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
+        on = self._on()
         return f"{self.schedule}{parts}, {each} layers each{on}"
+
+    def _on(self) -> str:
+        """Its kinds of devices, where there are several."""
+        return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
 
     def _from(self) -> str:
         """Where its parts begin."""
@@ -232,6 +239,12 @@ class Plan(Pictured):
     def apart(self) -> tuple[Plan, ...]:
         """The plans of stages with programs of their own; empty without such."""
         return () if self.stages is None else self.stages.plans
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory of a device of those that ``memory`` is predicted for."""
+        own = (plan for plan in self.apart if plan.memory == self.memory)
+        return next(own, self).cluster.memory_bytes
 
     @property
     def replica(self) -> Plan:

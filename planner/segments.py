@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -145,16 +145,40 @@ class Segments:
 
     def seconds_of(self, division: Division) -> tuple[float, ...]:
         """About how long each part takes for a micro-batch."""
-        sizes: dict[int, int] = defaultdict(int)
-        for index in range(len(self.units.units)):
-            sizes[self.segment_of(index)] += 1
         return tuple(
-            sum(
-                self.seconds[segment] / sizes[segment]
-                for segment in map(self.segment_of, part.units)
-            )
-            for part in division.parts
+            sum(self.seconds[i] * share for i, share in each.items())
+            for each in self._shares(division)
         )
+
+    def layers_of(self, division: Division) -> list[Layer]:
+        """The parts of a division as links of a chain."""
+        found = []
+        for each in self._shares(division):
+            links = [(self.layers[i], share) for i, share in each.items()]
+            found.append(
+                Layer(
+                    seconds=sum(x.seconds * share for x, share in links),
+                    static_bytes=sum(x.static_bytes * share for x, share in links),
+                    activation_bytes=sum(
+                        x.activation_bytes * share for x, share in links
+                    ),
+                    transfer_seconds=links[-1][0].transfer_seconds if links else 0.0,
+                )
+            )
+        return found
+
+    def _shares(self, division: Division) -> list[dict[int, float]]:
+        """Of each part, how much it has of which segments, by operations."""
+        sizes = Counter(map(self.segment_of, range(len(self.units.units))))
+        return [
+            {
+                segment: count / sizes[segment]
+                for segment, count in sorted(
+                    Counter(map(self.segment_of, part.units)).items()
+                )
+            }
+            for part in division.parts
+        ]
 
     def _static_bytes(self) -> list[float]:
         """Parameters, gradients and optimizer state, where they are read first."""

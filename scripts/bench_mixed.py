@@ -27,14 +27,29 @@ find their shares of 128 micro-batches in 20 steps:
     shares_off               the largest distance between them, relative
     shares_off_of_believed   the same from the speeds that the run itself measured
 
+With ``--pipeline`` the two processes are the stages of a pipeline, the second under a
+quota of 50 percent. Each times a micro-batch of the model; the planner chooses stages,
+micro-batches and schedule from that, and the same with stages cut as for devices alike
+is run in turn. For gpt and bert:
+
+    pipeline_NAME            equal layers' step over the chosen one's (median of pairs)
+    pipeline_NAME_low, _high quartiles of the pairs
+    pipeline_NAME_ratio      of the two speeds, as timed
+    pipeline_NAME_count      micro-batches that the planner chose
+    pipeline_NAME_compilations
+                             in the steps behind the first: none
+
     python scripts/bench_mixed.py [--quotas 50,33,25] [--rounds 9]
     python scripts/bench_mixed.py --disturb [--seconds 120]
     python scripts/bench_mixed.py --several 70,50,30,20
+    python scripts/bench_mixed.py --pipeline [--rounds 9]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import random
@@ -74,6 +89,15 @@ SEVERAL_STEPS = 20
 WINDOW = 30.0
 CURVE = 20
 
+DEEP = {**SHORT, "layers": 4}
+"""Of --pipeline: enough layers to share out."""
+
+DEEP_SAMPLES = 64
+"""Of a global batch of --pipeline."""
+
+TIMED_SAMPLES = 8
+"""Of a micro-batch that is timed."""
+
 
 def main() -> None:
     """Start both processes, or be one of them."""
@@ -82,6 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="timed pairs")
     parser.add_argument("--disturb", action="store_true", help="load comes and goes")
     parser.add_argument("--several", default="", help="quotas of as many processes")
+    parser.add_argument("--pipeline", action="store_true", help="stages, not replicas")
     parser.add_argument("--seconds", type=float, default=120.0, help="of --disturb")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -128,6 +153,9 @@ def _work(arguments: argparse.Namespace) -> None:
         elif arguments.several:
             quota.set(_quotas(arguments)[arguments.process])
             found.update(_several())
+        elif arguments.pipeline:
+            for name in ("gpt", "bert"):
+                found.update(_piped(name, arguments, quota))
         else:
             run = _Run(SIZES)
             for percent in map(int, arguments.quotas.split(",")):
@@ -332,6 +360,133 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
         f"of_integer_ideal_{percent}": round(ideal / step, 4),
         f"shares_{percent}": list(found),
     }
+
+
+class _Piped:
+    """A training run in two stages, one in each process."""
+
+    def __init__(self, name: str, cluster: Any, schedule: str | None, **options: Any):
+        import jax
+        import optax
+
+        import whalejax as wh
+        from whalejax import jobs, models
+
+        job = models.job(f"{name}-test", annotated=False, **DEEP)
+        self.batch = job.batch_at(0, DEEP_SAMPLES)
+        given: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
+        mark = wh.pipeline(num_stages=2, **given)
+
+        @functools.wraps(job.loss_fn)
+        def loss(*arguments: Any) -> Any:
+            with mark:
+                return job.loss_fn(*arguments)
+
+        model = jobs.abstract_model(job)
+        optimizer = optax.sgd(0.01, momentum=0.9)
+        self.plan = wh.plan(
+            loss, model, self.batch, optimizer=optimizer, cluster=cluster, **options
+        )
+        step = wh.compile(
+            self.plan, loss, model, optimizer=optimizer, devices=jax.devices()
+        )
+        self.trained: Any = step
+        self.state = step.init(job.make_model, rng=jax.random.key(0))
+
+    def step(self) -> float:
+        """Seconds of one step, to the last of it in both processes."""
+        import jax
+
+        _together("step")
+        start = time.perf_counter()
+        self.state, metrics = self.trained(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        _together("end")
+        return time.perf_counter() - start
+
+
+def _piped(name: str, arguments: argparse.Namespace, quota: Any) -> dict[str, Any]:
+    """Stages as the planner has them for two speeds, against equal ones."""
+    import numpy as np
+
+    quota.set(50 if arguments.process else 100)
+    cluster, ratio = _timed_kinds(name)
+    quota.set(100)
+    chosen = _Piped(name, cluster, None)
+    stages = chosen.plan.stages
+    assert stages is not None
+    alike = dataclasses.replace(cluster, nodes=cluster.nodes[:1] * 2)
+    count = chosen.plan.num_micro_batches
+    equal = _Piped(name, alike, stages.schedule, num_micro_batches=count)
+    for run in (chosen, equal):
+        run.step()
+    quota.set(50 if arguments.process else 100)
+    compiled = _count_compilations()
+    seconds: dict[str, list[float]] = {"chosen": [], "equal": []}
+    for _ in range(arguments.rounds):
+        seconds["equal"].append(equal.step())
+        seconds["chosen"].append(chosen.step())
+    pairs = zip(seconds["equal"], seconds["chosen"], strict=True)
+    ratios = [a / b for a, b in pairs]
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    key = f"pipeline_{name}"
+    if arguments.process == 0:
+        steps = [f"{_median(several)} {which}" for which, several in seconds.items()]
+        words = stages.words(), *chosen.plan.notes, f"step {', '.join(steps)}"
+        print(f"{name}:", *words, sep="\n  ", flush=True)
+    return {
+        key: round(float(middle), 4),
+        f"{key}_low": round(float(low), 4),
+        f"{key}_high": round(float(high), 4),
+        f"{key}_ratio": round(ratio, 4),
+        f"{key}_count": count,
+        f"{key}_compilations": len(compiled),
+    }
+
+
+def _timed_kinds(name: str) -> tuple[Any, float]:
+    """Both processes as a kind each, by a micro-batch timed in both at once."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from whalejax import models
+    from whalejax.meshes import cluster
+    from whalejax.meshes.cluster import Node
+    from whalejax.timing import with_timing
+
+    job = models.job(f"{name}-test", annotated=False, **DEEP)
+    two = cluster("cpu:2")
+    _, timed = with_timing(two.part(1), job, TIMED_SAMPLES)
+    mine = np.array([timed.seconds], np.float32)
+    every = multihost_utils.process_allgather(mine).ravel().tolist()
+    nodes = [
+        Node(
+            kind=dataclasses.replace(
+                two.kinds[0],
+                name=f"cpu-{index}",
+                label=f"CPU {index}",
+                timed_models=(dataclasses.replace(timed, seconds=seconds),),
+            ),
+            count=1,
+        )
+        for index, seconds in enumerate(every)
+    ]
+    return dataclasses.replace(two, nodes=tuple(nodes)), every[1] / every[0]
+
+
+def _count_compilations() -> list[str]:
+    """Grows by one whenever this process compiles a program."""
+    import jax
+
+    found: list[str] = []
+
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    return found
 
 
 def _median(seconds: list[float]) -> str:

@@ -7,6 +7,7 @@ subprocesses that tests start inherit it. Whatever the caller has set already is
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ for name in ("CI", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
     os.environ.pop(name, None)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
+
+# Traces make objects by the hundred thousand, and hardly any of them in circles.
+gc.set_threshold(50_000, 20, 20)
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -18,6 +18,7 @@ def _flags() -> tuple[str, ...]:
     flags = [
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
     ]
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
         # Later versions do not know it, and stop at a flag that they do not know.

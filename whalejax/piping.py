@@ -62,6 +62,11 @@ def decider(
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )
+    if (found or stages > 1) and isinstance(uneven, tuple):
+        raise PlanError(
+            f"shares is {list(uneven)} and stages are asked for: replicas that take "
+            "unlike shares have no stages. Drop shares, or the stages"
+        )
     if found:
         return _Staging(captured, asked).of_any_number, request
     if stages == 1 and uneven:
@@ -83,16 +88,19 @@ class _Staging:
         self.asked = asked
         self.traced = functools.cache(self._traced)
 
-    def __call__(self, graph: Graph, *arguments: Any, **options: Any) -> Plan:
+    def __call__(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
         """The plan of as many stages as are asked for."""
         asked, marked = self.asked, bool(_marked(self.captured))
-        why = _why_apart(self.captured, asked, marked)
+        why = _why_apart(self.captured, asked, marked, cluster)
         if not why:
-            return decide_stages(graph, *arguments, piped=asked, **options)
+            return decide_stages(graph, cluster, request, piped=asked, **options)
         try:
             plan = decide_mpmd(
                 graph,
-                *arguments,
+                cluster,
+                request,
                 piped=asked,
                 traced=self.traced,
                 marked=marked,
@@ -187,10 +195,12 @@ def _check_widths(graph: Graph) -> None:
         )
 
 
-def _why_apart(captured: Captured, asked: Asked, marked: bool) -> str:
+def _why_apart(captured: Captured, asked: Asked, marked: bool, cluster: Cluster) -> str:
     """Why stages have programs of their own; empty where one program runs them all."""
     if marked:
         return "marks say where the model is cut"
+    if not cluster.is_uniform:
+        return "devices are of several kinds, and one program runs on one kind"
     if asked.schedule not in (None, *LOCKSTEP):
         return f"one program for all stages does not follow {asked.schedule}"
     if _compat.open_jaxpr(captured.jaxpr)[0].effects:

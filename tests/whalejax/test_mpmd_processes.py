@@ -26,7 +26,7 @@ import numpy as np, optax
 import whalejax as wh
 from tests.whalejax.test_mpmd import Marked
 
-kept, schedule, where = sys.argv[5:8]
+kept, schedule, where, cluster = sys.argv[5:9]
 aside = where != "in order"
 job = Marked(schedule).job()
 model = jax.tree.map(lambda x: x.astype("float64"), job.make_model(jax.random.key(0)))
@@ -34,7 +34,7 @@ every = jax.devices()
 devices = [every[0], *every[3:5]] if where == "aside" else every
 tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
 plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
-               cluster=f"h100:{len(devices)}", num_micro_batches=6)
+               cluster=cluster, num_micro_batches=6)
 step = wh.compile(plan, job.loss_fn, model, optimizer=tx, devices=devices)
 assert (step._runner.moves._aside is not None) == aside
 alone = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=tx, precision="f32",
@@ -63,7 +63,7 @@ for part in ("params", "opt_state", "model"):
     worst = max(worst, *compare(getattr(state, part), getattr(expected, part)))
 batch = job.batch_at(3)
 moves, gate = step._runner.moves, threading.Event()
-if aside and jax.process_index() == 0:
+if aside and step._runner.here == [True, False, False]:
     # In an evaluation it only sends, and last of all the others hand something on:
     # it waits for its own hand-overs, which are made late.
     submit, settle = moves._aside.submit, moves.settle
@@ -90,29 +90,34 @@ exact = all(
 _, metrics = step(again, batch)
 _, wanted = single(expected, batch)
 worst = max(worst, apart(metrics["loss"], wanted["loss"]))
-print(json.dumps([plan.stages.executor, worst, exact, losses]), flush=True)
+found = [plan.stages.executor, worst, exact, losses, plan.stages.blocks]
+print(json.dumps(found), flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    "schedule, where, count",
+    "schedule, where, count, cluster",
     [
         # The stage in the middle lies in both.
-        pytest.param("1f1b", "in order", 2, marks=pytest.mark.full),
-        ("zb-h1", "aside", 2),  # each stage is in one of them
-        pytest.param("1f1b", "one each", 3, marks=pytest.mark.full),
+        pytest.param("1f1b", "in order", 2, "h100:6", marks=pytest.mark.full),
+        ("zb-h1", "aside", 2, "h100:3"),  # each stage is in one of them
+        # That in the first process is the last.
+        pytest.param("1f1b", "aside", 2, "p100-16:1+v100-32:2", marks=pytest.mark.full),
+        pytest.param("1f1b", "one each", 3, "h100:3", marks=pytest.mark.full),
     ],
 )
 def test_three_stages_of_several_processes(
-    schedule: str, where: str, count: int, tmp_path: Path
+    schedule: str, where: str, count: int, cluster: str, tmp_path: Path
 ) -> None:
     """They compute what the stages of one process do, which equal one device."""
     devices = 1 if where == "one each" else 3
     kept = tmp_path / "kept"
-    running = start(PROGRAM, kept, schedule, where, count=count, devices=devices)
+    given = kept, schedule, where, cluster
+    running = start(PROGRAM, *given, count=count, devices=devices)
     found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
-    for executor, worst, exact, losses in found:
+    for executor, worst, exact, losses, blocks in found:
         assert executor == "mpmd" and exact
+        assert bool(blocks) == ("+" in cluster)
         assert worst <= 1e-10
         assert losses == found[0][3]
 

@@ -10,10 +10,12 @@ from tests.processes import finish, start
 
 
 PROGRAM: Final = """
-import json
+import hashlib, json
 jax.config.update("jax_enable_x64", True)
 import numpy as np
 import whalejax as wh
+from whalejax.lowering import uneven
+from whalejax.lowering.ways import unwrapped
 from tests.whalejax.test_uneven import apart, dropping
 
 job = dropping()
@@ -59,7 +61,28 @@ step.rebalances = True
 for number in range(12):
     again, metrics = step(again, job.batch_at(number))
 jax.block_until_ready(metrics)
-print(json.dumps([worst, exact, losses, step.shares, step.seconds]), flush=True)
+
+# Processes that make unlike states, as unlike devices would, begin with the first's.
+def begun(mine):
+    def make(key):
+        return job.make_model(jax.random.fold_in(key, mine))
+
+    found = step.init(make, rng=jax.random.key(mine))
+    shards = [unwrapped(x).addressable_shards for x in jax.tree.leaves(found)]
+    copies = len(shards[0])
+    digests = [hashlib.sha256() for _ in range(copies)]
+    for several in shards:
+        for digest, shard in zip(digests, several, strict=True):
+            digest.update(np.asarray(shard.data).tobytes())
+    return sorted({digest.hexdigest() for digest in digests})
+
+unlike = begun(index)
+first = begun(0)
+uneven.several_kinds = lambda mesh: True
+alike = begun(index)
+begins = [unlike == first, alike == first]
+results = worst, exact, losses, step.shares, step.seconds, begins
+print(json.dumps(results), flush=True)
 """
 
 
@@ -67,7 +90,8 @@ def test_two_processes_with_three_replicas(tmp_path: Path) -> None:
     """Two replicas are the first's, and one the second's; then shares move."""
     running = start(PROGRAM, tmp_path / "kept", devices=2)
     found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
-    for worst, exact, losses, shares, seconds in found:
+    for index, (worst, exact, losses, shares, seconds, begins) in enumerate(found):
         assert worst <= 1e-10 and exact
-        assert [losses, shares, seconds] == found[0][2:]
+        assert [losses, shares, seconds] == found[0][2:5]
+        assert begins == [index == 0, True]
         assert sum(shares) == 8 and min(seconds) > 0

@@ -86,7 +86,7 @@ def _time(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     """Bars are parts of what a device has, so that what is free is seen too."""
-    memory, room = plan.memory, plan.cluster.memory_bytes
+    memory, room = plan.memory, plan.room_bytes
     pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
     rows = [*_term_rows([pair for pair in pairs if pair[1]], room, gigabytes)]
     left = room - memory.total_bytes

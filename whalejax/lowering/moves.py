@@ -56,7 +56,8 @@ class Moves:
             )
             for plan in self._apart.plans
         ]
-        self._agreement.check((self.order, layouts))
+        places = [[d.id for d in row] for row in self._apart.mesh.devices]
+        self._agreement.check((self.order, layouts, places))
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
         """An input of the loss on another stage; None if that is not here.

@@ -100,11 +100,14 @@ class Apart:
         self.captured = captured
         self._options: Any = dict(plan.compiler_options) or None
         self.plans = plan.stages.plans
-        self.meshes = _meshes(self.plans, devices)
+        self.mesh = stages_mesh(plan, devices)
+        self.meshes = [
+            own.mesh(list(row))
+            for own, row in zip(self.plans, self.mesh.devices, strict=True)
+        ]
         self.whole = [NamedSharding(m, PartitionSpec()) for m in self.meshes]
         self.here = [*map(is_here, self.whole)]
         check_compiler_options(self._options, self.whole[0], devices[0].platform)
-        self.mesh = stages_mesh(plan, devices)
         self._everywhere = NamedSharding(self.mesh, PartitionSpec())
         self.watch = Watch(alone=not self.mesh.is_multi_process)
         self.division = _division(plan, captured)
@@ -564,17 +567,9 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
         plan: one whose stages have programs of their own.
         devices: in node order.
     """
-    together = np.array(devices).reshape(len(plan.apart), -1)
-    return Mesh(together, ("stage", "device"))
-
-
-def _meshes(plans: Sequence[Plan], devices: Sequence[Any]) -> list[Mesh]:
-    """The devices of each stage, one after the other."""
-    found, first = [], 0
-    for plan in plans:
-        found.append(plan.mesh(list(devices[first : first + plan.num_devices])))
-        first += plan.num_devices
-    return found
+    assert plan.stages is not None
+    rows = np.array(devices).reshape(len(plan.apart), -1)
+    return Mesh(rows[list(plan.stages.blocks or range(len(rows)))], ("stage", "device"))
 
 
 def _division(plan: Plan, captured: Captured) -> Division:

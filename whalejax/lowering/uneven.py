@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.lowering.agreement import Agreement
+from whalejax.lowering.alike import as_first, several_kinds
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, Exchange
@@ -136,7 +137,15 @@ class Uneven:
             replica: jax.jit(whole, out_shardings=self._on(replica))(*arguments)
             for replica in self._mine
         }
+        if several_kinds(self.mesh):
+            self._agree()
+            places = {replica: self._on(replica) for replica in self._mine}
+            copies = as_first(copies, places, self.mesh, self._meshes)
         return self._joined(copies)
+
+    def _agree(self) -> None:
+        """Compare the plan with that of the other processes, the first time."""
+        self._agreement.check((self._plan.hash, self.shares))
 
     def _on(self, replica: int) -> TrainState:
         """The layouts of a state on one replica."""
@@ -164,7 +173,7 @@ class Uneven:
     def advance(
         self, state: TrainState, batch: MicroBatches
     ) -> tuple[TrainState, Metrics]:
-        self._agreement.check((self._plan.hash, self.shares))
+        self._agree()
         with self._watch.step():
             new, metrics = self._advance(state, batch)
         self._watch.issued(jax.tree.leaves((metrics, new.step)))
@@ -241,7 +250,7 @@ class Uneven:
         return self._balance.seconds
 
     def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
-        self._agreement.check((self._plan.hash, self.shares))
+        self._agree()
         with self._watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self._watch.issued(jax.tree.leaves(found))

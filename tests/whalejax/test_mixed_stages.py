@@ -1,0 +1,181 @@
+"""Pipelines whose stages lie on unlike kinds: what is planned, and that it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Final
+
+import jax
+import optax
+import pytest
+
+import whalejax as wh
+from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
+from whalejax import jobs, models
+from whalejax.meshes.kinds import TimedModel
+from whalejax.planner.timed import weights_hash
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
+
+TWO: Final = "p100-16:1+v100-32:1"
+
+
+def job_of(name: str = "gpt-test", **options: Any) -> wh.Job:
+    return models.job(name, batch_size=16, annotated=False, **{"layers": 2, **options})
+
+
+def planned(cluster: Any, job: wh.Job | None = None, **options: Any) -> wh.Plan:
+    job = job or job_of()
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0),
+        optimizer=optax.sgd(0.1),
+        cluster=cluster,
+        **{"mesh": {"stage": 2}, **options},
+    )
+
+
+def counts(plan: wh.Plan) -> dict[str, int]:
+    """Parts of the model by the kind that holds them, as the plan's note says."""
+    (note,) = [n for n in plan.notes if "parts of the model" in n]
+    return {kind: int(n) for n, kind in re.findall(r"(\d+) on (\S+) \(", note)}
+
+
+@pytest.mark.smoke
+def test_stages_of_two_kinds_compute_what_one_device_does() -> None:
+    """The kind that comes first holds the last stage."""
+    with jax.enable_x64(True):
+        wide = job_of(dtype="float64", param_dtype="float64")
+        cluster = "v100-32:1+p100-16:1"
+        one = on_one_device(wide, 4)
+        found = check(one, steps=2, devices=2, mesh={"stage": 2}, cluster=cluster)
+    stages = found.plan.stages
+    assert stages is not None and stages.executor == "mpmd"
+    assert stages.kinds == ("P100-16", "V100-32") and stages.blocks == (1, 0)
+    assert found.error <= FLOAT64_TOLERANCE
+    assert found.compilations == 1 and not found.recompiled
+    runner: Any = found.step._runner
+    first, second = jax.devices()[:2]
+    assert [mesh.devices.item() for mesh in runner.meshes] == [second, first]
+    again = wh.Plan.from_document(found.plan.document())
+    assert again == found.plan
+
+
+def test_the_plan_says_who_holds_what_and_what_that_gains() -> None:
+    plan = planned(TWO)
+    found = counts(plan)
+    assert found["V100-32"] > found["P100-16"] > 0
+    (note,) = [n for n in plan.notes if "equal layers" in n]
+    gain, bound = map(float, re.findall(r"([\d.]+)×", note))
+    assert 1 < gain <= bound
+    text = str(plan)
+    assert plan.stages is not None and " → ".join(plan.stages.kinds) in text
+    assert note in text
+    kinds = [one.cluster.kinds[0].display_name() for one in plan.apart]
+    assert kinds == [*plan.stages.kinds]
+    shares = [one.memory.total_bytes / one.cluster.memory_bytes for one in plan.apart]
+    assert plan.memory.total_bytes / plan.room_bytes == max(shares)
+
+
+def test_measured_times_decide_where_all_kinds_have_them() -> None:
+    """One kind is said to be slow by its data sheet, and was measured to be fast."""
+    before = planned(TWO)
+    weights = weights_hash(before.leaves)
+
+    def timed(ratios: dict[str, float]) -> wh.Cluster:
+        machine = wh.cluster(TWO)
+        nodes = [
+            dataclasses.replace(
+                node,
+                kind=dataclasses.replace(
+                    node.kind,
+                    timed_models=(
+                        TimedModel(
+                            weights=weights,
+                            samples=1,
+                            seconds=ratios[node.kind.name],
+                            predicted_seconds=1.0,
+                        ),
+                    )
+                    if node.kind.name in ratios
+                    else (),
+                ),
+            )
+            for node in machine.nodes
+        ]
+        return dataclasses.replace(machine, nodes=tuple(nodes))
+
+    after = planned(timed({"v100-32": 8.0, "p100-16": 1.0}))
+    assert counts(after)["V100-32"] < counts(after)["P100-16"]
+    assert after.time.step_seconds > before.time.step_seconds
+    assert any("stages: by this model's own samples" in n for n in after.notes)
+    some = planned(timed({"v100-32": 8.0}))
+    assert counts(some) == counts(before)
+    assert any("was not timed on P100-16" in n for n in some.notes)
+
+
+def test_a_fast_kind_with_little_memory_gets_what_fits() -> None:
+    """Stages are cut again until what a search knows of their memory fits too."""
+    job = job_of(layers=4)
+    machine = wh.cluster("v100-32:1+p100-16:1")
+
+    def limited(nbytes: int) -> wh.Cluster:
+        fast, slow = machine.nodes
+        small = dataclasses.replace(fast.kind, memory_bytes=nbytes)
+        return dataclasses.replace(
+            machine, nodes=(dataclasses.replace(fast, kind=small), slow)
+        )
+
+    options: Any = {"num_micro_batches": 4, "remat": "none"}
+    roomy = planned(machine, job, **options)
+    need = next(
+        one.memory.total_bytes
+        for one in roomy.apart
+        if one.cluster.kinds[0].name == "v100-32"
+    )
+    tight = planned(limited(need * 3 // 5), job, **options)
+    held = next(one for one in tight.apart if one.cluster.kinds[0].name == "v100-32")
+    assert held.memory.total_bytes <= need * 3 // 5
+    assert counts(tight)["V100-32"] < counts(roomy)["V100-32"]
+    assert tight.time.step_seconds > roomy.time.step_seconds
+    with pytest.raises(wh.WhaleError, match=r"needs .* on a device and there are"):
+        planned(limited(1000), job, **options)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh", "schedule", "words"),
+    [
+        (
+            "v100-32:1+p100-16:3",
+            {"stage": 2},
+            None,
+            r"devices 0 to 1, which one stage would lie on, are .*every kind has whole",
+        ),
+        (
+            TWO,
+            {"stage": 2},
+            "interleaved",
+            "stages on devices of unlike kinds have one",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said(
+    cluster: str, mesh: dict[str, int], schedule: str | None, words: str
+) -> None:
+    job = job_of()
+    mark = wh.pipeline(schedule=schedule or "auto")
+
+    def loss(model: Any, batch: Any) -> Any:
+        with mark:
+            return job.loss_fn(model, batch)
+
+    with pytest.raises(wh.WhaleError, match=words):
+        planned(cluster, dataclasses.replace(job, loss_fn=loss), mesh=mesh)
+
+
+def test_shares_beside_stages_are_refused() -> None:
+    with pytest.raises(wh.WhaleError, match=r"shares is \[3, 1\] and stages are asked"):
+        planned(TWO, shares=[3, 1])
