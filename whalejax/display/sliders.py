@@ -1,7 +1,7 @@
 """``Plan.what_if`` by hand: sliders in a notebook, and the plan that they lead to.
 
-Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; where no
-widgets are drawn (an exported page, a file) the plan that was last found is shown.
+Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; readers
+that know no widgets show the plan that was last found.
 """
 
 from __future__ import annotations
