@@ -6,12 +6,14 @@ to show it. This is the one door between them: nothing is imported until it is u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
     from whalejax.display.device_map import DeviceMap as DeviceMap
     from whalejax.display.memory import MemoryChart as MemoryChart
+    from whalejax.display.sliders import Sliders as Sliders
     from whalejax.display.timelines import StepTimeline as StepTimeline
 
 
@@ -47,3 +49,12 @@ def device_map(plan: Any, path: str, of: str) -> DeviceMap:
     from whalejax.display.device_map import device_map as made
 
     return made(plan, path, of)
+
+
+def sliders(
+    plan: Any, batches: Sequence[int] | None, clusters: Sequence[str]
+) -> Sliders:
+    """``Plan.sliders``."""
+    from whalejax.display.sliders import sliders as made
+
+    return made(plan, batches, clusters)

@@ -48,17 +48,23 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
         alike = (leaf.shape, leaf.dtype, *specs, leaf.hosted, home.axes)
         groups.setdefault((starred(leaf.path), *alike), []).append(leaf)
     rows = []
+    said: dict[tuple[object, ...], str] = {}  # thousands of rows cause the same
     for leaves in groups.values():
         leaf, count = leaves[0], len(leaves)
         home = stored.get(leaf.path, plan)
         local = leaf.nbytes // shards(leaf.param_spec, home.axis_sizes)
+        layouts = (leaf.compute_spec, leaf.param_spec, leaf.gradient_spec)
+        moved = (leaf.optimizer_spec, leaf.summed, leaf.gathers)
+        key = (id(home), leaf.nbytes, *layouts, *moved)
+        if key not in said:
+            said[key] = collective_words(collectives_of(home, leaf), home)
         rows.append(
             ParameterRow(
                 label=leaf.path if count == 1 else f"{starred(leaf.path)} ×{count}",
                 count=count,
                 leaf=leaf,
                 device_bytes=local * count,
-                collectives=collective_words(collectives_of(home, leaf), home),
+                collectives=said[key],
             )
         )
     return rows

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.meshes import displays
 
 
 if TYPE_CHECKING:
-    from whalejax.meshes.displays import DeviceMap, MemoryChart, StepTimeline
+    from whalejax.meshes.displays import DeviceMap, MemoryChart, Sliders, StepTimeline
 
 
 class Pictured(displays.Shown):
@@ -50,3 +51,24 @@ class Pictured(displays.Shown):
             WhaleError: there is no such layout.
         """
         return displays.device_map(self, path, of)
+
+    def sliders(
+        self, *, batches: Sequence[int] | None = None, clusters: Sequence[str] = ()
+    ) -> Sliders:
+        """``what_if`` by hand: sliders for batch and remat, a list of clusters.
+
+        Needs a notebook whose kernel runs, and the extra ``whalejax[notebook]``.
+
+        Args:
+            batches: numbers of samples to choose from; a quarter of the planned batch
+                to four times it if left out.
+            clusters: to choose from, beside the planned one, as text.
+
+        Returns:
+            What a notebook draws; its ``plan`` is the one that was last found.
+
+        Raises:
+            PlanError: the plan was read from a file, which holds no model.
+            WhaleError: ipywidgets is missing, or a batch is no number of samples.
+        """
+        return displays.sliders(self, batches, clusters)

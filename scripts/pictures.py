@@ -46,7 +46,7 @@ def pages() -> Iterator[tuple[str, int, str]]:
         target = Path(folder) / "chart.html"
         found.chart().save(target)
         yield "chart", 420, target.read_text()
-    yield "plan", 800, shown(found[0])
+    yield "plan", 816, shown(found[0])
     piped = found[0].what_if(mesh={"stage": 4, "fsdp": 4}, num_micro_batches=8)
     yield "timeline", 260, shown(piped.timeline())
 

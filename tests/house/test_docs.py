@@ -8,6 +8,8 @@ are looked up instead.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from typing import Final
 
 import pytest
 
+from whalejax import cli
 from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
@@ -109,14 +112,10 @@ def help_of() -> HelpOf:
     @cache
     def text(subcommand: str) -> str:
         words = [subcommand] if subcommand else []
-        done = subprocess.run(
-            [sys.executable, "-m", "whalejax", *words, "--help"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        return done.stdout if done.returncode == 0 else ""
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = cli.main([*words, "--help"])
+        return said.getvalue() if status == 0 else ""
 
     return text
 

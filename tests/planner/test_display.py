@@ -25,7 +25,12 @@ from whalejax.planner.differences import Shift, signed
 from whalejax.planner.display import plan_lines
 from whalejax.planner.explain import gigabytes, layout_text
 from whalejax.planner.lines import cells, line_cells, paragraph, plain, table
-from whalejax.planner.parameters import collectives_of, parameter_rows
+from whalejax.planner.parameters import (
+    collective_words,
+    collectives_of,
+    homes,
+    parameter_rows,
+)
 from whalejax.planner.plan import Plan
 
 
@@ -106,6 +111,24 @@ def test_collectives_of_a_parameter() -> None:
         "4 all-gather over fsdp, 2 reduce-scatter over fsdp, 2 all-reduce over data"
     )
     assert rows["blocks.*.norm.scale ×4"].collectives == "2 all-reduce over data+fsdp"
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_words_of_collectives_are_those_of_each_parameter(name: str) -> None:
+    """Rows share words; leaves that differ in one layout alone have their own."""
+    plan = PLANS[name]()
+    first = plan.leaves[0]
+    whole = ((),) * len(first.shape)
+    unlike = tuple(
+        dataclasses.replace(first, path=f"x{field}x", **{field: whole})
+        for field in ("compute_spec", "param_spec", "gradient_spec", "optimizer_spec")
+    )
+    plan = dataclasses.replace(plan, leaves=(*plan.leaves, *unlike))
+    stored = homes(plan)
+    for row in parameter_rows(plan):
+        home = stored.get(row.leaf.path, plan)
+        expected = collective_words(collectives_of(home, row.leaf), home)
+        assert row.collectives == expected
 
 
 def test_what_the_compiler_runs_instead_is_what_is_shown() -> None:

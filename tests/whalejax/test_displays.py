@@ -472,7 +472,10 @@ def test_the_chart_needs_no_network_and_leads_to_plans() -> None:
     html = bundle["text/html"]
     assert set(bundle) == {"text/html", "image/svg+xml", "text/plain"}
     html5lib: Any = pytest.importorskip("html5lib")
-    named = html5lib.parse(html, namespaceHTMLElements=False).iter()
+    # Without the programs, which take seconds to parse; tags keep what they would load.
+    bare = re.sub(r"(<script[^>]*>).*?(</script>)", r"\1\2", html, flags=re.DOTALL)
+    assert len(bare) < len(html) / 2
+    named = html5lib.parse(bare, namespaceHTMLElements=False).iter()
     addresses = [value for e in named for k, value in e.items() if k in ("src", "href")]
     assert not [address for address in addresses if not address.startswith("#")]
     links = {row["link"] for row in chart.rows} - {""}

@@ -1,0 +1,150 @@
+"""``Plan.what_if`` by hand: sliders in a notebook, and the plan that they lead to.
+
+Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; readers
+that know no widgets show the plan that was last found.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from whalejax.display.bundles import plan_html
+from whalejax.display.page import folded, fragment
+from whalejax.meshes.problems import WhaleError
+from whalejax.planner.plan import Plan
+from whalejax.planner.recompute import POLICIES
+
+
+_TIMES = (0.25, 0.5, 1, 2, 4)
+"""Batches that are offered, in units of the planned one."""
+
+_SAME = "as planned"
+"""What controls stand at first; ipywidgets take no None."""
+
+
+class Sliders:
+    """Controls, and the plan for what they stand at.
+
+    Attributes:
+        plan: the plan that was last found.
+        problem: why there is none for what the controls stand at; "" where there is.
+        controls: ``batch``, ``remat`` and ``cluster`` to their ipywidgets; setting the
+            ``value`` of one plans again.
+        widget: all of it, to be put among other widgets.
+    """
+
+    def __init__(
+        self, plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
+    ) -> None:
+        if plan.question is None:
+            plan.what_if()  # says that its model is missing
+        widgets = _needed()
+        self.plan, self.problem = plan, ""
+        self._first = plan
+        self._found: dict[tuple[tuple[str, Any], ...], Plan] = {(): plan}
+        self.controls: dict[str, Any] = {
+            "batch": widgets.SelectionSlider(
+                options=_sizes(plan, batches),
+                value=_SAME,
+                description="batch",
+                continuous_update=False,
+            ),
+            "remat": widgets.SelectionSlider(
+                options=[(_SAME, _SAME), *((name, name) for name in POLICIES)],
+                value=_SAME,
+                description="remat",
+                continuous_update=False,
+            ),
+            "cluster": widgets.Dropdown(
+                options=[
+                    (f"{plan.cluster.describe()} ({_SAME})", _SAME),
+                    *((name, name) for name in clusters),
+                ],
+                value=_SAME,
+                description="cluster",
+            ),
+        }
+        self._shown = widgets.HTML(fragment(self._html()))
+        self.widget = widgets.VBox([*self.controls.values(), self._shown])
+        for control in self.controls.values():
+            control.observe(self._moved, names="value")
+
+    def _moved(self, change: object) -> None:
+        """Plan for what the controls stand at, unless that was done before."""
+        del change
+        asked = {
+            name: control.value
+            for name, control in self.controls.items()
+            if control.value != _SAME
+        }
+        key = tuple(asked.items())
+        try:
+            if key not in self._found:
+                self._shown.value = fragment("<p>Planning …</p>")
+                self._found[key] = self._first.what_if(**asked)
+            self.plan, self.problem = self._found[key], ""
+        except WhaleError as error:
+            self.problem = str(error)
+        self._shown.value = fragment(self._html())
+
+    def _html(self) -> str:
+        if self.problem:
+            return f"<h3>No plan</h3><p>{escape(self.problem)}</p>"
+        html = plan_html(self.plan)
+        if self.plan is self._first:
+            return html
+        changes = f"<pre>{escape(str(self._first.diff(self.plan)))}</pre>"
+        return folded("What changes", changes, opened=True) + html
+
+    def __str__(self) -> str:
+        return self.problem or str(self.plan)
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, Any]:
+        drawn: dict[str, Any] = dict(self.widget._repr_mimebundle_())
+        html = fragment(self._html())
+        return {**drawn, "text/html": html, "text/plain": str(self)}
+
+
+def sliders(
+    plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
+) -> Sliders:
+    """The sliders of a plan; see ``Plan.sliders``."""
+    return Sliders(plan, batches, clusters)
+
+
+def _sizes(plan: Plan, batches: Sequence[int] | None) -> list[tuple[str, int | str]]:
+    """Labels and sizes of batches, in order; the planned one is ``_SAME``."""
+    planned = next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
+    if batches is None:
+        sizes = {int(planned * times) for times in _TIMES} if planned else set()
+    else:
+        sizes = {*batches}
+        wrong = [size for size in batches if not isinstance(size, int) or size < 1]
+        if wrong:
+            given = ", ".join(f"{size!r:.40}" for size in wrong)
+            raise WhaleError(
+                f"batches has {given}; expected numbers of samples, 1 or more each"
+            )
+    if planned is None:
+        return [(_SAME, _SAME), *((str(size), size) for size in sorted(sizes))]
+    return [
+        (f"{size} ({_SAME})", _SAME) if size == planned else (str(size), size)
+        for size in sorted({*sizes, planned} - {0})
+    ]
+
+
+def _needed() -> Any:
+    try:
+        return importlib.import_module("ipywidgets")
+    except ImportError as error:
+        raise WhaleError(
+            "sliders need ipywidgets, which is not installed. Install it with "
+            'pip install "whalejax[notebook]"; plan.what_if(batch=…) plans without it'
+        ) from error
