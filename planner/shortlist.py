@@ -34,7 +34,7 @@ MANY: Final = 40
 MOST: Final = 8
 """Promising meshes of one program that are looked at."""
 
-SLACK: Final = 0.1
+SLACK: Final = 0.3
 """A mesh is promising whose best plan is slower than the best by this part at most."""
 
 
