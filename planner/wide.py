@@ -40,7 +40,7 @@ from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, Links, Pricer, ideal
-from whalejax.planner.ranking import TIE, best_first
+from whalejax.planner.ranking import TIE, Tally, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
@@ -59,7 +59,7 @@ from whalejax.planner.weigh import (
 )
 
 
-FIRST_BLOCK, LAST_BLOCK = 256, 16384
+FIRST_BLOCK, LAST_BLOCK = 64, 16384
 """Frames that are looked at together: few while nothing is known, then more."""
 
 MOST_POLICIES = 81
@@ -100,28 +100,6 @@ class Case:
     row: int
 
 
-@dataclass(slots=True)
-class Tally:
-    """What a search did.
-
-    Attributes:
-        covered: cases that it chose among.
-        weighed: cases whose time was computed.
-        best: least step time so far.
-        bound: a lower bound on every case that was not weighed.
-    """
-
-    covered: int = 0
-    weighed: int = 0
-    best: float = math.inf
-    bound: float = math.inf
-
-    @property
-    def gap(self) -> float:
-        """By which part of its time the best could at most be beaten."""
-        return max(0.0, 1.0 - self.bound / self.best) if self.best < math.inf else 1.0
-
-
 class WideSearch:
     """One wide search over one captured model.
 
@@ -154,6 +132,8 @@ class WideSearch:
         self.tally = Tally()
         self.limits = self._limits()
         self.cases: list[Case] = []
+        # What frames go through first, and how many of the last came through each.
+        self._passed = {self._quick: 0.0, self._spared: 1.0}
 
     # What is searched.
 
@@ -352,7 +332,7 @@ class WideSearch:
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
             self._block(placement, frames.take(here))
-            at, size = at + size, min(2 * size, LAST_BLOCK)
+            at, size = at + size, min(4 * size, LAST_BLOCK)
             if at < len(order):
                 yield float(least[order[at]])
 
@@ -383,15 +363,12 @@ class WideSearch:
         return some * options
 
     def _block(self, placement: Placement, frames: Frames) -> None:
-        least = self._least_step(placement, frames, self.ideal, any_schedule=True)
-        frames = frames.take(least <= self._limit())
-        if not len(frames):
-            return
-        # Sharded optimizer state never takes more; sharded gradients may, a little.
-        zeros = self._zeros()[-2:]
-        corner = frames.with_options([0], zeros, self._choices().corners)
-        fits = self._may_fit(placement, corner, False, True)
-        frames = frames.take(fits.reshape(len(frames), -1).max(axis=1))
+        for sieve in sorted(self._passed, key=lambda sieve: self._passed[sieve]):
+            if not len(frames):
+                return
+            stay = sieve(placement, frames)
+            self._passed[sieve] = float(stay.mean())
+            frames = frames.take(stay)
         frames = ordered(frames, self._sizes)
         least = self._least_step(placement, frames, self.model, any_schedule=True)
         frames = ringed(frames.take(least <= self._limit()), self._sizes["context"])
@@ -414,6 +391,21 @@ class WideSearch:
             here = here[least[here] <= self._limit()]
             self._options(placement, frames.take(here))
             at, size = at + len(here), SOME
+
+    def _quick(self, placement: Placement, frames: Frames) -> Array:
+        """Which frames may be among the best, were all links as the fastest."""
+        least = self._least_step(placement, frames, self.ideal, any_schedule=True)
+        quick: Array = least <= self._limit()
+        return quick
+
+    def _spared(self, placement: Placement, frames: Frames) -> Array:
+        """Which frames memory may hold, under the options that spare most of it."""
+        # Sharded optimizer state never takes more; sharded gradients may, a little.
+        zeros = self._zeros()[-2:]
+        corner = frames.with_options([0], zeros, self._choices().corners)
+        fits = self._may_fit(placement, corner, False, True)
+        spared: Array = fits.reshape(len(frames), -1).max(axis=1)
+        return spared
 
     def _least_step(
         self,
