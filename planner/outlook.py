@@ -203,8 +203,7 @@ class _Rows:
     def policy(self, task_graph: int, *names: str) -> Array:
         """Rows in which a TaskGraph has one of some policies."""
         has = np.array([p.get(task_graph) in names for p in self.model.policies])
-        found: Array = has[self.frames.remat]
-        return found
+        return np.take(has, self.frames.remat)
 
 
 class _Inside(_Rows):
@@ -247,7 +246,8 @@ class _Inside(_Rows):
         for column in self.model.cells:
             if column.what == "bytes" and "data" not in column.axes:
                 for phase, seconds in traffic_seconds(self, column):
-                    if column.axes == ("context",) and column.place == LAYER:
+                    keys = column.axes == ("context",) and column.place == LAYER
+                    if keys and column.collective != "all-reduce":
                         self.context[phase] = self.context[phase] + seconds
                         continue
                     key = (0, column.place, phase, column.term)

@@ -352,7 +352,9 @@ class Pipeline:
                 continue
             axes = (*c.axes, "fsdp") if "data" in c.axes else c.axes
             once = self.collective(c.kind, axes, c.payload_bytes) * c.count
-            if c.axes == ("context",) and place == LAYER:
+            # Loss and statistics are summed when all is there; keys go round.
+            keys = c.axes == ("context",) and c.kind != "all-reduce"
+            if keys and place == LAYER:
                 context += once
             else:
                 seconds += once
