@@ -292,7 +292,10 @@ def test_a_trace_is_what_the_format_says(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_perfettos_own_trace_processor_counts_the_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", *STAGED])
+def test_perfettos_own_trace_processor_counts_the_rows(
+    kind: str, tmp_path: Path
+) -> None:
     perfetto: Any = pytest.importorskip("perfetto.trace_processor")
     kept = Path.home() / ".local/share/perfetto/prebuilts/trace_processor_shell"
     program = shutil.which("trace_processor_shell") or (kept.exists() and str(kept))
@@ -301,7 +304,7 @@ def test_perfettos_own_trace_processor_counts_the_rows(tmp_path: Path) -> None:
             "Perfetto's trace_processor_shell is neither on the path nor where PyPI's "
             f"perfetto keeps what it fetched ({kept}), and tests fetch nothing"
         )
-    line = staged("mpmd").timeline()
+    line = (plain() if kind == "plain" else staged(kind)).timeline()
     line.save(tmp_path / "trace.json")
     config = perfetto.TraceProcessorConfig(bin_path=program)
     path = str(tmp_path / "trace.json")
