@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whalejax.planner.frames import Frames, stacked
+from whalejax.planner.frames import Frames, agreeing, stacked
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array
 from whalejax.planner.weigh import Weighed
 
 
 PARAMS = 1 << OFFLOADS.index("params")
+ACTIVATIONS = 1 << OFFLOADS.index("activations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,13 @@ class Options:
     Attributes:
         remats: combinations of policies.
         zeros: levels over ``data``.
+        lightest: of these, each that computes something again, and of which no other
+            computes a part.
         offloads: sets of what lies in host memory, least first; bits of ``OFFLOADS``.
     """
 
     remats: Sequence[int]
+    lightest: Sequence[int]
     zeros: Sequence[int]
     offloads: Sequence[int]
 
@@ -44,6 +48,41 @@ class Options:
         """
         most = self.offloads[-1]
         return sorted({most, most & ~PARAMS})
+
+
+def worth_paying(
+    frames: Frames,
+    options: Options,
+    may_fit: Callable[[Frames], Array],
+    quick: Callable[[Frames], Array],
+) -> Frames:
+    """Frames that may be among the best, with what they must do to fit.
+
+    Where memory does not hold what the backward pass reads, some of that is computed
+    again or waits in host memory, and either takes time.
+
+    Args:
+        frames: nothing computed again, nothing in host memory.
+        options: for each of them.
+        may_fit: which frames memory of devices may hold.
+        quick: which frames may be among the best as they are.
+
+    Returns:
+        Some of them; where something must be computed again, with the least of it.
+    """
+    first, *_ = options.remats
+    others = sorted({bits & ~ACTIVATIONS for bits in options.corners})
+    kept = frames.with_options([first], options.zeros[-2:], others)
+    stay = may_fit(kept).reshape(len(frames), -1).max(axis=1)
+    remat = frames.remat.copy()
+    ways = [(first, ACTIVATIONS)] * any(b & ACTIVATIONS for b in options.offloads)
+    for again, bits in [*ways, *((policy, 0) for policy in options.lightest)]:
+        rest = np.flatnonzero(~stay)
+        if len(rest):
+            stay[rest] = quick(frames.take(rest).with_options([again], [0], [bits]))
+            if len(options.lightest) == 1:
+                remat[rest] = again
+    return replace(frames, remat=remat).take(stay)
 
 
 def weigh_options(
@@ -142,20 +181,17 @@ def _least(held: Array, offloads: Sequence[int]) -> Array:
 
 def _alike(frames: Frames) -> tuple[Array, Array]:
     """Frames that memory holds alike: the first of each, and which each is like."""
-    key = np.zeros(len(frames), dtype=np.int64)
-    for column in (
-        frames.cell,
-        frames.stage,
-        frames.data,
-        frames.fsdp,
-        frames.micro_batches,
-        frames.schedule,
-        frames.chunks,
-    ):
-        key = key * (int(column.max()) + 1) + column
-        key = np.unique(key, return_inverse=True)[1]
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse
+    return agreeing(
+        [
+            frames.cell,
+            frames.stage,
+            frames.data,
+            frames.fsdp,
+            frames.micro_batches,
+            frames.schedule,
+            frames.chunks,
+        ]
+    )
 
 
 def _cases(

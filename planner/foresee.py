@@ -45,6 +45,7 @@ from whalejax.planner.plan import (
 from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
+from whalejax.planner.space import Spaces
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.waiting import hosts_known, sliced_leaves
 from whalejax.planner.weigh import handed_seconds, part_seconds
@@ -66,6 +67,7 @@ def foresee(
     batch: Sequence[BatchLeaf] = (),
     again: Again | None = None,
     known: Known | None = None,
+    spaces: Spaces | None = None,
 ) -> Plan:
     """Choose how a model could run on a cluster, whether it can today or not.
 
@@ -76,6 +78,7 @@ def foresee(
         precision: noted in the plan.
         batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``.
         again, known: as for ``decide``.
+        spaces: what other searches of the same loss ranged over.
 
     Raises:
         PlanError: the marks cannot be obeyed, or nothing fits; the smallest missing
@@ -84,7 +87,7 @@ def foresee(
     check_marks(graph, request.num_devices)
     _check_stages(graph)
     try:
-        search = WideSearch(graph, cluster, request)
+        search = WideSearch(graph, cluster, request, spaces)
     except NoMeshError:
         raise _no_mesh(graph, cluster, request) from None
     found = search.run()

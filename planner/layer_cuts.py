@@ -11,6 +11,7 @@ import numpy as np
 
 from whalejax.planner.balance import pieces_at, smallest_pace
 from whalejax.planner.chain import FIRST, LAST, LAYER
+from whalejax.planner.frames import CHUNKS
 from whalejax.planner.outlook import PHASES, PLACES, Cases, Group
 from whalejax.planner.variants import Array
 
@@ -63,6 +64,19 @@ def cut_layers(cases: Cases) -> None:
         g.layers = np.where(g.count > 0, g.layers, 0.0)
         g.together = np.where(f.chunks > 1, 0.0, g.count * each - less)
         rank = rank + g.count * (each > 0)
+
+
+def fewest_layers(cases: Cases, group: Group) -> Array:
+    """Layers of a group's fullest stage, were they interleaved as suits it best."""
+    f, total = cases.frames, cases.model.layers
+    found = np.full(cases.number, np.inf)
+    for chunks in CHUNKS:
+        slots = f.stage * chunks
+        shares = chunks * (total // slots) + -(
+            -np.maximum(0, total % slots - group.index) // f.stage
+        )
+        found = np.where(slots <= total, np.minimum(found, shares), found)
+    return found
 
 
 def stage_pace(cases: Cases) -> tuple[Array, Array]:

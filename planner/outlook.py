@@ -16,6 +16,7 @@ of the two is worked out once for all that agree.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,30 +28,25 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.meshes.kinds import KEPT_BYTES
-from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.collectives import Spans, span_rates, spans_of
-from whalejax.planner.frames import ORDERS, SCHEDULES, Frames
+from whalejax.planner.chain import FIRST, LAST, LAYER
+from whalejax.planner.collectives import Spans, span_rates
+from whalejax.planner.frames import ORDERS, SCHEDULES, Frames, agreeing
 from whalejax.planner.layout import MESH_AXES
-from whalejax.planner.priced import Column, Columns, Stacked
+from whalejax.planner.priced import Column, Columns
 from whalejax.planner.schedules import most_in_flight
-from whalejax.planner.stored import Held
+from whalejax.planner.stored import Storage
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.variants import Array
 from whalejax.planner.waiting import exposed_seconds
+from whalejax.planner.wires import Rates, Wires
 
 
 PLACES = (FIRST, LAYER, LAST)
-
-HOLDERS = (*PLACES, ENDS, EVERYWHERE)
-"""Places where parameters lie."""
 
 PHASES = ("forward", "backward")
 
 TERMS = ("compute", "launch", "activation", "border", "parameter", "offload")
 """Terms of a stage's time for one micro-batch."""
-
-_INNERMOST = np.array([[MESH_AXES.index(a) for a in reversed(o)] for o in ORDERS])
-"""For each order, its axes innermost first, as indices into ``MESH_AXES``."""
 
 Seconds = dict[tuple[int, int, str, str], Array]
 """By kind of device, place, phase and term; of one layer at ``LAYER``."""
@@ -62,25 +58,64 @@ class Model:
 
     Attributes:
         cells: priced columns, one behind the other.
-        leaves: groups of leaves along the chain.
+        storage: how parameters are stored.
+        wires: rates of the cluster's links.
         layers: that stages divide.
         policies: for each combination, TaskGraph to its policy.
         cluster: the machine.
-        cast_bytes: bytes of a parameter as computed with, over its stored bytes.
         state_bytes: bytes of what is not trained.
         batch_bytes: of the global batch, as if all of it were sharded.
         optimizer_other_bytes: optimizer state that follows no parameter.
     """
 
     cells: Columns
-    leaves: Sequence[Stacked]
+    storage: Storage
+    wires: Wires
     layers: int
     policies: Sequence[Mapping[int, str]]
     cluster: Cluster
-    cast_bytes: float
     state_bytes: int
     batch_bytes: int
     optimizer_other_bytes: int
+
+    @functools.cached_property
+    def lightest(self) -> list[int]:
+        """Policies that compute something again, and none of which another does less.
+
+        What ``dots`` computes again the others do too.
+        """
+        again = [
+            frozenset(home for home, name in policy.items() if name != "none")
+            for policy in self.policies
+        ]
+        dots = [
+            index
+            for index, policy in enumerate(self.policies)
+            if again[index] and set(policy.values()) <= {"none", "dots"}
+        ]
+        return [
+            index
+            for index in range(1, len(self.policies))
+            if not any(
+                again[other] < again[index]
+                or (again[other] == again[index] and other < index)
+                for other in dots
+            )
+        ]
+
+    @functools.cached_property
+    def traffic(self) -> list[tuple[Column, tuple[str, ...], Array, Array]]:
+        """Columns of collectives on activations: axes, payload, and times of each."""
+        return [
+            (
+                column,
+                usual_axes(column.axes),
+                values,
+                self.cells[dataclasses.replace(column, what="times")],
+            )
+            for column, values in self.cells.items()
+            if column.what == "bytes"
+        ]
 
     @functools.cached_property
     def gradients(self) -> Mapping[tuple[tuple[str, ...], int], Array]:
@@ -148,9 +183,8 @@ class _Rows:
             self.mesh[axis] = self.cell(Column(axis)).astype(np.int64)
         self.hidden = constants().platforms.get(self.cluster.platform, WHOLE)
         self.zeros = np.zeros(self.number)
-        self._rates: dict[tuple[str, tuple[str, ...]], tuple[Array, Array]] = {}
-        self._meshes: tuple[list[tuple[Array, Array]], Array] | None = None
-        self._spans: dict[tuple[str, ...], Spans] = {}
+        self._rates: dict[tuple[str, tuple[str, ...]], Rates] = {}
+        self._places: Array | None = None
 
     def cell(self, column: Column) -> Array:
         """A priced column at every row's cell."""
@@ -161,30 +195,25 @@ class _Rows:
         return found
 
     def rates(
-        self, axes: tuple[str, ...], priced: Callable[[Spans], tuple[Array, Array]]
-    ) -> tuple[Array, Array]:
-        """Rates of links, once for all rows that agree in mesh and order.
+        self, kind: Any, axes: tuple[str, ...], priced: Callable[[Spans], Rates]
+    ) -> Rates:
+        """Rates of links at every row.
 
         Args:
+            kind: of collective.
             axes: of the mesh; some.
             priced: from their spans to seconds for each byte and for each time.
         """
-        ordered, inverse = self._meshes_in_order()
-        if axes not in self._spans:
-            self._spans[axes] = spans_of(axes, ordered, MESH_AXES, self.cluster)
-        per_byte, per_time = priced(self._spans[axes])
-        return per_byte[inverse], per_time[inverse]
-
-    def _meshes_in_order(self) -> tuple[list[tuple[Array, Array]], Array]:
-        """Different meshes with their axes innermost first, and which each row has."""
-        if self._meshes is None:
-            columns = [self.mesh[axis] for axis in MESH_AXES]
-            first, inverse = _agreeing([*columns, self.frames.order])
-            sizes = np.stack([column[first] for column in columns])
-            axes = _INNERMOST[self.frames.order[first]].T
-            each = np.arange(len(first))
-            self._meshes = [(a, sizes[a, each]) for a in axes], inverse
-        return self._meshes
+        if (kind, axes) not in self._rates:
+            wires = self.model.wires
+            if self._places is None:
+                columns = [self.mesh[axis] for axis in MESH_AXES]
+                first, inverse = agreeing([*columns, self.frames.order])
+                sizes = np.stack([column[first] for column in columns])
+                self._places = wires.places(sizes, self.frames.order[first])[inverse]
+            per_byte, per_time = wires.rates(kind, axes, priced)
+            self._rates[kind, axes] = per_byte[self._places], per_time[self._places]
+        return self._rates[kind, axes]
 
     def collective(
         self, kind: Any, axes: tuple[str, ...], payload: Array, times: Array
@@ -192,12 +221,22 @@ class _Rows:
         """Seconds of equal collectives under every row's order of axes."""
         if not axes:
             return self.zeros
-        if (kind, axes) not in self._rates:
-            self._rates[kind, axes] = self.rates(
-                axes, lambda s: span_rates(kind, s, self.cluster)
-            )
-        per_byte, per_time = self._rates[kind, axes]
+        per_byte, per_time = self.rates(
+            kind, axes, lambda spans: span_rates(kind, spans, self.cluster)
+        )
         found: Array = payload * per_byte + times * per_time
+        return found
+
+    def traffic(
+        self, column: Column, axes: tuple[str, ...], payload: Array, times: Array
+    ) -> list[tuple[str, Array]]:
+        """Seconds of a column of collectives by phase, those that are repeated too."""
+        cell = self.frames.cell
+        seconds = self.collective(column.collective, axes, payload[cell], times[cell])
+        found = [(column.phase, seconds)]
+        again = self.policy(column.task_graph, "full", "named")
+        if column.phase == "forward" and again.any():
+            found.append(("backward", seconds * again))
         return found
 
     def policy(self, task_graph: int, *names: str) -> Array:
@@ -243,9 +282,9 @@ class _Inside(_Rows):
     def _communicate(self) -> None:
         self.context = {phase: self.zeros for phase in PHASES}
         self.others: Seconds = {}
-        for column in self.model.cells:
-            if column.what == "bytes" and "data" not in column.axes:
-                for phase, seconds in traffic_seconds(self, column):
+        for column, axes, payload, times in self.model.traffic:
+            if "data" not in axes:
+                for phase, seconds in self.traffic(column, axes, payload, times):
                     keys = column.axes == ("context",) and column.place == LAYER
                     if keys and column.collective != "all-reduce":
                         self.context[phase] = self.context[phase] + seconds
@@ -265,90 +304,12 @@ class _Inside(_Rows):
             self._add((kind, LAYER, phase, "border"), exposed)
 
 
-def traffic_seconds(rows: _Rows, column: Column) -> list[tuple[str, Array]]:
-    """Seconds of a column of collectives by phase, those that are repeated too."""
-    values = {name: getattr(column, name) for name in Column.__slots__}
-    times = rows.cell(Column(**{**values, "what": "times"}))
-    axes = usual_axes(column.axes)
-    seconds = rows.collective(column.collective, axes, rows.cell(column), times)
-    found = [(column.phase, seconds)]
-    if column.phase == "forward":
-        again = rows.policy(column.task_graph, "full", "named")
-        found.append(("backward", seconds * again))
-    return found
-
-
-class _Stored(_Rows):
-    """How parameters are stored.
-
-    Attributes:
-        places: what each place holds.
-    """
-
-    def __init__(self, model: Model, frames: Frames) -> None:
-        super().__init__(model, frames)
-        self.places = {place: Held.empty(self.number) for place in HOLDERS}
-        for index, leaf in enumerate(model.leaves):
-            self._leaf(self.places[leaf.place], leaf, *self._parts(index, leaf))
-
-    def _parts(self, index: int, leaf: Stacked) -> tuple[Array, Array, Array]:
-        """Parts into which a leaf is cut: computed with, stored, and owned by ZeRO."""
-        shape = leaf.group.shape
-        taken = [
-            np.maximum(1.0, self.cell(Column("parts", index, dim)))
-            for dim in range(len(shape))
-        ]
-        whole = np.ones(self.number)
-        for parts in taken:
-            whole = whole * parts
-        found = [whole]
-        for axis in ("fsdp", "data"):
-            size, parts = self.mesh[axis], found[-1]
-            left = size > 1
-            for dim in leaf.group.order:
-                if not left.any():
-                    break
-                fits = left & (shape[dim] % (taken[dim] * size) == 0)
-                taken[dim] = np.where(fits, taken[dim] * size, taken[dim])
-                parts = np.where(fits, parts * size, parts)
-                left = left & ~fits
-            found.append(parts)
-        return found[0], found[1], found[2]
-
-    def _leaf(
-        self, held: Held, leaf: Stacked, whole: Array, stored: Array, owned: Array
-    ) -> None:
-        cast = self.model.cast_bytes * leaf.group.narrowed
-        count = float(leaf.count)
-        nbytes, extra = float(leaf.group.nbytes), float(leaf.group.optimizer_bytes)
-        held.params = held.params + count * nbytes / stored
-        sharded = stored > whole
-        for zero, parts in enumerate((stored, owned)):
-            held.gradients[zero] = held.gradients[zero] + count * nbytes / parts
-            held.state[zero] = held.state[zero] + count * extra / parts
-            moved = count * (3 * nbytes + 2 * extra) / parts
-            held.moved[zero] = held.moved[zero] + moved
-            held.fresh[zero] = np.maximum(held.fresh[zero], nbytes / parts)
-            one = nbytes / leaf.slices / whole
-            most = np.where(sharded, one * cast, 0.0)
-            most = np.maximum(most, np.where(parts > whole, one, 0.0))
-            held.gathered[zero] = np.maximum(held.gathered[zero], most)
-        times = leaf.group.gathers * count * leaf.slices * sharded
-        each = nbytes * cast / leaf.slices / whole
-        held.gathers = [held.gathers[0] + each * times, held.gathers[1] + times]
-        times = count * (owned > stored)
-        each = nbytes / stored
-        held.updates = [held.updates[0] + each * times, held.updates[1] + times]
-        if cast != 1.0:
-            copied = np.where(sharded, 0.0, count * nbytes * cast / whole)
-            held.copies = held.copies + copied
-
-
 class Cases(_Rows):
     """Cases of one placement, or of one kind among replicas.
 
     Attributes:
         groups: their stages.
+        holders: places where there are parameters.
         held: parameters by place.
         over: layers that stages could hold beyond those that there are.
     """
@@ -360,9 +321,8 @@ class Cases(_Rows):
         self.alike = placement.by == "all"
         self.groups = self._groups(placement, kind)
         self.over = self.zeros
-        stored = _agreeing([frames.cell, frames.data, frames.fsdp])
-        held = _Stored(model, frames.take(stored[0])).places
-        self.held = {p: h.expanded(stored[1]) for p, h in held.items()}
+        self.holders = model.storage.holders
+        self.held = model.storage.at(frames.cell, frames.data, frames.fsdp)
         self._seconds: Seconds | None = None
         self._sums: dict[tuple[int, int, str], Array] = {}
 
@@ -372,7 +332,7 @@ class Cases(_Rows):
         if self._seconds is None:
             frames = self.frames
             kinds = list(dict.fromkeys(group.kind for group in self.groups))
-            first, inverse = _agreeing(
+            first, inverse = agreeing(
                 [frames.cell, frames.order, self._moved(), frames.ring, frames.remat]
             )
             inside = _Inside(self.model, frames.take(first), kinds)
@@ -452,9 +412,9 @@ class Cases(_Rows):
 
     def _batch_wide(self, kind: int) -> None:
         """Collectives over the whole batch: statistics, and the loss."""
-        for column in self.model.cells:
-            if column.what == "bytes" and "data" in column.axes:
-                for phase, seconds in traffic_seconds(self, column):
+        for column, axes, payload, times in self.model.traffic:
+            if "data" in axes:
+                for phase, seconds in self.traffic(column, axes, payload, times):
                     self._add(kind, column.place, phase, column.term, seconds)
 
     def _parameters(self, kind: int) -> None:
@@ -462,7 +422,7 @@ class Cases(_Rows):
         share = (1 - self.hidden.overlap_parameters) / 2
         if not (self.frames.fsdp > 1).any():
             return
-        for place in HOLDERS:
+        for place in self.holders:
             payload, times = self.held[place].gathers
             seconds = share * self.collective("all-gather", ("fsdp",), payload, times)
             # What several places read is gathered at the first of them.
@@ -524,12 +484,12 @@ class Cases(_Rows):
 
     def gradients(self, place: int) -> Array:
         """Gradients of a place; all layers."""
-        without, shards = self.held[place].gradients
-        return np.where(self.frames.zero >= 2, shards, without)
+        return self.owned(self.held[place].gradients, 2)
 
-    def owned(self, pair: Sequence[Array], level: int = 1) -> Array:
+    def owned(self, pair: Array, level: int = 1) -> Array:
         """Of a pair, with ZeRO's shards from some level on."""
-        return np.where(self.frames.zero >= level, pair[1], pair[0])
+        found: Array = np.where(self.frames.zero >= level, pair[1], pair[0])
+        return found
 
     def saved(self, place: int, *, least: bool = False) -> Array:
         """Bytes kept from forward to backward at a place; all layers.
@@ -579,19 +539,6 @@ class Cases(_Rows):
         if speed is None:
             return self.zeros
         return np.where(nbytes <= KEPT_BYTES, 0.0, nbytes / speed)
-
-
-def _agreeing(columns: Sequence[Array]) -> tuple[Array, Array]:
-    """Rows that differ in some columns: the first of each, and which each is like."""
-    key, most = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for column in columns:
-        size = int(column.max(initial=0)) + 1
-        if most * size >= 2**62:
-            key = np.unique(key, return_inverse=True)[1]
-            most = int(key.max(initial=0)) + 1
-        key, most = key * size + column, most * size
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse
 
 
 def usual_axes(axes: tuple[str, ...]) -> tuple[str, ...]:

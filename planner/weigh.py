@@ -6,7 +6,6 @@ and simulated row by row (``settle``) where the bound does not decide.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,20 @@ import numpy as np
 from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
-from whalejax.planner.frames import CHUNKS, SCHEDULES
-from whalejax.planner.layer_cuts import cut_layers, ends, stage_layers, stage_pace
-from whalejax.planner.outlook import HOLDERS, PHASES, PLACES, TERMS, Cases, Group
+from whalejax.planner.frames import SCHEDULES
+from whalejax.planner.layer_cuts import (
+    cut_layers,
+    ends,
+    fewest_layers,
+    stage_layers,
+    stage_pace,
+)
+from whalejax.planner.outlook import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.schedules import schedule
 from whalejax.planner.simulate import Compiled, any_cut_share, compiled
+from whalejax.planner.stored import HOLDERS
 from whalejax.planner.terms import FETCHED, OFFLOADS
 from whalejax.planner.variants import Array
 
@@ -89,7 +95,7 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
     after = _after(cases, parts)
     for name, seconds in after.items():
         time[name] = time.get(name, 0.0) + seconds
-    memory, fits, host = _memory(cases, parts, False)
+    memory, fits, host = _memory(cases, parts)
     temporary = memory["gradients"] + memory["activations"] + memory["working"]
     time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
     return Weighed(
@@ -105,7 +111,7 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
 
 
 def fits_of(
-    cases: Cases, micro_batches: Array, hosts: bool, *, optimistic: bool = False
+    cases: Cases, micro_batches: Array, hosts: bool, *, any_cut: bool, any_policy: bool
 ) -> Array:
     """Whether memory holds each case; nothing is timed.
 
@@ -113,11 +119,13 @@ def fits_of(
         cases: nothing is cut yet.
         micro_batches: of one pipeline.
         hosts: memory of hosts counts.
-        optimistic: memory may hold it whatever is computed again, however stages
-            interleave and however much the hosts hold.
+        any_cut: memory may hold it however stages interleave.
+        any_policy: memory may hold it whatever is computed again.
     """
     cut_layers(cases)
-    return _memory(cases, micro_batches, optimistic, hosts=hosts)[1]
+    for g in cases.groups if any_cut else ():
+        g.layers = np.minimum(g.layers, fewest_layers(cases, g))
+    return _memory(cases, micro_batches, any_policy=any_policy, hosts=hosts)[1]
 
 
 def least_step(
@@ -184,14 +192,26 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
         zeros: the levels.
         micro_batches: of one pipeline.
     """
-    given = cases.frames
+    holders = cases.holders
+    gathers = {p: _gathered_after(cases, p) for p in holders if any(zeros)}
     after = np.full(cases.number, np.inf)
-    for zero in zeros:
-        level = np.full(cases.number, zero, dtype=np.int64)
-        cases.frames = dataclasses.replace(given, zero=level)
-        terms = _after(cases, micro_batches)
-        after = np.minimum(after, sum(terms.values(), cases.zeros))
-    cases.frames = given
+    totals = [cases.zeros for _ in zeros]
+    for g in cases.groups:
+        shares = {place: _share(cases, g, place) for place in holders}
+        gradients = {
+            shards: _gradient_seconds(cases, shares, micro_batches, shards=shards)
+            for shards in {zero >= 2 for zero in zeros}
+        }
+        kind = cases.cluster.kinds[g.kind]
+        for index, zero in enumerate(zeros):
+            owned = int(zero >= 1)
+            moved = _mixed(shares, {p: cases.held[p].moved[owned] for p in holders})
+            one = gradients[zero >= 2] + kind.elementwise_seconds(moved)
+            if owned:
+                one = one + _mixed(shares, gathers)
+            totals[index] = np.maximum(totals[index], one * (g.count > 0))
+    for total in totals:
+        after = np.minimum(after, total)
     return after
 
 
@@ -208,7 +228,7 @@ def handed_seconds(cases: Cases) -> Array:
             wait = np.where(size > 1, level.latency_seconds, wait)
         return byte, wait
 
-    per_byte, once = cases.rates(("stage",), outermost)
+    per_byte, once = cases.rates("handing on", ("stage",), outermost)
     found: Array = once + cases.cell(Column("stream")) * per_byte
     return found
 
@@ -352,11 +372,14 @@ def _term(cases: Cases, slowest: Array, term: str) -> Array:
 def _after(cases: Cases, parts: Array) -> dict[str, Array]:
     """Gradient reduction, update and what it gathers, of the stage where it is most."""
     names = ("gradient", "parameter", "update", "offload")
-    gathers = {place: _update_gathers(cases, place) for place in HOLDERS}
+    level = cases.frames.zero
+    gathers = {p: cases.zeros for p in cases.holders}
+    if (level >= 1).any():
+        gathers = {p: _gathered_after(cases, p) * (level >= 1) for p in gathers}
     tables: dict[str, list[Array]] = {name: [] for name in names}
     for g in cases.groups:
-        shares = {place: _share(cases, g, place) for place in HOLDERS}
-        tables["gradient"].append(_gradient_seconds(cases, shares, parts))
+        shares = {place: _share(cases, g, place) for place in cases.holders}
+        tables["gradient"].append(_reduced_seconds(cases, shares, parts))
         tables["parameter"].append(_mixed(shares, gathers))
         tables["update"].append(_update_seconds(cases, g, shares))
         tables["offload"].append(_update_transfers(cases, g, shares))
@@ -376,7 +399,7 @@ def _update_transfers(cases: Cases, group: Group, shares: dict[int, Array]) -> A
     if not link or not cases.frames.offload.any():
         return cases.zeros
     moved = cases.zeros
-    for place in HOLDERS:
+    for place in cases.holders:
         held = cases.held[place]
         moved = moved + shares[place] * (
             cases.offloads("optimizer") * 2 * cases.owned(held.state)
@@ -393,59 +416,79 @@ def _mixed(shares: dict[int, Array], values: dict[int, Array]) -> Array:
     return found
 
 
-def _update_gathers(cases: Cases, place: int) -> Array:
+def _gathered_after(cases: Cases, place: int) -> Array:
     """Exposed seconds of gathering what ZeRO's ranks have updated."""
-    if not (cases.frames.zero >= 1).any():
-        return cases.zeros
     payload, times = cases.held[place].updates
     seconds = cases.collective("all-gather", ("data",), payload, times)
-    exposed = seconds * (1 - cases.hidden.overlap_parameters)
-    return exposed * (cases.frames.zero >= 1)
+    return seconds * (1 - cases.hidden.overlap_parameters)
 
 
-def _gradient_seconds(cases: Cases, shares: dict[int, Array], parts: Array) -> Array:
-    """Exposed seconds of reducing the gradients of one stage."""
+def _reduced_seconds(cases: Cases, shares: dict[int, Array], parts: Array) -> Array:
+    """Exposed seconds of reducing the gradients of one stage, at each ZeRO level."""
+    sharded = cases.frames.zero >= 2
+    if sharded.all() or not sharded.any():
+        return _gradient_seconds(cases, shares, parts, shards=bool(sharded.any()))
+    least, most = (
+        _gradient_seconds(cases, shares, parts, shards=shards)
+        for shards in (False, True)
+    )
+    found: Array = np.where(sharded, most, least)
+    return found
+
+
+def _gradient_seconds(
+    cases: Cases, shares: dict[int, Array], parts: Array, *, shards: bool
+) -> Array:
+    """Exposed seconds of reducing the gradients of one stage, where ZeRO shards them.
+
+    Args:
+        cases: all of them at one side of ZeRO-2.
+        shares: of every place that lie on the stage.
+        parts: micro-batches.
+        shards: gradients are in shards over ``data``.
+    """
     found = np.zeros(cases.number)
     payloads: dict[tuple[str, ...], Array] = {}
     for (axes, place), values in cases.model.gradients.items():
         payload = values[cases.frames.cell] * shares[place]
         payloads[axes] = payloads[axes] + payload if axes in payloads else payload
-    zero = cases.frames.zero
-    for place in (ENDS, EVERYWHERE):
+    for place in set(shares) & {ENDS, EVERYWHERE}:
         # Stages that hold the same parameters add up what each found.
         payload = shares[place] * cases.held[place].gradients[0]
         once = (payload > 0) * 1.0
         found = found + cases.collective("all-reduce", ("stage",), payload, once)
     for axes, payload in payloads.items():
-        once = (payload > 0) * 1.0
-        if not cases.cluster.compiler.reduce_scatter:
-            found = found + cases.collective("all-reduce", axes, payload, once)
-            continue
-        for sharding, chosen in (
-            (("fsdp",), zero < 2),
-            (("data", "fsdp"), zero >= 2),
-        ):
-            if not chosen.any():
-                continue
-            scattered = tuple(a for a in axes if a in sharding)
-            left = tuple(a for a in axes if a not in sharding)
-            pieces = np.ones(cases.number)
-            for axis in scattered:
-                pieces = pieces * cases.mesh[axis]
-            seconds = cases.collective(
-                "reduce-scatter", scattered, payload * parts, once * parts
-            ) + cases.collective("all-reduce", left, payload / pieces, once)
-            if not cases.cluster.compiler.reduces_in_parts:
-                times = np.where(pieces > 1, parts, 1.0)
-                args = "all-reduce", axes, payload * times, once * times
-                several = sum((cases.mesh[a] > 1) * 1 for a in axes) > 1
-                seconds = np.where(several, cases.collective(*args), seconds)
-            found = found + seconds * chosen
+        found = found + _reduction_seconds(cases, axes, payload, parts, shards)
     return found * (1 - cases.hidden.overlap_gradients)
 
 
+def _reduction_seconds(
+    cases: Cases, axes: tuple[str, ...], payload: Array, parts: Array, shards: bool
+) -> Array:
+    """Seconds of the reductions of gradients over some axes."""
+    once = (payload > 0) * 1.0
+    if not cases.cluster.compiler.reduce_scatter:
+        return cases.collective("all-reduce", axes, payload, once)
+    sharding = ("data", "fsdp") if shards else ("fsdp",)
+    scattered = tuple(a for a in axes if a in sharding)
+    left = tuple(a for a in axes if a not in sharding)
+    pieces = np.ones(cases.number)
+    for axis in scattered:
+        pieces = pieces * cases.mesh[axis]
+    seconds = cases.collective(
+        "reduce-scatter", scattered, payload * parts, once * parts
+    ) + cases.collective("all-reduce", left, payload / pieces, once)
+    if not cases.cluster.compiler.reduces_in_parts:
+        times = np.where(pieces > 1, parts, 1.0)
+        args = "all-reduce", axes, payload * times, once * times
+        several = sum((cases.mesh[a] > 1) * 1 for a in axes) > 1
+        seconds = np.where(several, cases.collective(*args), seconds)
+    found: Array = seconds
+    return found
+
+
 def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Array:
-    moved = _mixed(shares, {p: cases.owned(cases.held[p].moved) for p in HOLDERS})
+    moved = _mixed(shares, {p: cases.owned(cases.held[p].moved) for p in cases.holders})
     found: Array = cases.cluster.kinds[group.kind].elementwise_seconds(moved)
     return found
 
@@ -454,7 +497,7 @@ def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Arr
 
 
 def _memory(
-    cases: Cases, parts: Array, optimistic: bool, *, hosts: bool = True
+    cases: Cases, parts: Array, *, any_policy: bool = False, hosts: bool = True
 ) -> tuple[dict[str, Array], Array, Array]:
     """Terms on the fullest device, whether all fit, and the most on a host."""
     tables: dict[str, list[Array]] = {}
@@ -462,21 +505,19 @@ def _memory(
     most = cases.zeros
     fits = np.ones(cases.number, dtype=bool)
     static = {
-        "params": {p: cases.held[p].params for p in HOLDERS},
-        "gradients": {p: cases.gradients(p) for p in HOLDERS},
-        "state": {p: cases.owned(cases.held[p].state) for p in HOLDERS},
+        "params": {p: cases.held[p].params for p in cases.holders},
+        "gradients": {p: cases.gradients(p) for p in cases.holders},
+        "state": {p: cases.owned(cases.held[p].state) for p in cases.holders},
     }
-    saved = {p: cases.saved(p, least=optimistic) for p in PLACES}
+    saved = {p: cases.saved(p, least=any_policy) for p in PLACES}
     for g in cases.groups:
-        if optimistic:
-            g.layers = np.minimum(g.layers, _fewest_layers(cases, g))
         shares = {place: _share(cases, g, place) for place in HOLDERS}
         held = cases.in_flight(g, parts)
         params, gradients, state = (_mixed(shares, v) for v in static.values())
         activations = held * _mixed(shares, saved)
         away = {name: cases.offloads(name) for name in OFFLOADS}
         kept = np.minimum(activations, 2 * saved[LAYER] / cases.model.layers)
-        two = FETCHED * static["gradients"][LAYER] / cases.model.layers
+        two = FETCHED * cases.gradients(LAYER) / cases.model.layers
         least = np.minimum(gradients, two)
         terms = {
             "params": params * ~away["params"],
@@ -485,7 +526,7 @@ def _memory(
             "state": np.full(cases.number, float(cases.model.state_bytes)),
             "batch": cases.model.batch_bytes / (cases.frames.data * cases.frames.fsdp),
             "activations": np.where(away["activations"], kept, activations),
-            "working": _working(cases, shares, parts, optimistic),
+            "working": _working(cases, shares, parts, any_policy),
         }
         host = (
             away["params"] * params
@@ -497,7 +538,7 @@ def _memory(
         room = device_bytes - sum(terms.values(), np.zeros(1))
         there = g.count > 0
         enough = host <= host_bytes
-        fits &= ~there | ((room >= 0) & (enough | optimistic | (not hosts)))
+        fits &= ~there | ((room >= 0) & (enough | (not hosts)))
         left.append(np.where(there, room, np.inf))
         most = np.maximum(most, np.where(there, host, 0.0))
         for name, values in terms.items():
@@ -508,12 +549,12 @@ def _memory(
 
 
 def _working(
-    cases: Cases, shares: dict[int, Array], parts: Array, optimistic: bool
+    cases: Cases, shares: dict[int, Array], parts: Array, any_policy: bool
 ) -> Array:
     """Gathered leaves, casts, temporaries and what is computed again."""
     away = cases.offloads("params")
     gathered, copies, fresh = cases.zeros, cases.zeros, cases.zeros
-    for place in HOLDERS:
+    for place in cases.holders:
         held, here = cases.held[place], shares[place] > 0
         gathered = np.maximum(gathered, here * cases.owned(held.gathered, 2))
         copies = copies + shares[place] * held.copies
@@ -521,23 +562,10 @@ def _working(
     streamed = FETCHED * cases.held[LAYER].params / cases.model.layers
     found = np.where(away, streamed, copies) + 2 * gathered
     found = found + cases.cell(Column("rebuilt")) + 2 * cases.cell(Column("largest"))
-    if not optimistic:
+    if not any_policy:
         found = found + _rebuilt(cases, shares)
     whole: Array = found + np.where(parts > 1, fresh, 0.0)
     return whole
-
-
-def _fewest_layers(cases: Cases, group: Group) -> Array:
-    """Layers of a group's fullest stage, were they interleaved as suits it best."""
-    f, total = cases.frames, cases.model.layers
-    found = np.full(cases.number, np.inf)
-    for chunks in CHUNKS:
-        slots = f.stage * chunks
-        shares = chunks * (total // slots) + -(
-            -np.maximum(0, total % slots - group.index) // f.stage
-        )
-        found = np.where(slots <= total, np.minimum(found, shares), found)
-    return found
 
 
 def _rebuilt(cases: Cases, shares: dict[int, Array]) -> Array:

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.affordable import Options, weigh_options
+from whalejax.planner.affordable import Options, weigh_options, worth_paying
 from whalejax.planner.asked import Asked
-from whalejax.planner.choices import choices
-from whalejax.planner.dimensions import analyse
 from whalejax.planner.frames import (
     CHUNKS,
     Bounds,
@@ -35,20 +33,17 @@ from whalejax.planner.frames import (
 )
 from whalejax.planner.graph import Graph
 from whalejax.planner.layer_cuts import pace_of
-from whalejax.planner.layers import find_layers
-from whalejax.planner.layout import divisors
 from whalejax.planner.outlook import PLACES, Cases, Model, Placement
 from whalejax.planner.plan import PlanError
-from whalejax.planner.priced import Column, Links, Pricer, ideal
+from whalejax.planner.priced import Column, ideal
 from whalejax.planner.ranking import TIE, Tally, best_first
 from whalejax.planner.recompute import policy_for
-from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.search import Request
 from whalejax.planner.simulate import any_cut_share
+from whalejax.planner.space import Spaces
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
-from whalejax.planner.variants import Array, Points, Variant, Variants
-from whalejax.planner.views import Views
+from whalejax.planner.variants import Array, Variant
 from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
@@ -67,6 +62,9 @@ MOST_POLICIES = 81
 
 SOME = 2730
 """Frames whose options are weighed together."""
+
+GROWTH = 8
+"""How much longer each block is than the one before."""
 
 KEPT = 64
 """Cases that a search remembers."""
@@ -104,31 +102,34 @@ class WideSearch:
     """One wide search over one captured model.
 
     Attributes:
+        space: what it ranges over.
         cases: the best that were found, best first, after ``run``.
         tally: what it did.
     """
 
-    def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
-        layers = find_layers(graph)
-        self.dims = dims = analyse(layers.graph)
-        self.graph = graph = with_expert_regions(layers.graph, dims)
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        spaces: Spaces | None = None,
+    ) -> None:
+        self.space = (spaces or Spaces()).of(graph, cluster, request)
+        self.dims = self.space.reading.dims
+        self.graph = self.space.reading.graph
+        self.views = self.space.reading.views
+        self.served = self.space.served
+        self.batch = self.space.batch
+        if not self.served:
+            raise NoMeshError("no mesh serves the marks and what the user fixed")
         self.cluster = cluster
         self.request = request
-        self.batch = graph.batch_size * graph.num_micro_batches
-        self.views = Views(graph, dims)
-        options = choices(graph, dims, self.views.rows(graph), request.default)
-        self.variants = Variants(graph, dims, layers, options)
-        self.experts = any(
-            c.experts or c.pinned_to("expert") for c in options.choices.values()
-        )
-        self.asked = Asked.of(graph, request)
-        self.fixed = self.asked.mesh
+        self.asked = Asked.of(self.graph, request)
         self.model = self._model()
-        self.ideal = dataclasses.replace(self.model, cluster=ideal(cluster))
-        self._sizes = {
-            name: self.model.cells[Column(name)].astype(np.int64)
-            for name in ("samples", "expert", "context", "tensor")
-        }
+        self.ideal = dataclasses.replace(
+            self.model, cluster=ideal(cluster), wires=self.space.ideal_wires
+        )
+        self._sizes = self.space.sizes
         self.tally = Tally()
         self.limits = self._limits()
         self.cases: list[Case] = []
@@ -137,44 +138,10 @@ class WideSearch:
 
     # What is searched.
 
-    def _points(self) -> Points:
-        total = self.request.num_devices
-
-        def sizes(axis: str, used: bool) -> list[int]:
-            allowed = divisors(total) if used else [1]
-            return [n for n in allowed if self.fixed.get(axis, n) == n]
-
-        samples = divisors(self.batch)
-        found = [
-            (n, expert, context, tensor)
-            for expert in sizes("expert", self.experts)
-            for context in sizes("context", bool(self.variants.sequence))
-            for tensor in sizes("tensor", True)
-            if total % (expert * context * tensor) == 0
-            for n in samples
-            if self.batch % (n * expert) == 0
-        ]
-        table = np.array(found, dtype=np.int64).reshape(-1, 4)
-        names = ("samples", "expert", "context", "tensor")
-        return Points(**{name: table[:, i] for i, name in enumerate(names)})
-
     def _model(self) -> Model:
-        wanted = self.request.sequence_parallel
-        found = self.variants.of(self._points())
-        self.served = [v for v in found if wanted in (None, v.sequence_parallel)]
-        if not self.served:
-            raise NoMeshError("no mesh serves the marks and what the user fixed")
-        chain, optimizer = self.served[0].chain, self.request.optimizer
-        first = Links(
-            chain,
-            self.views,
-            optimizer,
-            self.cluster.compiler,
-            narrowed=self.request.narrowed,
-        )
-        pricer = Pricer(self.served, first, self.cluster, self.graph.batch_size)
-        homes = sorted({spot.task_graph for spot in first.chain.spots})
-        names = ["none", "dots", *(["named"] if first.named else []), "full"]
+        links = self.space.links
+        homes = sorted({spot.task_graph for spot in links.chain.spots})
+        names = ["none", "dots", *(["named"] if links.named else []), "full"]
         self.one_policy = len(names) ** len(homes) > MOST_POLICIES
         policies = list(itertools.product(names, repeat=len(homes)))
         if self.one_policy:
@@ -185,15 +152,15 @@ class WideSearch:
             kinds = (policy_for(n, asked).partition(":")[0] for n in regions)
             policies = [tuple(kinds)]
         return Model(
-            cells=pricer.price(),
-            leaves=first.leaves,
-            layers=first.chain.layers,
+            cells=self.space.cells,
+            storage=self.space.storage,
+            wires=self.space.wires,
+            layers=links.chain.layers,
             policies=[dict(zip(homes, c, strict=True)) for c in policies],
             cluster=self.cluster,
-            cast_bytes=self.request.cast_bytes,
             state_bytes=self.request.state_bytes,
             batch_bytes=sum(self.request.batch_bytes),
-            optimizer_other_bytes=first.facts.optimizer_other_bytes,
+            optimizer_other_bytes=links.facts.optimizer_other_bytes,
         )
 
     def _limits(self) -> list[str]:
@@ -201,7 +168,7 @@ class WideSearch:
         found = []
         if self.one_policy:
             found.append("so many TaskGraphs: all of them have one policy of remat")
-        if self.variants.limited:
+        if self.space.reading.variants.limited:
             found.append(
                 "so many TaskGraphs: each tries its heaviest dimensions and none else"
             )
@@ -232,7 +199,7 @@ class WideSearch:
             num_devices=self.request.num_devices,
             global_batch=self.batch,
             layers=self.model.layers,
-            fixed=self.fixed,
+            fixed=self.asked.mesh,
             micro_batches=self.asked.num_micro_batches,
         )
         replicas = placement.by == "replicas"
@@ -332,7 +299,7 @@ class WideSearch:
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
             self._block(placement, frames.take(here))
-            at, size = at + size, min(4 * size, LAST_BLOCK)
+            at, size = at + size, min(GROWTH * size, LAST_BLOCK)
             if at < len(order):
                 yield float(least[order[at]])
 
@@ -369,6 +336,10 @@ class WideSearch:
             stay = sieve(placement, frames)
             self._passed[sieve] = float(stay.mean())
             frames = frames.take(stay)
+        if self.tally.best < math.inf:
+            frames = self._paid(placement, frames)
+            if not len(frames):
+                return
         frames = ordered(frames, self._sizes)
         least = self._least_step(placement, frames, self.model, any_schedule=True)
         frames = ringed(frames.take(least <= self._limit()), self._sizes["context"])
@@ -389,7 +360,10 @@ class WideSearch:
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
             here = here[least[here] <= self._limit()]
-            self._options(placement, frames.take(here))
+            some = frames.take(here)
+            self._options(
+                placement, dataclasses.replace(some, remat=np.zeros_like(here))
+            )
             at, size = at + len(here), SOME
 
     def _quick(self, placement: Placement, frames: Frames) -> Array:
@@ -403,9 +377,18 @@ class WideSearch:
         # Sharded optimizer state never takes more; sharded gradients may, a little.
         zeros = self._zeros()[-2:]
         corner = frames.with_options([0], zeros, self._choices().corners)
-        fits = self._may_fit(placement, corner, False, True)
+        fits = self._may_fit(placement, corner, any_cut=True, any_policy=True)
         spared: Array = fits.reshape(len(frames), -1).max(axis=1)
         return spared
+
+    def _paid(self, placement: Placement, frames: Frames) -> Frames:
+        """Frames that may be among the best, with what memory makes them do."""
+        return worth_paying(
+            frames,
+            self._choices(),
+            lambda some: self._may_fit(placement, some, any_cut=True),
+            lambda some: self._quick(placement, some),
+        )
 
     def _least_step(
         self,
@@ -449,7 +432,7 @@ class WideSearch:
             frames,
             self._choices(),
             lambda some: self._least_step(placement, some, self.model) <= limit,
-            lambda some, hosts: self._may_fit(placement, some, hosts),
+            lambda some, hosts: self._may_fit(placement, some, hosts=hosts),
             lambda some: self._weigh(placement, some),
             exact=placement.by != "replicas",
         )
@@ -457,11 +440,21 @@ class WideSearch:
             self._settle(placement, cases, weighed)
 
     def _choices(self) -> Options:
-        remats = range(len(self.model.policies))
-        return Options(remats=remats, zeros=self._zeros(), offloads=self._offloads())
+        return Options(
+            remats=range(len(self.model.policies)),
+            lightest=self.model.lightest,
+            zeros=self._zeros(),
+            offloads=self._offloads(),
+        )
 
     def _may_fit(
-        self, placement: Placement, some: Frames, hosts: bool, optimistic: bool = False
+        self,
+        placement: Placement,
+        some: Frames,
+        *,
+        hosts: bool = False,
+        any_cut: bool = False,
+        any_policy: bool = False,
     ) -> Array:
         """Which frames memory holds; of replicas, with one micro-batch each."""
         kinds: Sequence[int | None] = (None,)
@@ -471,7 +464,7 @@ class WideSearch:
         fits = np.ones(len(some), dtype=bool)
         for kind in kinds:
             cases = Cases(self.model, some, placement, kind)
-            fits &= fits_of(cases, parts, hosts, optimistic=optimistic)
+            fits &= fits_of(cases, parts, hosts, any_cut=any_cut, any_policy=any_policy)
         return fits
 
     # Weighing.

@@ -54,7 +54,7 @@ def decider(
     """
     captured, known = programs.captured, programs.known
     if not runnable:
-        return functools.partial(foresee, known=known), request
+        return functools.partial(foresee, known=known, spaces=programs.spaces), request
     check_marks(captured.graph, request.num_devices)
     asked, found = _asked(captured, request)
     mesh = dict(asked.mesh)

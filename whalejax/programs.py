@@ -9,6 +9,7 @@ from whalejax.capture import Captured
 from whalejax.planner.decide import Known
 from whalejax.planner.graph import Graph
 from whalejax.planner.plan import Chosen, Remat
+from whalejax.planner.space import Spaces
 
 
 class Programs:
@@ -18,12 +19,14 @@ class Programs:
         adapter: the model and its loss.
         captured: the loss as it was written.
         known: what searches have found of the programs.
+        spaces: what wide searches have ranged over.
     """
 
     def __init__(self, adapter: Adapter, captured: Captured) -> None:
         self.adapter = adapter
         self.captured = captured
         self.known: Known = {}
+        self.spaces = Spaces()
         self.blocks = functools.cache(captured.with_attention)
         self.cut = functools.cache(self._cut)
 

@@ -21,10 +21,11 @@ from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
 from whalejax.planner.frames import CHUNKS, ORDERS
 from whalejax.planner.layout import spec_of
-from whalejax.planner.outlook import HOLDERS, PLACES, Placement
+from whalejax.planner.outlook import PLACES, Placement
 from whalejax.planner.priced import Links
 from whalejax.planner.schedules import schedule
 from whalejax.planner.simulate import simulate
+from whalejax.planner.stored import HOLDERS
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.wide import WideSearch
 
