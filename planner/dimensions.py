@@ -17,6 +17,7 @@ Three ideas keep the classes from running together:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -246,8 +247,27 @@ def analyse(graph: Graph) -> Dimensions:
 
     Returns:
         Roles, the layout of every tensor in roles, and the cuts. The cost is about
-        linear in the number of operations.
+        linear in the number of operations; of the last few graphs it is remembered.
     """
+    return _analysed(_Same(graph))
+
+
+class _Same:
+    """A graph that equals itself alone, which is quickly told."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.graph is other.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+@functools.lru_cache(maxsize=16)
+def _analysed(same: _Same) -> Dimensions:
+    graph = same.graph
     atoms = Atoms(graph)
     classes = _Classes(atoms)
     role_of, roles = fold(atoms, classes.union, classes.holds)

@@ -71,6 +71,9 @@ class Column:
     axes: tuple[str, ...] = ()
 
 
+_TIMED = ("forward", "backward", "again", "attention")
+"""Columns that depend on the kind of device."""
+
 Columns = dict[Column, Array]
 
 
@@ -304,18 +307,31 @@ class Pricer:
         found = self.links.chain.spots[spot]
         return found.task_graph, found.place
 
-    def price(self) -> Columns:
-        """All columns."""
+    def price(self, priced: Columns | None = None) -> Columns:
+        """All columns.
+
+        Args:
+            priced: those for devices of other kinds, of the same compiler.
+        """
+        if priced is not None:
+            self.columns |= {c: v for c, v in priced.items() if c.what not in _TIMED}
         for row in self.links.rows.ops:
-            self._work(row)
+            self._work(row, alone=priced is not None)
+        if priced is not None:
+            return self.columns
         for flow in self.links.rows.flows:
             self._traffic(flow)
         self._memory()
         self._parts()
         return self.columns
 
-    def _work(self, row: Row) -> None:
-        """Seconds and kernels of an operation, and its gradients' reductions."""
+    def _work(self, row: Row, *, alone: bool) -> None:
+        """Seconds of an operation; its kernels and gradients' reductions, unless alone.
+
+        Args:
+            row: equal operations.
+            alone: nothing else is wanted.
+        """
         spot, present = row.task_graph, frozenset[int]()
         for slot in row.slots:
             present |= slot.roles
@@ -337,6 +353,8 @@ class Pricer:
                     for phase, seconds in (("forward", ahead), ("backward", behind)):
                         column = Column("attention", kind=kind, phase=phase)
                         self.add(column, rows, seconds)
+            if alone:
+                continue
             self.add(Column("launches", home, place), rows, launches * row.count)
             for c in gradients_of(row, hits, s):
                 column = Column("gradient", 0, place, axes=c.axes)

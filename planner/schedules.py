@@ -66,6 +66,16 @@ class Row:
     micro_batch: int
     action: Action
 
+    def at(self, tick: int) -> Row:
+        """The same action at another time."""
+        return Row(
+            tick=tick,
+            stage=self.stage,
+            chunk=self.chunk,
+            micro_batch=self.micro_batch,
+            action=self.action,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -300,7 +310,7 @@ def _earliest(empty: Schedule, orders: Sequence[Sequence[Row]]) -> list[Row]:
             tick = max(free[stage], arrival)
             key = empty.key(row)
             ticks[key], free[stage] = tick, tick + 1
-            found.append(dataclasses.replace(row, tick=tick))
+            found.append(row.at(tick))
             at[stage] += 1
             if key in waiting:
                 ready.append(waiting.pop(key))
@@ -328,7 +338,7 @@ def _in_turns(empty: Schedule) -> Iterator[Row]:
             ticks = forward, backward
             for action, tick in zip(empty.actions, ticks, strict=True):
                 row = _row(empty, stage, index, action)
-                yield dataclasses.replace(row, tick=tick)
+                yield row.at(tick)
 
 
 def problems_of(

@@ -5,6 +5,8 @@ It depends on little of what a search is asked, so that searches of one model sh
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
@@ -14,11 +16,11 @@ from whalejax.planner.dimensions import analyse
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import find_layers
 from whalejax.planner.layout import divisors
-from whalejax.planner.priced import Column, Links, Pricer, ideal
+from whalejax.planner.priced import Column, Columns, Links, Pricer, ideal
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.search import Request
 from whalejax.planner.stored import Storage
-from whalejax.planner.variants import Points, Variants
+from whalejax.planner.variants import Points, Variant, Variants
 from whalejax.planner.views import Views
 from whalejax.planner.wires import Wires
 
@@ -54,9 +56,10 @@ class Space:
         reading: the model.
         cluster: the machine.
         request: what was asked.
+        like: the space of the same on other devices, which one compiler serves.
 
     Attributes:
-        reading: the model.
+        reading, cluster: as given.
         batch: samples of a step.
         served: variants that serve what was asked; empty if none does.
         links: what pricing needs; of the first of them.
@@ -65,9 +68,27 @@ class Space:
         wires, ideal_wires: rates of the cluster's links, and were all the fastest.
     """
 
-    def __init__(self, reading: Reading, cluster: Cluster, request: Request) -> None:
-        self.reading = reading
+    def __init__(
+        self,
+        reading: Reading,
+        cluster: Cluster,
+        request: Request,
+        like: Space | None = None,
+    ) -> None:
+        self.served: list[Variant]
+        self.links: Links
+        self.cells: Columns
+        self.storage: Storage
+        self.reading, self.cluster = reading, cluster
         self.batch = reading.graph.batch_size * reading.graph.num_micro_batches
+        self.wires, self.ideal_wires = Wires(cluster), Wires(ideal(cluster))
+        size = reading.graph.batch_size
+        if like is not None:
+            self.served, self.links = like.served, like.links
+            self.storage = like.storage
+            pricer = Pricer(self.served, self.links, cluster, size)
+            self.cells = pricer.price(like.cells)
+            return
         wanted = request.sequence_parallel
         found = reading.variants.of(self._points(request))
         self.served = [v for v in found if wanted in (None, v.sequence_parallel)]
@@ -80,10 +101,8 @@ class Space:
             cluster.compiler,
             narrowed=request.narrowed,
         )
-        size = reading.graph.batch_size
         self.cells = Pricer(self.served, self.links, cluster, size).price()
         self.storage = Storage(self.cells, self.links.leaves, request.cast_bytes)
-        self.wires, self.ideal_wires = Wires(cluster), Wires(ideal(cluster))
 
     def _points(self, request: Request) -> Points:
         total = request.num_devices
@@ -117,9 +136,14 @@ class Space:
 
 
 class Spaces:
-    """The spaces of one graph, each worked out once."""
+    """The spaces of one graph, each worked out once.
+
+    Attributes:
+        seeds: sizes of the mesh axes that the last searches chose.
+    """
 
     def __init__(self) -> None:
+        self.seeds: deque[tuple[int, ...]] = deque(maxlen=8)
         self._readings: dict[str | None, Reading] = {}
         self._spaces: list[tuple[tuple[object, ...], Space]] = []
 
@@ -135,13 +159,15 @@ class Spaces:
         if default not in self._readings:
             self._readings[default] = Reading(graph, default)
         key = (
-            *(cluster, default, request.num_devices, request.mesh or {}),
+            *(cluster.compiler, default, request.num_devices, request.mesh or {}),
             *(request.sequence_parallel, request.optimizer),
             *(request.narrowed, request.cast_bytes),
         )
-        for known, space in self._spaces:
-            if known == key:
+        alike = [space for known, space in self._spaces if known == key]
+        for space in alike:
+            if space.cluster == cluster:
                 return space
-        space = Space(self._readings[default], cluster, request)
+        like = next((space for space in alike if space.served), None)
+        space = Space(self._readings[default], cluster, request, like)
         self._spaces.append((key, space))
         return space

@@ -33,15 +33,15 @@ from whalejax.planner.frames import (
 )
 from whalejax.planner.graph import Graph
 from whalejax.planner.layer_cuts import pace_of
-from whalejax.planner.outlook import PLACES, Cases, Model, Placement
+from whalejax.planner.outlook import Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, ideal
+from whalejax.planner.promise import promise
 from whalejax.planner.ranking import TIE, Tally, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.search import Request
-from whalejax.planner.simulate import any_cut_share
-from whalejax.planner.space import Spaces
+from whalejax.planner.space import INNER, Spaces
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.variants import Array, Variant
 from whalejax.planner.waiting import hosts_known
@@ -59,6 +59,9 @@ FIRST_BLOCK, LAST_BLOCK = 64, 16384
 
 MOST_POLICIES = 81
 """Combinations of policies; with more TaskGraphs, all of them have the same one."""
+
+SAMPLE, WORTH = 64, 0.8
+"""Of so many frames at least this part stays where a sieve is not worth its time."""
 
 SOME = 2730
 """Frames whose options are weighed together."""
@@ -114,7 +117,8 @@ class WideSearch:
         request: Request,
         spaces: Spaces | None = None,
     ) -> None:
-        self.space = (spaces or Spaces()).of(graph, cluster, request)
+        self.spaces = spaces or Spaces()
+        self.space = self.spaces.of(graph, cluster, request)
         self.dims = self.space.reading.dims
         self.graph = self.space.reading.graph
         self.views = self.space.reading.views
@@ -215,52 +219,6 @@ class WideSearch:
                 fits &= (part % self.request.num_devices == 0) & (part > 0)
         return found.take(fits)
 
-    # Bounds.
-
-    def _least(self, placement: Placement, frames: Frames) -> Array:
-        """A lower bound on the step time of frames, whatever their options."""
-        cells = self.model.cells
-        homes = list(self.model.policies[0])
-        speed = np.zeros(len(cells[Column("samples")]))
-        wire = self._least_wire()
-        for kind, number in self._devices(placement):
-            seconds = wire.copy()
-            for home, place in itertools.product(homes, PLACES):
-                for phase in ("forward", "backward"):
-                    column = Column(phase, home, place, kind)
-                    seconds = seconds + cells.get(column, 0.0)
-                launches = cells.get(Column("launches", home, place), 0.0)
-                launch = self.cluster.kinds[kind].launch_seconds
-                seconds = seconds + launches * launch
-            speed = speed + number / seconds
-        inner = cells[Column("tensor")] * cells[Column("context")]
-        cell = self.batch * inner / cells[Column("samples")] / speed
-        found: Array = cell[frames.cell]
-        if placement.by == "all":
-            parts, stages = frames.micro_batches, frames.stage
-            most = np.clip(self.model.layers // stages, 1, max(CHUNKS))
-            found = found * stages / parts * any_cut_share(parts, stages, most)
-        return found
-
-    def _devices(self, placement: Placement) -> Iterator[tuple[int, int]]:
-        if placement.by == "all":
-            slowest = self.cluster.kinds.index(self.cluster.slowest)
-            yield slowest, sum(placement.counts)
-        else:
-            yield from zip(placement.kinds, placement.counts, strict=True)
-
-    def _least_wire(self) -> Array:
-        """Seconds of the collectives inside a stage, were all links the fastest."""
-        cells = self.model.cells
-        (fastest,) = (v.bandwidth_bytes_per_second for v in self.ideal.cluster.levels)
-        found = np.zeros(len(cells[Column("samples")]))
-        for column, nbytes in cells.items():
-            if column.what == "bytes" and "tensor" in column.axes[:1]:
-                size = cells[Column("tensor")]
-                rounds = 2 if column.collective == "all-reduce" else 1
-                found = found + rounds * nbytes * (size - 1) / size / fastest
-        return found
-
     # The search.
 
     def run(self) -> list[Case]:
@@ -273,7 +231,9 @@ class WideSearch:
         for placement in self.placements():
             frames = self._frames(placement)
             self.tally.covered += self._count(placement, frames)
-            least = self._least(placement, frames)
+            least = promise(
+                self.model, self.ideal.cluster, placement, frames, self.batch
+            )
             spaces.append((placement, frames, least))
         # Always where most is promised, so that a good plan rules out much elsewhere.
         searches = [self._search(*space) for space in spaces]
@@ -285,21 +245,44 @@ class WideSearch:
                 heapq.heappush(queue, (promised, place))
         self.tally.bound = min(self.tally.bound, self.tally.best)
         self.cases = ranked(self.cases)
+        if self.cases:
+            (chosen,) = self._axes(self.cases[0].frames).tolist()
+            self.spaces.seeds.append(tuple(chosen))
         return self.cases
+
+    def _axes(self, frames: Frames) -> Array:
+        """Sizes of the axes, one row for each frame."""
+        inner = [self._sizes[axis][frames.cell] for axis in INNER]
+        return np.stack([frames.stage, frames.data, frames.fsdp, *inner], axis=1)
+
+    def _seeded(self, frames: Frames) -> Array:
+        """Frames whose mesh was the best for another question about the model."""
+        found = np.zeros(len(frames), dtype=bool)
+        axes = self._axes(frames)
+        for seed in set(self.spaces.seeds):
+            found |= (axes == seed).all(axis=1)
+        return found
 
     def _search(
         self, placement: Placement, frames: Frames, least: Array
     ) -> Iterator[float]:
         """Look at frames in order of a bound, in blocks; yields that of the next."""
-        order = np.argsort(least, kind="stable")
         at, size = 0, FIRST_BLOCK
+        order = np.argsort(least, kind="stable")
+        if self.spaces.seeds:
+            seeded = self._seeded(frames)
+            self._block(placement, frames.take(seeded))
+            order = order[~seeded[order]]
+        if self.tally.best < math.inf:
+            size *= GROWTH**2
         while at < len(order):
             here = order[at : at + size]
             if least[here[0]] > self._limit():
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
+            here = here[least[here] <= self._limit()]
             self._block(placement, frames.take(here))
-            at, size = at + size, min(GROWTH * size, LAST_BLOCK)
+            at, size = at + len(here), min(GROWTH * size, LAST_BLOCK)
             if at < len(order):
                 yield float(least[order[at]])
 
@@ -333,9 +316,13 @@ class WideSearch:
         for sieve in sorted(self._passed, key=lambda sieve: self._passed[sieve]):
             if not len(frames):
                 return
-            stay = sieve(placement, frames)
+            each = max(1, len(frames) // SAMPLE)
+            stay = sieve(placement, frames.take(np.arange(0, len(frames), each)))
+            if each > 1 and stay.mean() < WORTH:
+                stay = sieve(placement, frames)
             self._passed[sieve] = float(stay.mean())
-            frames = frames.take(stay)
+            if len(stay) == len(frames):
+                frames = frames.take(stay)
         if self.tally.best < math.inf:
             frames = self._paid(placement, frames)
             if not len(frames):

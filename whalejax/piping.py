@@ -52,11 +52,11 @@ def decider(
     Raises:
         PlanError: what is asked of a pipeline contradicts itself or cannot run.
     """
-    captured, known = programs.captured, programs.known
+    known = programs.known
     if not runnable:
         return functools.partial(foresee, known=known, spaces=programs.spaces), request
-    check_marks(captured.graph, request.num_devices)
-    asked, found = _asked(captured, request)
+    check_marks(programs.graph, request.num_devices)
+    asked, found = _asked(programs.graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, 1)
     request = dataclasses.replace(
@@ -68,7 +68,7 @@ def decider(
             "unlike shares have no stages. Drop shares, or the stages"
         )
     if found:
-        return _Staging(captured, asked).of_any_number, request
+        return _Staging(programs.captured, asked).of_any_number, request
     if stages == 1 and uneven:
         shares = None if isinstance(uneven, bool) else uneven
         return (
@@ -77,7 +77,7 @@ def decider(
         )
     if stages == 1:
         return functools.partial(decide, known=known), request
-    return _Staging(captured, asked), request
+    return _Staging(programs.captured, asked), request
 
 
 class _Staging:
@@ -92,7 +92,7 @@ class _Staging:
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
         """The plan of as many stages as are asked for."""
-        asked, marked = self.asked, bool(_marked(self.captured))
+        asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if not why:
             return decide_stages(graph, cluster, request, piped=asked, **options)
@@ -146,19 +146,19 @@ class _Staging:
         return program.graph, units_of(program)
 
 
-def _marked(captured: Captured) -> set[int]:
+def _marked(graph: Graph) -> set[int]:
     """Numbers of the stages that the user marked."""
     return {
         int(mark.get("i") or 0)
-        for task_graph in captured.graph.task_graphs
+        for task_graph in graph.task_graphs
         for mark in task_graph.marks
         if mark.kind == "stage"
     }
 
 
-def _asked(captured: Captured, request: Request) -> tuple[Asked, bool]:
+def _asked(graph: Graph, request: Request) -> tuple[Asked, bool]:
     """The pipeline that is asked for, and whether its stages are to be found."""
-    graph, marked = captured.graph, _marked(captured)
+    marked = _marked(graph)
     asked = Asked.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
     if marked:

@@ -16,11 +16,8 @@ import optax
 
 from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
-from whalejax.capture import capture
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.capture.recompute import checkpoint_names
-from whalejax.capture.reductions import batch_reductions
 from whalejax.fixed import check_mesh
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.spmd import hosted
@@ -35,7 +32,6 @@ from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.ordering import ordered
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
@@ -47,8 +43,8 @@ from whalejax.planner.terms import (
     Remat,
     remat_words,
 )
-from whalejax.precision import CAST_BYTES, PRECISIONS, at_precision
-from whalejax.programs import Programs
+from whalejax.precision import CAST_BYTES, PRECISIONS
+from whalejax.programs import Programs, Traces
 from whalejax.xla_options import checked_options, option_note
 
 
@@ -244,7 +240,7 @@ class Asked:
     loss_chunks: int | None = None
     shares: str | Sequence[int] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
-    traced: dict[object, Programs] = field(default_factory=dict)
+    traced: Traces = field(default_factory=Traces)
 
     def plan(self) -> Plan:
         """The plan."""
@@ -254,10 +250,9 @@ class Asked:
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         check_mesh(self.mesh or {}, devices, idle, axes)
         programs = self._programs()
-        adapter, captured = programs.adapter, programs.captured
-        graph, names = captured.graph, checkpoint_names(captured.jaxpr)
-        remat = checked_policies(self.remat, graph, names)
-        count = self._count(reductions := batch_reductions(captured))
+        adapter, graph, traced = programs.adapter, programs.graph, programs.traced
+        remat = checked_policies(self.remat, graph, traced.names)
+        count = self._count(traced.reductions)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         offload = _checked_offload(self, hosts)
         request = Request(
@@ -271,9 +266,9 @@ class Asked:
             num_devices=devices,
             mesh=self.mesh,
             zero=self.zero,
-            reductions=reductions,
+            reductions=traced.reductions,
             remat=None if self.remat is None else remat,
-            policies=tuple(p for p in POLICIES if names or p != "named"),
+            policies=tuple(p for p in POLICIES if traced.names or p != "named"),
             offload=offload,
             hosted=hosts,
             sequence_parallel=self.sequence_parallel,
@@ -298,9 +293,9 @@ class Asked:
             cluster=self.cluster,
             compiler_options=tuple(sorted(options.items())),
             batch_tree=batch_tree(self.batch),
-            precisions=captured.precisions,
+            precisions=traced.captured.precisions,
             notes=(
-                *(*found.notes, *captured.notes, *_remat_note(remat, found)),
+                *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*_attention_note(found, programs), *adapter.notes),
                 *option_note(options),
             ),
@@ -337,11 +332,14 @@ class Asked:
 
     def _attention(self, programs: Programs) -> Chosen | None:
         """How attention is to run, if the user says so and it can."""
-        graph, blocks = programs.captured.graph, programs.blocks
-        asked = checked_attention(self.attention, graph, self.runnable)
+        asked = checked_attention(self.attention, programs.graph, self.runnable)
         if asked:
-            found, everywhere = blocks(asked), lambda: blocks(((ALL, "ring"),)).graph
-            check_rings(found.graph, asked, found.whole, everywhere)
+            check_rings(
+                programs.again((), asked, 1),
+                asked,
+                programs.traced.blocks(asked).whole,
+                lambda: programs.again((), ((ALL, "ring"),), 1),
+            )
         return asked
 
     def _chunks(self, programs: Programs) -> int | None:
@@ -374,23 +372,13 @@ class Asked:
 
     def _programs(self) -> Programs:
         """The model as traced, at most once for equal shapes."""
-        count = self.num_micro_batches or 1
-        shapes = tuple(str(aval_of(leaf)) for leaf in jax.tree.leaves(self.batch))
-        key = str(self.precision), count, shapes
-        if key not in self.traced:
-            tell("tracing the model")
-            adapter = at_precision(self.adapter, self._whole)
-            captured = capture(
-                adapter,
-                self.batch,
-                num_micro_batches=count,
-                batch_axes=self.batch_axes,
-            )
-            if not isinstance(self.precision, str):
-                chosen = checked_precisions(self.precision, captured.graph)
-                captured = captured.with_precisions(chosen)
-            self.traced[key] = Programs(adapter, captured)
-        return self.traced[key]
+        return self.traced.of(
+            self.adapter,
+            self.batch,
+            batch_axes=self.batch_axes,
+            num_micro_batches=self.num_micro_batches or 1,
+            precision=self.precision,
+        )
 
     def verify(
         self, plan: Plan, topology: str | None, *, timeout_seconds: float
@@ -503,7 +491,7 @@ def _attention_note(found: Plan, programs: Programs) -> list[str]:
     """Why keys and values are gathered that might go round, where any are."""
     if not found.runnable or found.axis_sizes.get("context", 1) == 1:
         return []
-    reasons = programs.blocks(found.attention or ((ALL, "ring"),)).whole
+    reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole
     return [
         f"keys and values are gathered over context: {reason}" for reason in reasons
     ]

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from whalejax.adapters import Adapter
 from whalejax.annotations import scope_name
@@ -101,7 +102,7 @@ def graph_of(
     )
     some, axis = batch_dims[0]
     unknown = (op.kind for op in walk.ops if op.behaviour.unknown)
-    return Graph(
+    graph = Graph(
         tensors=_tensors(walk, flows),
         ops=_ops(walk, flows, found.of_op),
         task_graphs=found.task_graphs,
@@ -110,12 +111,12 @@ def graph_of(
         batch_dims=batch_dims,
         num_micro_batches=num_micro_batches,
         weighted=weighted,
-        model_hash=_hash(walk, leaves, marks),
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
         whole=tuple(dict.fromkeys(v for v in others if v is not None)),
         stacked=tuple(walk.stacked),
     )
+    return replace(graph, model_hash=model_hash(graph, leaves))
 
 
 def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -162,17 +163,23 @@ def _ops(walk: Walk, flows: Sequence[bool], of_op: Sequence[int]) -> tuple[Op, .
     )
 
 
-def _hash(walk: Walk, leaves: Sequence[BatchLeaf], marks: set[Mark]) -> str:
-    """Sixteen hex digits over the leaves, the global batch and the marks."""
+def model_hash(graph: Graph, leaves: Sequence[BatchLeaf]) -> str:
+    """Sixteen hex digits over the leaves, the global batch and the marks.
+
+    Args:
+        graph: of the loss as it was written.
+        leaves: the batch.
+    """
     model = [
         (t.kind, t.path, t.shape, t.dtype)
-        for t in walk.tensors
+        for t in graph.tensors
         if t.kind in ("param", "state")
     ]
     batch = [(leaf.path, leaf.shape, str(leaf.dtype), leaf.axis) for leaf in leaves]
     # How many products of what kind: few enough to survive another version of JAX and
     # another number of micro-batches, enough to tell two losses on one model apart.
-    kinds = Counter(op.kind for op in walk.ops if op.behaviour.matmul is not None)
+    kinds = Counter(op.kind for op in graph.ops if op.matmul is not None)
+    marks = {mark for region in graph.task_graphs for mark in region.marks}
     marked = sorted(map(scope_name, marks))
     text = json.dumps([model, batch, marked, sorted(kinds.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,170 @@
+"""A graph for another number of samples, without tracing the model again.
+
+Dimensions that were traced with one batch are known by the analysis of dimensions; what
+holds one of them grows with it. Where that cannot be told for certain, nothing is said:
+the model is then traced.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from whalejax.planner.dimensions import Dimensions, analyse, roles_of
+from whalejax.planner.graph import Graph, Op, Stacked, Tensor
+
+
+class _Unclear(Exception):
+    """It cannot be told what grows with the batch."""
+
+
+def resized(graph: Graph, batch_size: int) -> Graph | None:
+    """The graph that a trace with another batch would give, but for its hash.
+
+    Args:
+        graph: of a trace.
+        batch_size: samples of a micro-batch of the other one.
+
+    Returns:
+        None where it cannot be told without a trace: samples are looped over, meet one
+        another, or a dimension that is no batch is as long as it.
+    """
+    if 1 in (batch_size, graph.batch_size):
+        return None  # dimensions of size 1 are no dimensions of operations
+    try:
+        return _Resized(graph, batch_size).graph()
+    except _Unclear:
+        return None
+
+
+class _Resized:
+    """One graph on its way to another batch."""
+
+    def __init__(self, graph: Graph, batch_size: int) -> None:
+        self.given = graph
+        self.before, self.after = graph.batch_size, batch_size
+        dims = analyse(graph)
+        batch = {role.index for role in dims.batch}
+        self.own = {i for i, role in enumerate(dims.roles) if role.of_weights}
+        if batch & self.own or any(op.unknown for op in graph.ops):
+            raise _Unclear
+        self._check_told(dims)
+        self.grows = [
+            tuple(
+                self._grows(dims, tensor, dim, batch)
+                for dim in range(len(tensor.shape))
+            )
+            for tensor in graph.tensors
+        ]
+
+    def _check_told(self, dims: Dimensions) -> None:
+        """Every dimension comes from a leaf, so that no rule of the model made it.
+
+        A capacity, say, is a number that the model computes, perhaps from the batch.
+        """
+        told: set[int] = set()
+        for tensor in self.given.tensors:
+            if tensor.kind in ("param", "state", "batch"):
+                told |= roles_of(dims.layouts[tensor.id])
+        # The same values where they are laid out anew, as keys are beside queries.
+        for (index, slot), layout in dims.seen.items():
+            op = self.given.ops[index]
+            tensor_id = (*op.operands, *op.results)[slot]
+            for before, after in zip(dims.layouts[tensor_id], layout, strict=True):
+                if len(before) == len(after) and told.issuperset(before):
+                    told.update(after)
+        if any(roles_of(layout) - told for layout in dims.layouts):
+            raise _Unclear
+
+    def _grows(
+        self, dims: Dimensions, tensor: Tensor, dim: int, batch: set[int]
+    ) -> bool:
+        """Whether a dimension holds the batch."""
+        roles, sizes = dims.layouts[tensor.id][dim], dims.sizes[tensor.id][dim]
+        samples = [
+            n for role, n in zip(roles, sizes, strict=True) if role in batch and n > 1
+        ]
+        if samples and samples != [self.before]:
+            raise _Unclear
+        leaf = tensor.kind in ("param", "state")
+        alike = not samples and not leaf and tensor.shape[dim] == self.before
+        if alike and not {*roles} & self.own:
+            raise _Unclear
+        if samples and math.prod(sizes) != tensor.shape[dim]:
+            raise _Unclear
+        return bool(samples)
+
+    def grown(self, number: int) -> int:
+        """A number that is in proportion to the batch."""
+        found, rest = divmod(number * self.after, self.before)
+        if rest:
+            raise _Unclear
+        return found
+
+    def graph(self) -> Graph:
+        """The whole graph."""
+        given = self.given
+        return replace(
+            given,
+            tensors=tuple(self._tensor(t) for t in given.tensors),
+            ops=tuple(self._op(op) for op in given.ops),
+            stacked=tuple(self._stacked(s) for s in given.stacked),
+            batch_size=self.after,
+        )
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        grows = self.grows[tensor.id]
+        if not any(grows):
+            return tensor
+        shape = tuple(
+            self.grown(n) if more else n
+            for n, more in zip(tensor.shape, grows, strict=True)
+        )
+        return replace(tensor, shape=shape)
+
+    def _stacked(self, kept: Stacked) -> Stacked:
+        if not any(self.grows[kept.tensor]):
+            return kept
+        return replace(kept, nbytes=self.grown(kept.nbytes))
+
+    def _op(self, op: Op) -> Op:
+        slots = [self.grows[t] for t in (*op.operands, *op.results)]
+        if op.trip > 1 and op.trip % self.before == 0:
+            raise _Unclear  # perhaps a loop over samples
+        together: list[frozenset[int]] = []
+        for factor in op.factors:
+            more = {slots[slot][dim] for slot, dim in factor.members}
+            if len(more) > 1:
+                raise _Unclear
+            if more == {True}:
+                together.append(frozenset(slot for slot, _ in factor.members))
+        if not op.flops and op.matmul is None:
+            return op
+        held = sum(map(sum, slots))
+        if len(together) > 1 or (held and not together):
+            raise _Unclear
+        if not together:
+            return op
+        matmul = op.matmul
+        if matmul is not None:
+            sizes = list(matmul)
+            place = _place(op, together[0])
+            sizes[place] = self.grown(sizes[place])
+            matmul = sizes[0], sizes[1], sizes[2], sizes[3]
+        return replace(op, flops=self.grown(op.flops), matmul=matmul)
+
+
+def _place(op: Op, slots: frozenset[int]) -> int:
+    """Where an index of a product stands in its (m, k, n, batch).
+
+    Args:
+        op: the product.
+        slots: those that have the index.
+    """
+    left, right = 0 in slots, 1 in slots
+    out = any(slot >= len(op.operands) for slot in slots)
+    if left and right and out:
+        return 3
+    if not out:
+        return 1
+    return 0 if left else 2

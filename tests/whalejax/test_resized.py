@@ -1,0 +1,161 @@
+"""Another batch is another graph, told from the one that was traced where it can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import whalejax as wh
+from whalejax import jobs, models, programs
+from whalejax.adapters import adapt
+from whalejax.capture import Captured, capture
+from whalejax.planner.graph import Graph
+from whalejax.planner.resized import resized
+
+
+VARIANTS: dict[str, Callable[[Captured], Captured]] = {
+    "as written": lambda loss: loss,
+    "remat dots": lambda loss: loss.with_remat((("*", "dots"),)),
+    "ring, remat full": lambda loss: loss.with_attention((("*", "ring"),)).with_remat(
+        (("*", "full"),)
+    ),
+    "chunks": lambda loss: loss.with_chunks(4),
+}
+
+
+def captured(name: str, batch_size: int, **options: Any) -> Captured:
+    job = models.job(name, **options)
+    batch = jax.eval_shape(lambda: job.batch_at(0, batch_size))
+    model = adapt(jobs.abstract_model(job), job.loss_fn).without_values()
+    return capture(model, batch)
+
+
+def like(graph: Graph | None, other: Graph) -> Graph | None:
+    """A graph with the hash of another, which ``resized`` leaves to its caller."""
+    if graph is None:
+        return None
+    return dataclasses.replace(graph, model_hash=other.model_hash)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt-test", {}),
+        ("gpt-test", {"scan_layers": True}),
+        ("bert-test", {"annotated": True}),
+    ],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_the_graph_of_a_trace(
+    name: str, options: dict[str, Any], variant: str
+) -> None:
+    few, many = (
+        VARIANTS[variant](captured(name, n, **options)).graph for n in (10, 30)
+    )
+    assert few != many
+    assert like(resized(few, 30), many) == many
+    assert like(resized(many, 10), few) == few
+
+
+def shares_of(net: Any, x: Any) -> Any:
+    """A capacity that the model computes from the batch."""
+    capacity = x.shape[0] * 3 // 4
+    return (x[:capacity] @ net["w"]).mean()
+
+
+def across(net: Any, x: Any) -> Any:
+    """Samples that meet one another."""
+    y = x @ net["w"]
+    return (y @ y.T).mean()
+
+
+def as_long(net: Any, x: Any) -> Any:
+    """A dimension that is as long as the batch, and nothing says that it is it."""
+    return (x @ net["w"]).mean() + jnp.arange(x.shape[0], dtype=x.dtype).mean()
+
+
+NET = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+
+
+def samples(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count, 16), jnp.float32)
+
+
+@pytest.mark.parametrize("loss", [shares_of, across])
+def test_what_cannot_be_told_is_not_guessed(loss: Callable[..., Any]) -> None:
+    graph = capture(adapt(NET, loss), samples(8)).graph
+    assert resized(graph, 32) is None
+
+
+def test_one_sample_is_no_batch() -> None:
+    graph = capture(adapt(NET, as_long), samples(8)).graph
+    assert resized(graph, 1) is None
+
+
+def planned(loss: Callable[..., Any], count: int, **options: Any) -> wh.Plan:
+    return wh.plan(
+        loss, NET, samples(count), cluster="h100:2x8", mesh={"tensor": 1}, **options
+    )
+
+
+@pytest.mark.parametrize("loss", [shares_of, across, as_long])
+def test_another_batch_is_planned_as_if_it_had_been_asked_for(
+    loss: Callable[..., Any],
+) -> None:
+    assert planned(loss, 64).what_if(batch=128) == planned(loss, 128)
+
+
+@pytest.fixture(scope="module")
+def estimate() -> wh.Plan:
+    return gpt(64)
+
+
+def gpt(batch_size: int, **options: Any) -> wh.Plan:
+    job = models.job("gpt-test", scan_layers=True)
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch_size)),
+        **{"cluster": "h100:2x8", "runnable": False, **options},
+    )
+
+
+def answer(plan: wh.Plan) -> wh.Plan:
+    """A plan without its notes, which say how many others were looked at."""
+    return dataclasses.replace(plan, notes=())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cluster": "a100-80:2x8"},
+        {"cluster": "a100-80:8"},
+        {"remat": "full"},
+        {"num_micro_batches": 4},
+        {"mesh": {"fsdp": 2, "tensor": 2}},
+    ],
+    ids=str,
+)
+def test_other_questions_are_answered_as_if_they_came_first(
+    estimate: wh.Plan, changes: dict[str, Any]
+) -> None:
+    assert answer(estimate.what_if(**changes)) == answer(gpt(64, **changes))
+
+
+def test_another_batch_is_not_traced(
+    estimate: wh.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = gpt(256)
+
+    def never(*args: Any, **options: Any) -> Captured:
+        raise AssertionError("the model is traced again")
+
+    monkeypatch.setattr(programs, "capture", never)
+    assert answer(estimate.what_if(batch=256)) == answer(fresh)
+    with pytest.raises(AssertionError, match="is traced again"):
+        estimate.what_if(precision="bf16")
