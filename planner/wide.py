@@ -323,10 +323,10 @@ class WideSearch:
             self._passed[sieve] = float(stay.mean())
             if len(stay) == len(frames):
                 frames = frames.take(stay)
-        if self.tally.best < math.inf:
+        if len(frames) and self.tally.best < math.inf:
             frames = self._paid(placement, frames)
-            if not len(frames):
-                return
+        if not len(frames):
+            return
         frames = ordered(frames, self._sizes)
         least = self._least_step(placement, frames, self.model, any_schedule=True)
         frames = ringed(frames.take(least <= self._limit()), self._sizes["context"])

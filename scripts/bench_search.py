@@ -8,7 +8,10 @@ The last line printed is one JSON object with, for each question,
     NAME_plan        seconds until its plan is written down as well
     NAME_runs        seconds of ``wh.plan`` for what an executor of this version runs,
                      tracing included; null where nothing of that kind fits
-    NAME_what_if     seconds of ``plan.what_if(remat="full")`` after the first plan
+    NAME_what_if_remat, NAME_what_if_cluster, NAME_what_if_batch
+                     seconds of ``plan.what_if`` after the first plan: with
+                     ``remat="full"``, as many H200, twice as many samples; null where
+                     nothing fits
     NAME_covered     combinations that it chose among
     NAME_gap         the gap
 
@@ -24,7 +27,6 @@ import dataclasses
 import functools
 import gc
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -173,14 +175,14 @@ QUESTIONS: Final = (
 class Answer:
     """Seconds of capturing, searching and writing the plan; the search and the plan.
 
-    ``runs`` and ``changed`` are seconds of a plan that runs, and of another question.
+    ``runs`` and ``changed`` are seconds of a plan that runs, and of other questions.
     """
 
     traced: float
     searched: float
     planned: float
     runs: float | None
-    changed: float
+    changed: dict[str, float | None]
     search: WideSearch
     plan: Plan
 
@@ -203,14 +205,16 @@ def answer(question: Question, rounds: int) -> Answer:
     searched, planned = [], []
     for _ in range(max(1, rounds)):
         gc.collect()
+        graph = dataclasses.replace(captured.graph)  # nothing is known of a copy
         start = time.perf_counter()
-        search = WideSearch(captured.graph, machine, request)
+        search = WideSearch(graph, machine, request)
         search.run()
         searched.append((time.perf_counter() - start, search))
+        graph = dataclasses.replace(captured.graph)
         gc.collect()
         start = time.perf_counter()
         plan = foresee(
-            captured.graph,
+            graph,
             machine,
             request,
             precision=question.precision,
@@ -228,7 +232,9 @@ def answer(question: Question, rounds: int) -> Answer:
     )
     return Answer(
         runs=_seconds(asked, 1),
-        changed=_changed(asked(runnable=False), rounds),
+        changed=_changed(
+            functools.partial(asked, runnable=False), question, machine, rounds
+        ),
         traced=traced,
         searched=min(seconds for seconds, _ in searched),
         planned=min(seconds for seconds, _ in planned),
@@ -237,11 +243,24 @@ def answer(question: Question, rounds: int) -> Answer:
     )
 
 
-def _changed(plan: Plan, rounds: int) -> float:
-    """Least seconds of another question after a plan."""
-    change = functools.partial(plan.what_if, remat="full")
-    found = _seconds(change, rounds)
-    return math.nan if found is None else found
+def _changed(
+    ask: Callable[[], Plan], question: Question, machine: Cluster, rounds: int
+) -> dict[str, float | None]:
+    """Least seconds of other questions to a plan, each asked for the first time."""
+    changes: dict[str, dict[str, Any]] = {
+        "remat": {"remat": "full"},
+        "cluster": {"cluster": f"h200:{machine.num_devices // 8}x8"},
+        "batch": {"batch": 2 * question.batch},
+    }
+    found: dict[str, list[float | None]] = {name: [] for name in changes}
+    for _ in range(max(1, rounds)):
+        plan = ask()
+        for name, change in changes.items():
+            found[name].append(_seconds(functools.partial(plan.what_if, **change), 1))
+    return {
+        name: min((s for s in several if s is not None), default=None)
+        for name, several in found.items()
+    }
 
 
 def _seconds(ask: Callable[[], Plan], rounds: int) -> float | None:
@@ -280,7 +299,8 @@ def main() -> None:
         found[name] = round(given.searched, 3)
         found[f"{name}_plan"] = round(given.planned, 3)
         found[f"{name}_runs"] = given.runs and round(given.runs, 3)
-        found[f"{name}_what_if"] = round(given.changed, 3)
+        for change, seconds in given.changed.items():
+            found[f"{name}_what_if_{change}"] = seconds and round(seconds, 3)
         found[f"{name}_covered"] = tally.covered
         found[f"{name}_gap"] = tally.gap
         if name == "llama405b_8192":
