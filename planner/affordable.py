@@ -53,6 +53,7 @@ class Options:
 def worth_paying(
     frames: Frames,
     options: Options,
+    may_keep: Callable[[Frames], Array],
     may_fit: Callable[[Frames], Array],
     quick: Callable[[Frames], Array],
 ) -> Frames:
@@ -64,6 +65,7 @@ def worth_paying(
     Args:
         frames: nothing computed again, nothing in host memory.
         options: for each of them.
+        may_keep: which frames memory of devices may hold, were activations all.
         may_fit: which frames memory of devices may hold.
         quick: which frames may be among the best as they are.
 
@@ -72,8 +74,10 @@ def worth_paying(
     """
     first, *_ = options.remats
     others = sorted({bits & ~ACTIVATIONS for bits in options.corners})
-    kept = frames.with_options([first], options.zeros[-2:], others)
-    stay = may_fit(kept).reshape(len(frames), -1).max(axis=1)
+    stay = may_keep(frames.with_options([first], [0], [0]))
+    kept = frames.take(stay).with_options([first], options.zeros[-2:], others)
+    if len(kept):
+        stay[stay] = may_fit(kept).reshape(stay.sum(), -1).max(axis=1)
     remat = frames.remat.copy()
     ways = [(first, ACTIVATIONS)] * any(b & ACTIVATIONS for b in options.offloads)
     for again, bits in [*ways, *((policy, 0) for policy in options.lightest)]:

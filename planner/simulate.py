@@ -227,13 +227,15 @@ def _handed(table: Schedule, key: Key) -> bool:
 def _beats(table: Schedule) -> Iterator[list[Row]]:
     """Rows in order, as many at a time as do not wait for one another."""
     here: list[Row] = []
+    made, stages = set[Key](), set[int]()
     for row in table.rows:
-        made = {table.key(other) for other in here}
-        same = any(other.stage == row.stage for other in here)
-        if here and (same or row.tick != here[0].tick or table.needs(row) in made):
+        same = row.stage in stages or table.needs(row) in made
+        if here and (same or row.tick != here[0].tick):
             yield here
-            here = []
+            here, made, stages = [], set(), set()
         here.append(row)
+        made.add(table.key(row))
+        stages.add(row.stage)
     if here:
         yield here
 

@@ -17,19 +17,16 @@ from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.frames import SCHEDULES
 from whalejax.planner.layer_cuts import (
-    cut_layers,
     ends,
-    fewest_layers,
     stage_layers,
     stage_pace,
 )
 from whalejax.planner.outlook import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
+from whalejax.planner.room import memory_of, mixed, share_of
 from whalejax.planner.schedules import schedule
 from whalejax.planner.simulate import Compiled, any_cut_share, compiled
-from whalejax.planner.stored import HOLDERS
-from whalejax.planner.terms import FETCHED, OFFLOADS
 from whalejax.planner.variants import Array
 
 
@@ -95,7 +92,7 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
     after = _after(cases, parts)
     for name, seconds in after.items():
         time[name] = time.get(name, 0.0) + seconds
-    memory, fits, host = _memory(cases, parts)
+    memory, fits, host = memory_of(cases, parts)
     temporary = memory["gradients"] + memory["activations"] + memory["working"]
     time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
     return Weighed(
@@ -108,24 +105,6 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
         wire=_wire(cases, parts),
         host=host,
     )
-
-
-def fits_of(
-    cases: Cases, micro_batches: Array, hosts: bool, *, any_cut: bool, any_policy: bool
-) -> Array:
-    """Whether memory holds each case; nothing is timed.
-
-    Args:
-        cases: nothing is cut yet.
-        micro_batches: of one pipeline.
-        hosts: memory of hosts counts.
-        any_cut: memory may hold it however stages interleave.
-        any_policy: memory may hold it whatever is computed again.
-    """
-    cut_layers(cases)
-    for g in cases.groups if any_cut else ():
-        g.layers = np.minimum(g.layers, fewest_layers(cases, g))
-    return _memory(cases, micro_batches, any_policy=any_policy, hosts=hosts)[1]
 
 
 def least_step(
@@ -197,7 +176,7 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
     after = np.full(cases.number, np.inf)
     totals = [cases.zeros for _ in zeros]
     for g in cases.groups:
-        shares = {place: _share(cases, g, place) for place in holders}
+        shares = {place: share_of(cases, g, place) for place in holders}
         gradients = {
             shards: _gradient_seconds(cases, shares, micro_batches, shards=shards)
             for shards in {zero >= 2 for zero in zeros}
@@ -205,10 +184,10 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
         kind = cases.cluster.kinds[g.kind]
         for index, zero in enumerate(zeros):
             owned = int(zero >= 1)
-            moved = _mixed(shares, {p: cases.held[p].moved[owned] for p in holders})
+            moved = mixed(shares, {p: cases.held[p].moved[owned] for p in holders})
             one = gradients[zero >= 2] + kind.elementwise_seconds(moved)
             if owned:
-                one = one + _mixed(shares, gathers)
+                one = one + mixed(shares, gathers)
             totals[index] = np.maximum(totals[index], one * (g.count > 0))
     for total in totals:
         after = np.minimum(after, total)
@@ -344,24 +323,13 @@ def part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
 # Beside the pipeline.
 
 
-def _share(cases: Cases, group: Group, place: int) -> Array:
-    """Which part of a place lies on the fullest stage of a group."""
-    if place == LAYER:
-        return group.layers / cases.model.layers
-    if place == EVERYWHERE:
-        return cases.zeros + 1.0
-    held = {FIRST: group.first, LAST: group.last, ENDS: group.first | group.last}
-    found: Array = held[place] * 1.0
-    return found
-
-
 def _term(cases: Cases, slowest: Array, term: str) -> Array:
     """A term of the slowest stage's time for one micro-batch."""
     found = np.zeros(cases.number)
     for index, g in enumerate(cases.groups):
         here = np.zeros(cases.number)
         for place in PLACES:
-            count = g.layers if place == LAYER else _share(cases, g, place)
+            count = g.layers if place == LAYER else share_of(cases, g, place)
             for phase in PHASES:
                 seconds = cases.seconds.get((g.kind, place, phase, term), 0.0)
                 here = here + count * seconds
@@ -378,9 +346,9 @@ def _after(cases: Cases, parts: Array) -> dict[str, Array]:
         gathers = {p: _gathered_after(cases, p) * (level >= 1) for p in gathers}
     tables: dict[str, list[Array]] = {name: [] for name in names}
     for g in cases.groups:
-        shares = {place: _share(cases, g, place) for place in cases.holders}
+        shares = {place: share_of(cases, g, place) for place in cases.holders}
         tables["gradient"].append(_reduced_seconds(cases, shares, parts))
-        tables["parameter"].append(_mixed(shares, gathers))
+        tables["parameter"].append(mixed(shares, gathers))
         tables["update"].append(_update_seconds(cases, g, shares))
         tables["offload"].append(_update_transfers(cases, g, shares))
     whole = np.stack(
@@ -407,13 +375,6 @@ def _update_transfers(cases: Cases, group: Group, shares: dict[int, Array]) -> A
             + cases.offloads("gradients") * cases.owned(held.gradients, 2)
         )
     return moved / link
-
-
-def _mixed(shares: dict[int, Array], values: dict[int, Array]) -> Array:
-    found: Array = np.zeros(1)
-    for place, value in values.items():
-        found = found + shares[place] * value
-    return found
 
 
 def _gathered_after(cases: Cases, place: int) -> Array:
@@ -488,99 +449,8 @@ def _reduction_seconds(
 
 
 def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Array:
-    moved = _mixed(shares, {p: cases.owned(cases.held[p].moved) for p in cases.holders})
+    moved = mixed(shares, {p: cases.owned(cases.held[p].moved) for p in cases.holders})
     found: Array = cases.cluster.kinds[group.kind].elementwise_seconds(moved)
-    return found
-
-
-# Memory.
-
-
-def _memory(
-    cases: Cases, parts: Array, *, any_policy: bool = False, hosts: bool = True
-) -> tuple[dict[str, Array], Array, Array]:
-    """Terms on the fullest device, whether all fit, and the most on a host."""
-    tables: dict[str, list[Array]] = {}
-    left = []
-    most = cases.zeros
-    fits = np.ones(cases.number, dtype=bool)
-    static = {
-        "params": {p: cases.held[p].params for p in cases.holders},
-        "gradients": {p: cases.gradients(p) for p in cases.holders},
-        "state": {p: cases.owned(cases.held[p].state) for p in cases.holders},
-    }
-    saved = {p: cases.saved(p, least=any_policy) for p in PLACES}
-    for g in cases.groups:
-        shares = {place: _share(cases, g, place) for place in HOLDERS}
-        held = cases.in_flight(g, parts)
-        params, gradients, state = (_mixed(shares, v) for v in static.values())
-        activations = held * _mixed(shares, saved)
-        away = {name: cases.offloads(name) for name in OFFLOADS}
-        kept = np.minimum(activations, 2 * saved[LAYER] / cases.model.layers)
-        two = FETCHED * cases.gradients(LAYER) / cases.model.layers
-        least = np.minimum(gradients, two)
-        terms = {
-            "params": params * ~away["params"],
-            "gradients": np.where(away["gradients"], least, gradients),
-            "optimizer": state * ~away["optimizer"] + cases.model.optimizer_other_bytes,
-            "state": np.full(cases.number, float(cases.model.state_bytes)),
-            "batch": cases.model.batch_bytes / (cases.frames.data * cases.frames.fsdp),
-            "activations": np.where(away["activations"], kept, activations),
-            "working": _working(cases, shares, parts, any_policy),
-        }
-        host = (
-            away["params"] * params
-            + away["optimizer"] * state
-            + away["activations"] * activations
-            + away["gradients"] * gradients
-        )
-        device_bytes, host_bytes = cases.capacity(g.kind)
-        room = device_bytes - sum(terms.values(), np.zeros(1))
-        there = g.count > 0
-        enough = host <= host_bytes
-        fits &= ~there | ((room >= 0) & (enough | (not hosts)))
-        left.append(np.where(there, room, np.inf))
-        most = np.maximum(most, np.where(there, host, 0.0))
-        for name, values in terms.items():
-            tables.setdefault(name, []).append(values)
-    chosen = np.stack(left).argmin(axis=0)
-    column = np.arange(cases.number)
-    return {n: np.stack(v)[chosen, column] for n, v in tables.items()}, fits, most
-
-
-def _working(
-    cases: Cases, shares: dict[int, Array], parts: Array, any_policy: bool
-) -> Array:
-    """Gathered leaves, casts, temporaries and what is computed again."""
-    away = cases.offloads("params")
-    gathered, copies, fresh = cases.zeros, cases.zeros, cases.zeros
-    for place in cases.holders:
-        held, here = cases.held[place], shares[place] > 0
-        gathered = np.maximum(gathered, here * cases.owned(held.gathered, 2))
-        copies = copies + shares[place] * held.copies
-        fresh = np.maximum(fresh, here * cases.owned(held.fresh, 2))
-    streamed = FETCHED * cases.held[LAYER].params / cases.model.layers
-    found = np.where(away, streamed, copies) + 2 * gathered
-    found = found + cases.cell(Column("rebuilt")) + 2 * cases.cell(Column("largest"))
-    if not any_policy:
-        found = found + _rebuilt(cases, shares)
-    whole: Array = found + np.where(parts > 1, fresh, 0.0)
-    return whole
-
-
-def _rebuilt(cases: Cases, shares: dict[int, Array]) -> Array:
-    """What the largest TaskGraph keeps while it is computed again, one layer of it."""
-    found = np.zeros(cases.number)
-    for home in cases.model.policies[0]:
-        for place in PLACES:
-            everything = cases.cell(Column("saved", home, place, phase="none"))
-            kept = everything
-            for name in ("dots", "named", "full"):
-                column = Column("saved", home, place, phase=name)
-                kept = np.where(cases.policy(home, name), cases.cell(column), kept)
-            each = cases.model.layers if place == LAYER else 1
-            again = np.maximum(0.0, everything - kept) / each
-            found = np.maximum(found, again * (shares[place] > 0))
     return found
 
 

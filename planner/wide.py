@@ -40,6 +40,7 @@ from whalejax.planner.promise import promise
 from whalejax.planner.ranking import TIE, Tally, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.replicas import Replicas
+from whalejax.planner.room import fits_of, keeps_of
 from whalejax.planner.search import Request
 from whalejax.planner.space import INNER, Spaces
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
@@ -47,7 +48,6 @@ from whalejax.planner.variants import Array, Variant
 from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
-    fits_of,
     least_step,
     settle,
     weigh,
@@ -373,6 +373,7 @@ class WideSearch:
         return worth_paying(
             frames,
             self._choices(),
+            lambda some: self._may_fit(placement, some, alone=True),
             lambda some: self._may_fit(placement, some, any_cut=True),
             lambda some: self._quick(placement, some),
         )
@@ -442,8 +443,17 @@ class WideSearch:
         hosts: bool = False,
         any_cut: bool = False,
         any_policy: bool = False,
+        alone: bool = False,
     ) -> Array:
-        """Which frames memory holds; of replicas, with one micro-batch each."""
+        """Which frames memory holds; of replicas, with one micro-batch each.
+
+        Args:
+            placement: kinds of devices.
+            some: frames.
+            hosts: that of hosts too.
+            any_cut, any_policy: as for ``fits_of``.
+            alone: were activations all.
+        """
         kinds: Sequence[int | None] = (None,)
         parts = some.micro_batches
         if placement.by == "replicas":
@@ -451,6 +461,9 @@ class WideSearch:
         fits = np.ones(len(some), dtype=bool)
         for kind in kinds:
             cases = Cases(self.model, some, placement, kind)
+            if alone:
+                fits &= keeps_of(cases, parts)
+                continue
             fits &= fits_of(cases, parts, hosts, any_cut=any_cut, any_policy=any_policy)
         return fits
 
