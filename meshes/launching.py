@@ -68,6 +68,7 @@ class Launch:
         port: where process 0 listens; a free one if left out and all is here.
         remote_shell: the words before a host's name and the command for it.
         tells: print the table of ranks, and rank 0's failure, which it has said itself.
+        json: print how all ended as one line of JSON, and nothing else.
     """
 
     command: tuple[str, ...]
@@ -78,6 +79,7 @@ class Launch:
     port: int | None = None
     remote_shell: tuple[str, ...] = REMOTE_SHELL
     tells: bool = True
+    json: bool = False
 
     def __post_init__(self) -> None:
         with Problems("launch") as problems:
@@ -173,7 +175,10 @@ def run(launch: Launch) -> int:
     """Start all processes and wait for them; when one fails, all are stopped.
 
     Rank 0 is shown as it writes, the others write their logs. Where one fails, the
-    first that did is named, with the end of its log.
+    first that did is named, with the end of its log. As JSON: ``status``, ``failure``
+    (that text, or null) and ``ranks``, each with its ``rank``, ``host``, ``kind`` and
+    ``devices`` (null where it said nothing of them), ``cpu_quota_percent`` (null
+    without one) and ``log``.
 
     Args:
         launch: what and where.
@@ -261,7 +266,7 @@ class _Group:
                     continue
                 log.write(line)
                 log.flush()
-                if rank == 0:
+                if rank == 0 and not self._launch.json:
                     with contextlib.suppress(OSError):
                         sys.stdout.write(line.decode(errors="replace"))
                         sys.stdout.flush()
@@ -280,7 +285,7 @@ class _Group:
     def _show(self) -> None:
         """Print the table, once: when all said what they have, or have ended."""
         with self._lock:
-            if self._launch.tells and not self._shown:
+            if self._launch.tells and not (self._shown or self._launch.json):
                 self._shown = True
                 _say(self.table())
 
@@ -327,12 +332,35 @@ class _Group:
                 failed = {rank: status, **self._failing()}
                 self.stop()
                 self._show()
-                if self._launch.tells or rank:
+                status = status if status > 0 else 128 - status
+                if self._launch.json:
+                    self._print(status, self._failure(failed))
+                elif self._launch.tells or rank:
                     _say(self._failure(failed))
-                return status if status > 0 else 128 - status
+                return status
         self.stop()
         self._show()
+        if self._launch.json:
+            self._print(0, None)
         return 0
+
+    def _print(self, status: int, failure: str | None) -> None:
+        """One line of JSON."""
+        quotas = self._launch.quotas
+        ranks = []
+        for rank in range(len(self._running)):
+            kind, devices = self._said.get(rank, (None, None))
+            ranks.append(
+                {
+                    "rank": rank,
+                    "host": self._launch.host_of(rank),
+                    "kind": kind,
+                    "devices": None if devices is None else int(devices),
+                    "cpu_quota_percent": quotas[rank] if quotas else None,
+                    "log": str(self.log(rank)),
+                }
+            )
+        print(json.dumps({"status": status, "failure": failure, "ranks": ranks}))
 
     def _failing(self) -> dict[int, int]:
         """Ranks that fail in the moments after the first, and their status."""

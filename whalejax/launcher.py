@@ -36,6 +36,7 @@ def launch(command: LaunchCommand) -> int:
             logs=command.logs,
             port=command.port,
             remote_shell=tuple(shlex.split(command.remote_shell)),
+            json=command.json,
         )
     )
 

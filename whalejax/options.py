@@ -321,6 +321,8 @@ class LaunchCommand:
     """where process 0 listens; a free one, or 8476 on other hosts"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
     """what is given a host and a command"""
+    json: bool = False
+    """print how every rank ended as one line of JSON and nothing else"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -99,6 +100,35 @@ def test_ranks_know_each_other_and_have_logs(tmp_path: Path) -> None:
     assert [row[:4] for row in table[1:]] == [
         [str(rank), "localhost", f"kind{rank}", str(rank + 1)] for rank in range(3)
     ]
+
+
+def test_how_all_ended_as_json(tmp_path: Path) -> None:
+    running = start(tmp_path, WHO, "--json")
+    out, errors = running.communicate(timeout=SECONDS)
+    assert (running.returncode, errors) == (0, "")
+    found = json.loads(out)
+    assert (found["status"], found["failure"]) == (0, None)
+    assert found["ranks"] == [
+        {
+            "rank": rank,
+            "host": "localhost",
+            "kind": f"kind{rank}",
+            "devices": rank + 1,
+            "cpu_quota_percent": None,
+            "log": str(tmp_path / f"rank-{rank}.log"),
+        }
+        for rank in range(2)
+    ]
+    assert "rank 0 of 2" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_failure_as_json(tmp_path: Path) -> None:
+    running = start(tmp_path, "raise SystemExit('boom')", "--json")
+    out, errors = running.communicate(timeout=SECONDS)
+    assert (running.returncode, errors) == (1, "")
+    found = json.loads(out)
+    assert found["status"] == 1 and "boom" in found["failure"]
+    assert {rank["kind"] for rank in found["ranks"]} == {None}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
