@@ -298,7 +298,7 @@ def _plan(
         sequence_parallel=best.case.variant.sequence_parallel,
         precision=precision,
         default=request.default or "",
-        roles=role_infos(search.dims),
+        roles=role_infos(search.dims, graph.batch_size),
         compute=region_tables(analysed, tables, best.mesh),
         storage=tuple((a, names) for a in ("data", "fsdp") if best.mesh[a] > 1),
         leaves=tuple(_leaves(search, graph, facts, best)),

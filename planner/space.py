@@ -5,6 +5,7 @@ It depends on little of what a search is asked, so that searches of one model sh
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 import numpy as np
@@ -18,6 +19,7 @@ from whalejax.planner.layers import find_layers
 from whalejax.planner.layout import divisors
 from whalejax.planner.priced import Column, Columns, Links, Pricer, ideal
 from whalejax.planner.regions import with_expert_regions
+from whalejax.planner.resized import resized
 from whalejax.planner.search import Request
 from whalejax.planner.stored import Storage
 from whalejax.planner.variants import Points, Variant, Variants
@@ -29,16 +31,33 @@ INNER = ("expert", "context", "tensor")
 """Axes inside a replica of a stage."""
 
 
+WIDER = 4
+"""A graph is read with so many times its batch: what holds of all its divisors holds of
+half and of twice the batch, too."""
+
+
 class Reading:
     """A graph as the wide search reads it, whatever the cluster.
 
     Args:
         graph: a captured loss.
         default: the strategy of what is not marked.
+
+    Attributes:
+        asked: the graph as given.
+        graph: the same with equal layers written once, and with ``batch`` where that
+            can be told.
+        batch: samples of a step; all that divide them are covered.
     """
 
     def __init__(self, graph: Graph, default: str | None) -> None:
+        self.asked = graph
+        self.batch = whole_batch(graph)
         layers = find_layers(graph)
+        wider = resized(layers.graph, WIDER * self.batch)
+        if wider is not None:
+            self.batch = WIDER * self.batch
+            layers = dataclasses.replace(layers, graph=wider)
         self.dims = dims = analyse(layers.graph)
         self.graph = graph = with_expert_regions(layers.graph, dims)
         self.views = Views(graph, dims)
@@ -47,6 +66,17 @@ class Reading:
         self.experts = any(
             c.experts or c.pinned_to("expert") for c in options.choices.values()
         )
+
+    def covers(self, graph: Graph) -> bool:
+        """Whether it says all of the same loss with another batch, too."""
+        return graph is self.asked or (
+            self.graph.batch_size == self.batch and self.batch % whole_batch(graph) == 0
+        )
+
+
+def whole_batch(graph: Graph) -> int:
+    """Samples of a step."""
+    return graph.batch_size * graph.num_micro_batches
 
 
 class Space:
@@ -60,7 +90,6 @@ class Space:
 
     Attributes:
         reading, cluster: as given.
-        batch: samples of a step.
         served: variants that serve what was asked; empty if none does.
         links: what pricing needs; of the first of them.
         cells: priced columns.
@@ -80,7 +109,6 @@ class Space:
         self.cells: Columns
         self.storage: Storage
         self.reading, self.cluster = reading, cluster
-        self.batch = reading.graph.batch_size * reading.graph.num_micro_batches
         self.wires, self.ideal_wires = Wires(cluster), Wires(ideal(cluster))
         size = reading.graph.batch_size
         if like is not None:
@@ -112,15 +140,15 @@ class Space:
             allowed = divisors(total) if used else [1]
             return [n for n in allowed if fixed.get(axis, n) == n]
 
-        samples = divisors(self.batch)
+        batch = self.reading.batch
         found = [
             (n, expert, context, tensor)
             for expert in sizes("expert", self.reading.experts)
             for context in sizes("context", bool(self.reading.variants.sequence))
             for tensor in sizes("tensor", True)
             if total % (expert * context * tensor) == 0
-            for n in samples
-            if self.batch % (n * expert) == 0
+            for n in divisors(batch)
+            if batch % (n * expert) == 0
         ]
         table = np.array(found, dtype=np.int64).reshape(-1, 4)
         names = ("samples", *INNER)
@@ -136,7 +164,7 @@ class Space:
 
 
 class Spaces:
-    """The spaces of one graph, each worked out once.
+    """The spaces of one loss, each worked out once, whatever the batch.
 
     Attributes:
         seeds: sizes of the mesh axes that the last searches chose.
@@ -144,30 +172,40 @@ class Spaces:
 
     def __init__(self) -> None:
         self.seeds: deque[tuple[int, ...]] = deque(maxlen=8)
-        self._readings: dict[str | None, Reading] = {}
+        self._readings: list[tuple[str | None, Reading]] = []
         self._spaces: list[tuple[tuple[object, ...], Space]] = []
+
+    def _reading(self, graph: Graph, default: str | None) -> Reading:
+        for known, reading in self._readings:
+            if known == default and reading.covers(graph):
+                return reading
+        found = Reading(graph, default)
+        self._readings.append((default, found))
+        return found
 
     def of(self, graph: Graph, cluster: Cluster, request: Request) -> Space:
         """The space of a request.
 
         Args:
-            graph: always the same.
+            graph: of the loss; each can be told from each other.
             cluster: the machine.
             request: what was asked.
         """
-        default = request.default
-        if default not in self._readings:
-            self._readings[default] = Reading(graph, default)
+        reading = self._reading(graph, request.default)
         key = (
-            *(cluster.compiler, default, request.num_devices, request.mesh or {}),
+            *(cluster.compiler, request.num_devices, request.mesh or {}),
             *(request.sequence_parallel, request.optimizer),
             *(request.narrowed, request.cast_bytes),
         )
-        alike = [space for known, space in self._spaces if known == key]
+        alike = [
+            space
+            for known, space in self._spaces
+            if known == key and space.reading is reading
+        ]
         for space in alike:
             if space.cluster == cluster:
                 return space
         like = next((space for space in alike if space.served), None)
-        space = Space(self._readings[default], cluster, request, like)
+        space = Space(reading, cluster, request, like)
         self._spaces.append((key, space))
         return space

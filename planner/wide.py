@@ -42,7 +42,7 @@ from whalejax.planner.recompute import policy_for
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.room import fits_of, keeps_of
 from whalejax.planner.search import Request
-from whalejax.planner.space import INNER, Spaces
+from whalejax.planner.space import INNER, Spaces, whole_batch
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.variants import Array, Variant
 from whalejax.planner.waiting import hosts_known
@@ -123,7 +123,7 @@ class WideSearch:
         self.graph = self.space.reading.graph
         self.views = self.space.reading.views
         self.served = self.space.served
-        self.batch = self.space.batch
+        self.batch = whole_batch(graph)
         if not self.served:
             raise NoMeshError("no mesh serves the marks and what the user fixed")
         self.cluster = cluster

@@ -99,10 +99,20 @@ def written(
     )
 
 
-def role_infos(dims: Dimensions) -> tuple[RoleInfo, ...]:
-    """The logical dimensions, for a plan."""
+def role_infos(dims: Dimensions, batch_size: int | None = None) -> tuple[RoleInfo, ...]:
+    """The logical dimensions, for a plan.
+
+    Args:
+        dims: of the graph, perhaps with another batch.
+        batch_size: of the batch that is planned for, if it is another.
+    """
     return tuple(
-        RoleInfo(name=r.name, size=r.size, aliases=r.aliases, unshardable=r.unshardable)
+        RoleInfo(
+            name=r.name,
+            size=batch_size if r.is_batch and batch_size else r.size,
+            aliases=r.aliases,
+            unshardable=r.unshardable,
+        )
         for r in dims.roles
     )
 

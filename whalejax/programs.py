@@ -35,7 +35,6 @@ class Programs:
     Attributes:
         adapter: the model and its loss.
         known: what searches have found of the programs.
-        spaces: what wide searches have ranged over.
         blocks: the loss with attention in blocks, by (TaskGraph, ``"ring"`` or
             ``"gather"``) pairs.
         cut: the same, and the tokens cut into so many parts where logits are made.
@@ -46,7 +45,6 @@ class Programs:
     def __init__(self, adapter: Adapter, capture: Callable[[], Captured]) -> None:
         self.adapter = adapter
         self.known: Known = {}
-        self.spaces = Spaces()
         self._capture = capture
         self.blocks = functools.cache(self._blocks)
         self.cut = functools.cache(self._cut)
@@ -64,6 +62,11 @@ class Programs:
         What does not depend on the batch is read there.
         """
         return self
+
+    @functools.cached_property
+    def spaces(self) -> Spaces:
+        """What wide searches have ranged over; the same for all that are told alike."""
+        return Spaces() if self.traced is self else self.traced.spaces
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -108,7 +111,6 @@ class Resized(Programs):
         num_micro_batches: int,
     ) -> None:
         super().__init__(like.adapter, capture)
-        self.spaces.seeds = like.spaces.seeds
         self._like = like
         self._size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
         self._count = num_micro_batches
