@@ -201,10 +201,13 @@ def searches(
         graphs = [*_unlike(graph, request, again)]
         among, bound = promising(graphs, cluster, request)
         some = dataclasses.replace(request, among=among)
-        few = _Searches(graph, cluster, some, again, known, bound)
-        found = few.all() if among else []
-        fits = any(scored.fits for _, one in found for scored in one.scored)
-        if fits or (found and (bound == math.inf or count > 4 * MANY)):
+        found: list[tuple[Analysed, Search]] = []
+        # Ways that the bound does not know of may be slower than it, and all that fit.
+        for limit in dict.fromkeys((bound, math.inf)) if among else ():
+            found = _Searches(graph, cluster, some, again, known, limit).all()
+            if any(scored.fits for _, one in found for scored in one.scored):
+                return found
+        if found and (bound == math.inf or count > 4 * MANY):
             return found
     return _Searches(graph, cluster, request, again, known).all()
 
