@@ -225,6 +225,7 @@ class _Ask:
             num_devices=self.request.num_devices // self.stages,
             num_micro_batches=self.count,
             offload=(),
+            hosted=None,
             attention=(),
             loss_chunks=1,
             remat=(),

@@ -136,6 +136,7 @@ class Apart:
         self.shardings = self._state(
             params=[self._of_param(i, "param_spec") for i in range(len(paths))],
             followers=[self._of_param(i, "optimizer_spec") for i in range(len(paths))],
+            kin=[self.whole[i] for i in self._owners],
             rest=lambda i: self.whole[self._rest_owner(i)],
             others=self._everywhere,
         )
@@ -185,6 +186,7 @@ class Apart:
         return self._state(
             params=self._owners,
             followers=self._owners,
+            kin=self._owners,
             rest=self._rest_owner,
             others=_ALL,
         )
@@ -532,6 +534,7 @@ class Apart:
         state = self._state(
             params=owned,
             followers=owned,
+            kin=owned,
             rest=lambda number: Where(owner=self._rest_owner(number)),
             others=Where(owner=None),
         )
