@@ -124,18 +124,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Predicted seconds of one micro-batch at one part of a pipeline.
+    """What is predicted of one micro-batch at one part of a pipeline.
 
     Attributes:
         forward_seconds, backward_seconds: of the part; where stages run one loop, the
             backward pass computes forward again first.
         weight_seconds: of the gradient of the parameters, where that is an action of
             its own; else 0, and it is in the backward pass.
+        handed_bytes: where stages have programs of their own, what other parts hand to
+            each of its devices.
+        returned_bytes: the same of cotangents, which it hands back to their devices.
     """
 
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float = 0.0
+    handed_bytes: int = 0
+    returned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,6 +225,7 @@ class _Ask:
             num_devices=self.request.num_devices // self.stages,
             num_micro_batches=self.count,
             offload=(),
+            hosted=None,
             attention=(),
             loss_chunks=1,
             remat=(),
@@ -394,22 +395,49 @@ class _Weighed:
 
     def _paces(self) -> Iterator[Pace]:
         """As plans keep them."""
-        for ahead, behind, weight in zip(*self._by_place(), strict=True):
+        seconds = zip(*self._by_place(), strict=True)
+        for place, (ahead, behind, weight) in enumerate(seconds):
+            handed, returned = self._handed_bytes(place)
             yield Pace(
-                forward_seconds=ahead, backward_seconds=behind, weight_seconds=weight
+                forward_seconds=ahead,
+                backward_seconds=behind,
+                weight_seconds=weight,
+                handed_bytes=handed,
+                returned_bytes=returned,
             )
+
+    def _handed_bytes(self, place: int) -> tuple[int, int]:
+        """What its devices are each handed of a micro-batch, and those before it back.
+
+        Args:
+            place: that is handed values, and hands back their cotangents.
+        """
+        graph, units = self.ask.program
+        handed = returned = 0.0
+        makers = {
+            tensor: self.division.made_at[value]
+            for value in self.division.parts[place].imports
+            for tensor in tensors_of(units, [value])
+        }
+        for tensor, maker in makers.items():
+            one = graph.tensors[tensor]
+            handed += one.nbytes / self._shards(place)
+            if one.differentiable:
+                returned += one.nbytes / self._shards(maker)
+        return int(handed), int(returned)
+
+    def _shards(self, place: int) -> int:
+        """In how many a stage cuts what the whole batch makes, to hand it on."""
+        mesh = self.chosen[place % self.table.num_stages].scored.mesh
+        parts = self.ask.count // self.ask.program[0].num_micro_batches
+        return int(parts * mesh["data"] * mesh["fsdp"])
 
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""
-        graph, units = self.ask.program
-        parts = self.ask.count // graph.num_micro_batches
         most, stages = 0.0, self.table.num_stages
-        for place, part in enumerate(self.division.parts):
-            tensors = tensors_of(units, part.imports)
-            mesh = self.chosen[place % stages].scored.mesh
-            nbytes = sum(graph.tensors[t].nbytes for t in tensors) / parts
-            nbytes /= mesh["data"] * mesh["fsdp"]
-            whole = {STAGE: stages, **mesh}
+        for place in range(len(self.division.parts)):
+            whole = {STAGE: stages, **self.chosen[place % stages].scored.mesh}
+            nbytes, _ = self._handed_bytes(place)
             most = max(most, handed_seconds(nbytes, whole, self.ask.cluster))
         return most
 

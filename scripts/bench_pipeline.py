@@ -1,11 +1,11 @@
 """Stages in lockstep: against GPipe by autodiff, in memory, in compile time, on TPUs.
 
-GPipe by autodiff is written here as one writes it by hand: a forward loop over turns
-inside ``shard_map``, which ``jax.grad`` turns round. It keeps all that its layers keep,
-of every micro-batch, and computes nothing again; the plan keeps what its stages were
-given, and computes their layers again. Both train one small scanned GPT on the same
-micro-batches, head and loss on the last stage alone, and their gradients are compared
-before anything is timed. The last line is one JSON object:
+GPipe by autodiff is written in ``by_hand.py`` as one writes it: a forward loop over
+turns inside ``shard_map``, which ``jax.grad`` turns round. It keeps all that its layers
+keep, of every micro-batch, and computes nothing again; the plan keeps what its stages
+were given, and computes their layers again. Both train one small scanned GPT on the
+same micro-batches, head and loss on the last stage alone, and their gradients are
+compared before anything is timed. The last line is one JSON object:
 
     time_1f1b_over_gpipe     median over pairs of the step times, stage 2, 32
                              micro-batches, on two virtual CPU devices: at most 0.78
@@ -15,7 +15,7 @@ before anything is timed. The last line is one JSON object:
     uneven_over_masked       the first of stages of six and two layers, over GPipe by
                              autodiff whose stages both take six turns, of which the
                              last four of the second are masked away: at most 0.6
-                             (scripts/bench_uneven.py masks within 1F1B instead)
+                             (scripts/bench_uneven.py also masks within 1F1B)
     compile_stage8_over_plain
                              median over pairs of the seconds to trace, lower and
                              compile eight stages over those of the step without, on
@@ -36,7 +36,6 @@ The keys of the TPU come with ``--tpu``, which takes the extra tpu-compile.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,16 +46,13 @@ from paired import eight_devices, timed_pairs
 eight_devices()
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
-from whalejax.lowering.dealt import places_of, rows_of  # noqa: E402
-from whalejax.models._layers import cross_entropy  # noqa: E402
+from whalejax.lowering.dealt import places_of  # noqa: E402
 from whalejax.planner.unequal import with_layers  # noqa: E402
 
 
@@ -188,7 +184,7 @@ def _against_gpipe(
     model, batch = job.make_model(jax.random.key(0)), job.batch_at(0, MANY * SAMPLES)
     state = many.init_from(model)
     before = [np.asarray(x) for x in jax.tree.leaves(state.params)]
-    gpipe, params = _gpipe(model, batch, jax.devices()[:STAGES], layers)
+    gpipe, params = gpipe_by_autodiff(model, batch, MANY, STAGES, layers)
 
     def run_1f1b() -> None:
         nonlocal state
@@ -201,7 +197,7 @@ def _against_gpipe(
 
     run_1f1b()
     run_gpipe()
-    _check_equal(before, state.params, _dealt(params, layers, places_of))
+    _check_equal(before, state.params, dealt(params, layers, places_of))
     times = timed_pairs(run_1f1b, run_gpipe, pairs=pairs, warm=1)
     memory = _temporaries(gpipe)
     print(
@@ -210,18 +206,6 @@ def _against_gpipe(
         f"{min(times.second_seconds):.2f} s and {memory / 2**20:.1f} MiB"
     )
     return times.ratio, memory
-
-
-def _dealt(
-    params: Any, layers: tuple[int, ...], places: Callable[[Any], np.ndarray]
-) -> Any:
-    """Parameters whose stacks of layers have other rows, where stages are unlike."""
-    if not layers:
-        return params
-    rows = places(layers).reshape(-1)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x[rows] if "blocks" in map(_name, path) else x, params
-    )
 
 
 def _temporaries(compiled: Any) -> int:
@@ -243,98 +227,6 @@ def _check_equal(before: list[Any], one: Any, other: Any) -> None:
         error = np.linalg.norm(a - b)
         if error > 1e-3 * np.linalg.norm(b) + 1e-5 * whole:
             raise SystemExit(f"gradients differ: {error} of {whole}, in {b.shape}")
-
-
-def _gpipe(
-    model: Any, batch: Any, devices: list[Any], layers: tuple[int, ...]
-) -> tuple[Any, Any]:
-    """A step of GPipe by autodiff, compiled, and the parameters that it takes."""
-    graph, params = nnx.split(model)
-    params = _dealt(params, layers, rows_of)
-    kinds = {"axis_types": (AxisType.Auto,)}
-    mesh = jax.make_mesh((STAGES,), ("stage",), devices=devices, **kinds)
-    specs = jax.tree_util.tree_map_with_path(
-        lambda path, _: PartitionSpec(*["stage"] * ("blocks" in map(_name, path))),
-        params,
-    )
-    stored = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    tokens = batch["tokens"].reshape(SAMPLES, MANY, -1).swapaxes(0, 1)
-    losses = jax.shard_map(
-        functools.partial(_turns, graph, layers),
-        mesh=mesh,
-        in_specs=(specs, PartitionSpec()),
-        out_specs=PartitionSpec("stage"),
-        axis_names={"stage"},
-        check_vma=False,
-    )
-
-    def step(params: Any, tokens: Any) -> Any:
-        gradients = jax.grad(lambda params: losses(params, tokens).sum())(params)
-        return jax.tree.map(jnp.subtract, params, gradients)
-
-    params = jax.device_put(jax.tree.map(jnp.copy, params), stored)
-    tokens = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec()))
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=stored)
-    compiled = jitted.lower(params, tokens).compile()
-    return _With(compiled, tokens), params
-
-
-def _name(key: Any) -> Any:
-    return getattr(key, "key", None)
-
-
-class _With:
-    """A compiled step with its batch."""
-
-    def __init__(self, compiled: Any, batch: Any) -> None:
-        self.compiled, self.batch = compiled, batch
-
-    def __call__(self, params: Any) -> Any:
-        return self.compiled(params, self.batch)
-
-    def memory_analysis(self) -> Any:
-        return self.compiled.memory_analysis()
-
-
-def _turns(graph: Any, layers: tuple[int, ...], params: Any, tokens: Any) -> Any:
-    """The forward loop of one stage; its mean loss is that of the last."""
-    stage = jax.lax.axis_index("stage")
-    ahead = [(i, i + 1) for i in range(STAGES - 1)]
-
-    def turn(given: Any, number: Any) -> tuple[Any, Any]:
-        model = nnx.merge(graph, params, copy=True)
-        first, last = (
-            tokens[jnp.clip(number - delay, 0, MANY - 1)] for delay in (0, STAGES - 1)
-        )
-        own = model.tokens(first[:, :-1]) + model.positions[...]
-        entering = jnp.where(stage == 0, own, given)
-        if layers:
-            count, numbers = jnp.asarray(layers)[stage], jnp.arange(max(layers))
-            out = _masked(entering, model.blocks, numbers, count)
-        else:
-            out = _layers(entering, model.blocks)
-
-        def head(out: Any) -> Any:
-            logits = model.logits(model.norm(out))
-            return jnp.mean(cross_entropy(logits, last[:, 1:]))
-
-        counts = (stage == STAGES - 1) & (number >= STAGES - 1)
-        loss = jax.lax.cond(counts, head, lambda _: jnp.zeros(()), out)
-        return jax.lax.ppermute(out, "stage", ahead), loss
-
-    nothing = jnp.zeros((SAMPLES, SMALL["sequence"], SMALL["embed"]))
-    _, losses = jax.lax.scan(turn, nothing, jnp.arange(MANY + STAGES - 1))
-    return losses.sum(keepdims=True) / MANY
-
-
-@functools.partial(nnx.scan, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-def _layers(x: Any, block: Any) -> Any:
-    return block(x)
-
-
-@functools.partial(nnx.scan, in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
-def _masked(x: Any, block: Any, number: Any, count: Any) -> Any:
-    return jnp.where(number < count, block(x), x)
 
 
 def _compiles(pairs: int) -> dict[str, float]:

@@ -1,23 +1,32 @@
 """Stages with unequal numbers of layers against masking, on virtual CPU devices.
 
 A small GPT of eight scanned layers is trained on two pipeline stages that hold six and
-two of them. Once each stage takes as many turns as it has layers; once both take six,
-differentiated by JAX, and what the last four of the second stage give is masked away.
-Both give the same gradients, which is checked first. Steps are timed in pairs in one
-process, by the clock and by the time of all cores. Wall time is saved where stages
-share cores, as virtual devices do. The last line is one JSON object:
+two of them, each of which takes as many turns as it has layers. Masking has both take
+six, of which the last four of the second are computed and dropped. It is timed in two
+kinds, which must give the same gradients: as one writes it by hand, GPipe that JAX
+differentiates (``by_hand.py``), and within the same executor, schedule and
+recomputation, so that nothing else is unlike. Steps are timed in pairs in one process,
+by the clock and by the time of all cores. Wall time is saved where stages share cores,
+as virtual devices do. The last line is one JSON object:
 
-    uneven_over_masked      median over pairs of the step times
-    uneven_over_masked_cpu  the same of the processor's time
-    layers                  of each stage
-    layers_ratio            layers computed, over those of masking: what a step of
-                            nothing but layers would take
+    uneven_over_masked            over GPipe by autodiff, masked: the median over pairs
+                                  of the step times; at most 0.6
+    uneven_over_masked_cpu        the same of the processor's time
+    memory_over_masked            the same of the temporaries
+    uneven_over_masked_alike      over the same executor, masked
+    uneven_over_masked_alike_cpu  the same of the processor's time
+    memory_over_masked_alike      the same of the temporaries
+    layers                        of each stage
+    layers_ratio                  layers that the executor computes, over those that it
+                                  computes masked: what a step of nothing but layers
+                                  would take of the last two times
 
     python scripts/bench_uneven.py [--layers 6 2] [--pairs 7]
 """
 
 from __future__ import annotations
 
+import abc
 import argparse
 import json
 import statistics
@@ -35,14 +44,18 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
+from flax import nnx  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
 from whalejax.lowering import pipelined  # noqa: E402
 from whalejax.lowering.counted import Turns  # noqa: E402
+from whalejax.lowering.dealt import places_of  # noqa: E402
 from whalejax.planner.unequal import with_layers  # noqa: E402
 
 
+MICRO_BATCHES = 8
 LARGEST_DIFFERENCE = 1e-4
 """Of two gradients in float32, relative to the longer."""
 
@@ -56,33 +69,37 @@ def main() -> None:
     layers = tuple(arguments.layers)
     uneven = _Training(layers)
     with mock.patch.object(pipelined, "counted", _masked):
-        masked = _Training(layers)
-    difference = uneven.distance(masked)
-    print(f"gradients differ by {difference:.1e}")
-    if not difference <= LARGEST_DIFFERENCE:
-        raise SystemExit("the gradients differ: nothing to compare")
-    pairs = timed_pairs(uneven.timed, masked.timed, pairs=arguments.pairs)
-    cpu = statistics.median(
-        a / b
-        for a, b in zip(
-            uneven.cpu_seconds[-arguments.pairs :],
-            masked.cpu_seconds[-arguments.pairs :],
-            strict=True,
+        alike = _Training(layers)
+    found: dict[str, Any] = {}
+    for key, masked in (("", _ByHand(layers)), ("_alike", alike)):
+        difference = uneven.distance(masked)
+        print(f"masked{key}: gradients differ by {difference:.1e}", flush=True)
+        if not difference <= LARGEST_DIFFERENCE:
+            raise SystemExit("the gradients differ: nothing to compare")
+        pairs = timed_pairs(uneven.timed, masked.timed, pairs=arguments.pairs)
+        cpu = (x.cpu_seconds[-arguments.pairs :] for x in (uneven, masked))
+        mib = [x.temporary_bytes / 2**20 for x in (uneven, masked)]
+        print(
+            f"uneven {min(pairs.first_seconds):.2f} s and {mib[0]:.0f} MiB, masked"
+            f"{key} {min(pairs.second_seconds):.2f} s and {mib[1]:.0f} MiB",
+            flush=True,
         )
-    )
-    print(
-        f"uneven {min(pairs.first_seconds):.2f} s, masked "
-        f"{min(pairs.second_seconds):.2f} s; temporaries "
-        f"{uneven.temporary_bytes / 2**20:.0f} and "
-        f"{masked.temporary_bytes / 2**20:.0f} MiB"
-    )
-    found = {
-        "uneven_over_masked": round(pairs.ratio, 3),
-        "uneven_over_masked_cpu": round(cpu, 3),
-        "layers": layers,
-        "layers_ratio": round(sum(layers) / (max(layers) * len(layers)), 3),
-    }
-    print(json.dumps(found))
+        ratios = [a / b for a, b in zip(*cpu, strict=True)]
+        found[f"uneven_over_masked{key}"] = round(pairs.ratio, 3)
+        found[f"uneven_over_masked{key}_cpu"] = round(statistics.median(ratios), 3)
+        found[f"memory_over_masked{key}"] = round(mib[0] / mib[1], 3)
+    print(json.dumps({**found, "layers": layers, "layers_ratio": _ratio(layers)}))
+
+
+def _ratio(layers: Sequence[int]) -> float:
+    """Layers computed, over those of masking.
+
+    In units of one layer's forward pass: a backward pass takes two, and makes the
+    forward pass again. The last stage takes no forward pass but that one.
+    """
+    most, last = max(layers), layers[-1]
+    full = 4 * most * len(layers) - most
+    return round((4 * sum(layers) - last) / full, 3)
 
 
 def _masked(turns: Turns, count: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -103,14 +120,32 @@ def _masked(turns: Turns, count: Any, operands: Sequence[Any]) -> tuple[Any, ...
     return found
 
 
-class _Training:
-    """Training on stages with these numbers of layers, compiled and run once.
+class _Timed(abc.ABC):
+    """A step, compiled and run once.
 
     Attributes:
         gradients: of the first step.
         temporary_bytes: of the compiled step, on one device.
         cpu_seconds: of all timed steps, on all cores.
     """
+
+    gradients: list[np.ndarray]
+    temporary_bytes: int
+    cpu_seconds: list[float]
+
+    @abc.abstractmethod
+    def advance(self) -> Any:
+        """One step; gives what it made."""
+
+    def timed(self) -> None:
+        """One step."""
+        start = time.process_time()
+        jax.block_until_ready(self.advance())
+        self.cpu_seconds.append(time.process_time() - start)
+
+
+class _Training(_Timed):
+    """Training on stages with these numbers of layers."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         job = _job(sum(layers))
@@ -123,8 +158,10 @@ class _Training:
             optimizer=optimizer,
             cluster=f"cpu:{len(layers)}",
             mesh={"stage": len(layers)},
-            num_micro_batches=8,
-            remat="full",
+            num_micro_batches=MICRO_BATCHES,
+            remat="none",
+            loss_chunks=1,
+            attention="gather",
         )
         devices = jax.devices()[: len(layers)]
         self.step = wh.compile(
@@ -140,20 +177,39 @@ class _Training:
         state = self.step.init(job.make_model, rng=jax.random.key(0))
         self.state, _ = self.step(state, batch)
         self.gradients = [np.asarray(x) for x in jax.tree.leaves(self.state.opt_state)]
-        self.cpu_seconds: list[float] = []
+        self.cpu_seconds = []
 
-    def timed(self) -> None:
-        """One step."""
-        start = time.process_time()
+    def advance(self) -> Any:
         self.state, metrics = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
-        self.cpu_seconds.append(time.process_time() - start)
+        return self.state, metrics
 
-    def distance(self, other: _Training) -> float:
+    def distance(self, other: _Timed) -> float:
         """Of the gradients, relative to the other's length."""
         pairs = [*zip(self.gradients, other.gradients, strict=True)]
         apart = sum(float(np.sum((a - b) ** 2)) for a, b in pairs)
         return float(np.sqrt(apart / sum(float(np.sum(b**2)) for _, b in pairs)))
+
+
+class _ByHand(_Timed):
+    """Masked GPipe by autodiff of the same model."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        job = _job(sum(layers))
+        model = job.make_model(jax.random.key(0))
+        before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
+        self.step, params = gpipe_by_autodiff(
+            model, job.batch_at(0), MICRO_BATCHES, len(layers), layers
+        )
+        self.temporary_bytes = self.step.memory_analysis().temp_size_in_bytes
+        self.params = self.step(params)
+        after = jax.tree.leaves(dealt(self.params, layers, places_of))
+        pairs = zip(before, after, strict=True)
+        self.gradients = [old - np.asarray(new) for old, new in pairs]
+        self.cpu_seconds = []
+
+    def advance(self) -> Any:
+        self.params = self.step(self.params)
+        return self.params
 
 
 def _job(layers: int) -> wh.Job:

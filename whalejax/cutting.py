@@ -8,6 +8,7 @@ as fine as it can be, and everything with a rule of its own stays one step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,10 +189,12 @@ class Steps:
         return frozenset(found)
 
     def _cheap(self, step: Step, number: int) -> bool:
-        """A step is cheap, and reads nothing larger than what it gives."""
+        """A step is cheap, and reads no more numbers than it gives."""
         cheap = step.equation.primitive.name in AGAIN
-        nbytes = self.nbytes(number)
-        return cheap and all(self.nbytes(n) <= nbytes for n in step.sources)
+        size = math.prod(self.avals[number].shape)
+        return cheap and all(
+            math.prod(self.avals[n].shape) <= size for n in step.sources
+        )
 
     def _again(
         self, step: Step, there: Collection[int], inputs: Collection[int]
@@ -202,7 +205,10 @@ class Steps:
         )
 
 
-AGAIN = CHEAP | {"reshape", "squeeze", "expand_dims", "transpose", "name"}
+AGAIN = CHEAP | {
+    *("reshape", "squeeze", "expand_dims", "transpose", "name"),
+    *("div", "exp"),  # Of a softmax the products' result stays.
+}
 """Operations that are done again rather than that their result is kept."""
 
 

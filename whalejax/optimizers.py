@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,14 +83,61 @@ def followed(
         shape: its shape.
         params: dotted path to shape of every parameter.
     """
-    if set(params) == {WHOLE} and shape and tuple(params[WHOLE]) == tuple(shape):
-        return WHOLE  # the model is one bare array
+    if set(params) == {WHOLE}:  # the model is one bare array
+        name = WHOLE if shape else None
+    else:
+        name = named_by(path, params)
+    return name if name is not None and tuple(params[name]) == tuple(shape) else None
+
+
+def named_by(path: Any, params: Collection[str]) -> str | None:
+    """The parameter in whose path that of a leaf of an optimizer's state ends, or None.
+
+    The leaf is of that parameter, and may have another shape, as the means over rows
+    and columns that Adafactor keeps of the squares.
+
+    Args:
+        path: key path of the leaf.
+        params: dotted paths of the parameters.
+    """
     keys = [key_text(key) for key in path]
-    for start in range(len(keys)):
-        name = ".".join(keys[start:])
-        if name in params:
-            return name if tuple(params[name]) == tuple(shape) else None
-    return None
+    names = (".".join(keys[start:]) for start in range(len(keys)))
+    return next((name for name in names if name in params), None)
+
+
+def owners_of(
+    state: Any, params: Sequence[tuple[str, tuple[int, ...]]]
+) -> list[int | None]:
+    """For every leaf of an optimizer state, the parameter that it follows, if any.
+
+    Args:
+        state: the state, abstract or real.
+        params: path and shape of each.
+    """
+    shapes = {path: tuple(shape) for path, shape in params}
+    numbers = {path: i for i, (path, _) in enumerate(params)}
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        owner = followed(path, leaf.shape, shapes)
+        found.append(None if owner is None else numbers[owner])
+    return found
+
+
+def kin_of(state: Any, params: Sequence[str]) -> list[int | None]:
+    """For every leaf of an optimizer state, the parameter of which it is, if any.
+
+    It may have another shape, unlike what follows the parameter.
+
+    Args:
+        state: the state, abstract or real.
+        params: path of each.
+    """
+    numbers = {path: i for i, path in enumerate(params)}
+    names = (
+        named_by(path, numbers)
+        for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]
+    )
+    return [None if name is None else numbers[name] for name in names]
 
 
 def key_text(key: Any) -> str:

@@ -20,8 +20,9 @@ from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.executor import gradients_of, losses_of
-from whalejax.lowering.spmd import Program, Sums, owners_of, update, wide
+from whalejax.lowering.spmd import Program, Sums, update, wide
 from whalejax.lowering.watch import Watch
+from whalejax.optimizers import kin_of, owners_of
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import LossScale, all_finite
@@ -250,6 +251,7 @@ def laid_out(
     followers: Sequence[Any],
     rest: Callable[[int], Any],
     others: Any,
+    kin: Sequence[Any] | None = None,
 ) -> TrainState:
     """A state with something for every leaf.
 
@@ -260,19 +262,26 @@ def laid_out(
         followers: of optimizer state that follows each parameter.
         rest: by the number of a leaf that is not trained.
         others: of everything else.
+        kin: of optimizer state of each parameter that has another shape; as of
+            everything else if left out.
     """
     shapes = abstract_state(program, origin)
     leaves = program.plan.leaves
     owners = owners_of(shapes.opt_state, [(leaf.path, leaf.shape) for leaf in leaves])
+    related = kin_of(shapes.opt_state, [leaf.path for leaf in leaves])
+
+    def of_state(owner: int | None, related: int | None) -> Any:
+        if owner is not None:
+            return followers[owner]
+        return others if kin is None or related is None else kin[related]
+
     kept_tree: Any = jax.tree.structure(shapes.rest)
     params_tree: Any = jax.tree.structure(shapes.params)
     state_tree: Any = jax.tree.structure(shapes.opt_state)
     return TrainState(
         params=params_tree.unflatten(list(params)),
         rest=kept_tree.unflatten([rest(i) for i in range(kept_tree.num_leaves)]),
-        opt_state=state_tree.unflatten(
-            [others if owner is None else followers[owner] for owner in owners]
-        ),
+        opt_state=state_tree.unflatten(map(of_state, owners, related)),
         step=others,
         rng=others,
         loss_scale=jax.tree.map(lambda _: others, shapes.loss_scale),

@@ -19,6 +19,7 @@ from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.mpmd import Apart, stages_mesh
+from whalejax.lowering.rehearsed import Rehearsal, rehearsed
 from whalejax.lowering.uneven import Uneven
 from whalejax.lowering.ways import is_here
 from whalejax.matching import BatchLayout, check_same_model, devices_of
@@ -247,6 +248,21 @@ class TrainStep:
         if state is None:
             state = self.abstract_state()
         return self._runner.lower(state, self._layout.abstract())
+
+    def rehearse(self) -> Rehearsal:
+        """The compiled programs of stages that have their own, and what they hold.
+
+        Nothing is run.
+
+        Raises:
+            PlanError: the plan has one program, which ``lower`` gives.
+        """
+        if not isinstance(self._runner, Apart):
+            raise PlanError(
+                "this plan is one program, and rehearse() compiles stages that have "
+                "their own. Take lower().compile()"
+            )
+        return rehearsed(self._runner, self.abstract_state(), self._layout.abstract())
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state, with no array behind them."""

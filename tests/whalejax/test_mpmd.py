@@ -333,7 +333,6 @@ def test_plans_are_saved_and_read(tmp_path: Path) -> None:
         plan.mesh: "every stage of this plan has a mesh",
         plan.flax_rules: "layouts of their own",
         plan.maxtext_flags: "layouts of their own",
-        plan.verify: "not verified yet",
     }.items():
         with pytest.raises(wh.WhaleError, match=text):
             refused()

@@ -80,8 +80,22 @@ def twice() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("inner", [{}, {"fsdp": 2}])
-def test_a_state_that_holds_a_value_twice(inner: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("inner", "optimizer"),
+    [
+        ({}, twice()),
+        ({"fsdp": 2}, twice()),
+        pytest.param(
+            {"fsdp": 2},
+            optax.adafactor(0.1, min_dim_size_to_factor=4),
+            marks=pytest.mark.relaxed_promotion,
+        ),
+    ],
+)
+def test_a_state_of_another_kind_or_shape(
+    inner: dict[str, int], optimizer: optax.GradientTransformation
+) -> None:
+    """One holds a value twice, one means over rows and columns of its squares."""
     with jax.enable_x64(True):
         one = job()
         model = make(jax.random.key(0))
@@ -92,13 +106,16 @@ def test_a_state_that_holds_a_value_twice(inner: dict[str, int]) -> None:
                 model,
                 devices=int(np.prod([*mesh.values()])),
                 mesh=mesh,
-                optimizer=twice(),
+                optimizer=optimizer,
                 num_micro_batches=2,
             )
             state = step.init_from(model)
             for index in range(3):
                 state, _ = step(state, batch(index, 16))
             params.append(jax.tree.leaves(state.params))
+            held = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+            part = int(np.prod([*inner.values()])) if mesh else 1
+            assert {len(x.sharding.device_set) for x in held} == {part}
         for x, y in zip(*params, strict=True):
             np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-12)
 

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.crossing import Aside, Coming, Way
 from whalejax.lowering.evaluate import named
-from whalejax.lowering.spmd import wide
 from whalejax.planner.issuing import Handing, issue_order
 from whalejax.planner.parts import Value
 from whalejax.planner.schedules import Action, Row
@@ -90,7 +89,7 @@ class Moves:
         )
         if source == target:
             return gradient
-        aval = jax.eval_shape(wide, apart.param_avals[number])
+        aval = apart.wide_params[number]
         key = "gathered", number, stage
         return self._sent(key, [gradient], [aval], [source], [target])()[0]
 
@@ -107,8 +106,8 @@ class Moves:
             way,
             [None] * len(values) if arrays is None else arrays,
             [self._apart.avals[v] for v in values],
-            [self._handing(v, handing.source) for v in values],
-            [self._handing(v, handing.target) for v in values],
+            [self.layout(v, handing.source) for v in values],
+            [self.layout(v, handing.target) for v in values],
             self._aside,
         )
 
@@ -132,7 +131,7 @@ class Moves:
             self._ways[key] = Way(avals, sources, targets, alone=alone)
         return self._ways[key].send(arrays, aside)
 
-    def _handing(self, value: Value, place: int) -> NamedSharding:
+    def layout(self, value: Value, place: int) -> NamedSharding:
         """Where a value that places hand each other lies at one of them."""
         apart = self._apart
         stage = place % len(apart.plans)

@@ -136,6 +136,7 @@ class Apart:
         self.shardings = self._state(
             params=[self._of_param(i, "param_spec") for i in range(len(paths))],
             followers=[self._of_param(i, "optimizer_spec") for i in range(len(paths))],
+            kin=[self.whole[i] for i in self._owners],
             rest=lambda i: self.whole[self._rest_owner(i)],
             others=self._everywhere,
         )
@@ -143,7 +144,7 @@ class Apart:
             named(leaf.spec, self.meshes[self._batch_owner(i)])
             for i, leaf in enumerate(plan.batch)
         )
-        self._finish, self._report = self._finishing()
+        self.finish, self._report = self._finishing()
 
     # Starting.
 
@@ -151,11 +152,11 @@ class Apart:
         whole = fresh_state(self.program, self._origin, build)
         tree: Any = jax.tree.structure(self.shardings)
         shardings = jax.tree.leaves(self.shardings)
-        stages = jax.tree.leaves(self._stages)
+        stages = jax.tree.leaves(self.stages)
         found = [
             None if is_here(sharding) else absent(aval, sharding)
             for aval, sharding in zip(
-                jax.tree.leaves(self._abstract), shardings, strict=True
+                jax.tree.leaves(self.abstract), shardings, strict=True
             )
         ]
         for stage in (_ALL, *(i for i, here in enumerate(self.here) if here)):
@@ -173,18 +174,19 @@ class Apart:
         return state
 
     @functools.cached_property
-    def _abstract(self) -> TrainState:
+    def abstract(self) -> TrainState:
         return abstract_state(self.program, self._origin)
 
     def _state(self, **places: Any) -> TrainState:
         return laid_out(self.program, self._origin, **places)
 
     @functools.cached_property
-    def _stages(self) -> TrainState:
+    def stages(self) -> TrainState:
         """The stage where each leaf of the state lies, or ``_ALL``."""
         return self._state(
             params=self._owners,
             followers=self._owners,
+            kin=self._owners,
             rest=self._rest_owner,
             others=_ALL,
         )
@@ -254,13 +256,13 @@ class Apart:
             self.watch.doing = event
             run.do(event)
         sums = replace(
-            run.losses() or jax.tree.map(lambda _: ABSENT, self._sums),
+            run.losses() or jax.tree.map(lambda _: ABSENT, self.sums),
             gradients=tuple(run.summed()),
         )
         before = jax.tree.leaves(state)
         given = [*before, *jax.tree.leaves((sums, run.rest_after()))]
         with consuming(state):
-            results = self._finish(given)
+            results = self.finish(given)
         # Of what lies elsewhere there is nothing to change.
         leaves = [
             old if new is None else new
@@ -301,7 +303,7 @@ class Apart:
     def _told(self) -> Metrics:
         """Shapes and dtypes of what an evaluation reports."""
         told: Metrics = jax.eval_shape(
-            functools.partial(metrics_of, self.program), self._sums
+            functools.partial(metrics_of, self.program), self.sums
         )
         return told
 
@@ -452,10 +454,11 @@ class Apart:
         """The sum of arrays on one stage."""
         return values[0] if len(values) == 1 else self._sum(values)
 
-    @property
-    def param_avals(self) -> list[Any]:
-        """Shape and dtype of each parameter."""
-        return jax.tree.leaves(self._abstract.params)
+    @functools.cached_property
+    def wide_params(self) -> list[Any]:
+        """Shape and dtype of the gradient of each parameter, as it is added up."""
+        leaves = jax.tree.leaves(self.abstract.params)
+        return [jax.eval_shape(wide, x) for x in leaves]
 
     @functools.cached_property
     def avals(self) -> Mapping[Value, Any]:
@@ -471,12 +474,12 @@ class Apart:
                 functools.partial(jnp.zeros, aval.shape, aval.dtype),
                 out_shardings=self.gradient_sharding(n, self.owner(n)),
             )
-            for n, aval in enumerate(map(_wide, self.param_avals))
+            for n, aval in enumerate(self.wide_params)
             if n not in read
         }
 
     @functools.cached_property
-    def _sums(self) -> Sums:
+    def sums(self) -> Sums:
         """Shapes and dtypes of what the micro-batches add up to, but gradients."""
         body, _ = _compat.open_jaxpr(self.captured.jaxpr)
         results = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in body.outvars]
@@ -491,8 +494,8 @@ class Apart:
 
     def _finishing(self) -> tuple[Parted, _Report]:
         """The update, cut by stages, and what gives its report."""
-        state = self._abstract
-        sums = replace(self._sums, gradients=tuple(_wide(x) for x in self.param_avals))
+        state = self.abstract
+        sums = replace(self.sums, gradients=tuple(self.wide_params))
         tree: Any
         flat, tree = jax.tree.flatten((state, sums, state.rest))
         shape: Any = None
@@ -510,7 +513,7 @@ class Apart:
             lambda stage, sharding: Where(
                 owner=None if stage == _ALL else stage, sharding=sharding
             ),
-            self._stages,
+            self.stages,
             self.shardings,
         )
         first = len(jax.tree.leaves(new))
@@ -531,6 +534,7 @@ class Apart:
         state = self._state(
             params=owned,
             followers=owned,
+            kin=owned,
             rest=lambda number: Where(owner=self._rest_owner(number)),
             others=Where(owner=None),
         )
@@ -587,8 +591,3 @@ def _aval(steps: Steps, operand: Operand) -> Any:
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
     aval = steps.avals[operand]
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _wide(aval: Any) -> Any:
-    """A parameter's gradient as it is added up."""
-    return jax.eval_shape(wide, aval)

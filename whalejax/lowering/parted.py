@@ -24,7 +24,9 @@ from whalejax.lowering.ways import (
     Everywhere,
     is_here,
     joined,
+    laid,
     placed,
+    results_of,
     run_alone,
     seen_on,
 )
@@ -69,7 +71,9 @@ class _Part:
         hears: vectors that it takes.
         gives: numbers of the values that it makes.
         tells: vectors that it makes.
-        run: from values and vectors to both.
+        program: from values by number, those whose memory it reuses first, and vectors
+            to values and vectors; a ``jax.jit``.
+        usable: from the values whose memory it may reuse to those whose it can.
     """
 
     group: Group
@@ -78,7 +82,33 @@ class _Part:
     hears: tuple[_Told, ...]
     gives: tuple[int, ...]
     tells: tuple[_Told, ...]
-    run: Callable[..., tuple[list[Any], list[Any]]]
+    program: Any
+    usable: Callable[[Mapping[int, Any]], frozenset[int]]
+
+    def given(
+        self, taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
+    ) -> tuple[dict[int, Any], dict[int, Any], Sequence[Any]]:
+        """Values and vectors as the program takes them."""
+        own = dict(zip(self.takes, taken, strict=True))
+        others = dict(zip(self.reads, read, strict=True))
+        usable = self.usable(own)
+        others.update((n, x) for n, x in own.items() if n not in usable)
+        return {n: own[n] for n in usable}, others, vectors
+
+    def run(
+        self,
+        mesh: Any,
+        taken: Sequence[Any],
+        read: Sequence[Any],
+        vectors: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """From values and vectors to both."""
+        found: tuple[list[Any], list[Any]] = run_alone(
+            lambda several: self.program(*several),
+            self.given(taken, read, vectors),
+            mesh,
+        )
+        return found
 
 
 class Parted:
@@ -156,7 +186,8 @@ class Parted:
                     for numbers in (part.takes, part.reads)
                 )
                 vectors = [heard[told, stage] for told in part.hears]
-                results, vectors = part.run(taken, read, vectors)
+                mesh = self._whole[stage].mesh
+                results, vectors = part.run(mesh, taken, read, vectors)
                 said.update(zip(part.tells, vectors, strict=True))
                 for number, result in zip(part.gives, results, strict=True):
                     made[number, stage] = result
@@ -172,6 +203,42 @@ class Parted:
                 given.add(operand)
             found.append(result)
         return found
+
+    def compiled(self, values: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Each part's stage and its compiled program; nothing is run.
+
+        Args:
+            values: shapes, dtypes and layouts of the inputs.
+        """
+        made: dict[tuple[int, int], Any] = {}
+        for number, value in zip(self._steps.inputs, values, strict=True):
+            owner = self._parting.owners[number]
+            for stage in range(len(self._whole)) if owner is None else (owner,):
+                made[number, stage] = (
+                    laid(value, self._whole[stage]) if owner is None else value
+                )
+        for parts in self._parts.values():
+            for part in parts:
+                stage = part.group[1]
+                whole = self._whole[stage]
+                taken, read = (
+                    [made[n, stage] for n in numbers]
+                    for numbers in (part.takes, part.reads)
+                )
+                vectors = [
+                    jax.ShapeDtypeStruct(
+                        (len(told.numbers),),
+                        self._steps.avals[told.numbers[0]].dtype,
+                        sharding=whole,
+                    )
+                    for told in part.hears
+                ]
+                lowered = part.program.lower(*part.given(taken, read, vectors))
+                program = lowered.compile()
+                results, _ = results_of(lowered, program)
+                pairs = zip(part.gives, results, strict=True)
+                made.update(((number, stage), x) for number, x in pairs)
+                yield stage, program
 
     def _output(
         self,
@@ -247,22 +314,20 @@ class Parted:
             hears=hears,
             gives=gives,
             tells=tells,
-            run=self._program(group, takes, reads, hears, gives, tells),
+            program=self._program(group, hears, gives, tells),
+            usable=self._reusing(group, gives),
         )
 
     def _program(
         self,
         group: Group,
-        takes: Sequence[int],
-        reads: Sequence[int],
         hears: Sequence[_Told],
         gives: Sequence[int],
         tells: Sequence[_Told],
-    ) -> Callable[..., tuple[list[Any], list[Any]]]:
-        """A part's program; which memory it can reuse is known when it is first run."""
+    ) -> Any:
+        """A part's program."""
         level, stage = group
         numbers = [n for told in tells for n in told.numbers]
-        whole = self._whole[stage]
         there = [self._sharding(n, stage) for n in gives]
 
         def finish(
@@ -277,30 +342,26 @@ class Parted:
             return results[: len(gives)], said
 
         finish.__name__ = f"finish_{stage}_{level + 1}"
-        compiled = jax.jit(
+        return jax.jit(
             finish,
             donate_argnums=0,
-            out_shardings=(there, [whole] * len(tells)),
+            out_shardings=(there, [self._whole[stage]] * len(tells)),
             compiler_options=self._options,
         )
-        usable: list[frozenset[int]] = []
 
-        def run(
-            taken: Sequence[Any], read: Sequence[Any], vectors: Sequence[Any]
-        ) -> tuple[list[Any], list[Any]]:
-            given = dict(zip(takes, taken, strict=True))
-            others = dict(zip(reads, read, strict=True))
-            if not usable:
-                usable.append(self._usable(given, gives, there))
-            others.update((n, x) for n, x in given.items() if n not in usable[0])
-            found: tuple[list[Any], list[Any]] = run_alone(
-                lambda several: compiled(*several),
-                ({n: given[n] for n in usable[0]}, others, vectors),
-                whole.mesh,
-            )
-            return found
+    def _reusing(
+        self, group: Group, gives: Sequence[int]
+    ) -> Callable[[Mapping[int, Any]], frozenset[int]]:
+        """Finds what memory a part can reuse when it is first asked."""
+        there = [self._sharding(n, group[1]) for n in gives]
+        known: list[frozenset[int]] = []
 
-        return run
+        def usable(given: Mapping[int, Any]) -> frozenset[int]:
+            if not known:
+                known.append(self._usable(given, gives, there))
+            return known[0]
+
+        return usable
 
     def _usable(
         self,

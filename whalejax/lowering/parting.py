@@ -18,7 +18,8 @@ import optax
 from whalejax import _compat
 from whalejax.adapters import Adapter
 from whalejax.cutting import Fixed, Operand, Step, Steps
-from whalejax.lowering.spmd import owners_of, stepping
+from whalejax.lowering.spmd import stepping
+from whalejax.optimizers import kin_of
 from whalejax.planner.plan import Plan, PlanError
 
 
@@ -183,8 +184,8 @@ def check_update(
     extended = optax.with_extra_args_support(optimizer)
     state = jax.eval_shape(extended.init, params)
     flat, leaves = jax.tree.leaves(params), jax.tree.leaves(state)
-    shapes = [(p, x.shape) for p, x in zip(adapter.param_paths, flat, strict=True)]
-    held = [None if n is None else owners[n] for n in owners_of(state, shapes)]
+    related = kin_of(state, adapter.param_paths)
+    held = [None if n is None else owners[n] for n in related]
     step = stepping(
         extended, jax.tree.structure(params), jax.tree.structure(state), skips=False
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,28 @@ class Piece:
     Attributes:
         reads: numbers of the values that it takes.
         gives: what it makes.
-        run: from values, and from what it adds to, to both.
+        program: from values, and from what it adds to, to both; a ``jax.jit``.
+        mesh: devices on which it runs.
     """
 
     reads: tuple[int, ...]
     gives: tuple[Operand, ...]
-    run: Callable[..., tuple[list[Any], list[Any]]]
+    program: Any
+    mesh: Any
+
+    def run(
+        self, values: Sequence[Any], before: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """What it makes, and what it added to.
+
+        Args:
+            values: that it reads.
+            before: what it adds to, which is consumed.
+        """
+        found: tuple[list[Any], list[Any]] = run_alone(
+            lambda both: self.program(*both), (values, before), self.mesh
+        )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +157,9 @@ def _piece(
         return results[:first], [a + b for a, b in pairs]
 
     part.__name__ = name
-    compiled = jax.jit(part, donate_argnums=1, compiler_options=options)
     return Piece(
         reads=tuple(reads),
         gives=tuple(gives[:first]),
-        run=lambda *arrays: run_alone(lambda two: compiled(*two), arrays, mesh),
+        program=jax.jit(part, donate_argnums=1, compiler_options=options),
+        mesh=mesh,
     )

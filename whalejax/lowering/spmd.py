@@ -23,7 +23,7 @@ from whalejax.lowering.away import Away
 from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.streamed import Follower, streamable, streamed
-from whalejax.optimizers import followed
+from whalejax.optimizers import owners_of
 from whalejax.planner.layout import Spec
 from whalejax.planner.plan import PlanError
 from whalejax.planner.scored import Hosted
@@ -569,21 +569,3 @@ def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
             *(frozenset(paths[f.fresh] for f in found) for found in (alone, beside))
         ),
     )
-
-
-def owners_of(
-    state: Any, params: Sequence[tuple[str, tuple[int, ...]]]
-) -> list[int | None]:
-    """For every leaf of an optimizer state, the parameter that it follows, if any.
-
-    Args:
-        state: the state, abstract or real.
-        params: path and shape of each.
-    """
-    shapes = {path: tuple(shape) for path, shape in params}
-    numbers = {path: i for i, (path, _) in enumerate(params)}
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        owner = followed(path, leaf.shape, shapes)
-        found.append(None if owner is None else numbers[owner])
-    return found

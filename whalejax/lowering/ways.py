@@ -37,6 +37,21 @@ def placed(value: Any, sharding: NamedSharding) -> Any:
     )
 
 
+def laid(aval: Any, sharding: NamedSharding) -> Any:
+    """Shape and dtype of an array, with a layout."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def results_of(lowered: Any, compiled: Any) -> Any:
+    """Shapes, dtypes and layouts of what a compiled program gives.
+
+    Args:
+        lowered: the program.
+        compiled: the same, compiled, which has chosen the layouts.
+    """
+    return jax.tree.map(laid, lowered.out_info, compiled.output_shardings)
+
+
 def absent(aval: Any, sharding: NamedSharding) -> Any:
     """An array of which this process holds nothing."""
     if is_key(aval):

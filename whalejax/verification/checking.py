@@ -51,11 +51,6 @@ def check(
             "this plan is an estimate (runnable=False): there is no program to "
             "compile. Plan again without runnable=False"
         )
-    if plan.apart:
-        raise PlanError(
-            "the stages of this plan have programs of their own, which are not "
-            "verified yet. Verify the plan without stages, or with layers in one scan"
-        )
     if not 0 < timeout_seconds < math.inf:
         raise VerifyError(
             f"timeout is {timeout_seconds}; expected a number of seconds above 0"

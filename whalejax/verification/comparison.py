@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.planner.plan import Plan
@@ -74,7 +74,8 @@ class Verification:
         fits: the compiler's word on whether the program fits the device; where the
             compiler does not check, the comparison of peak and capacity.
         capacity_bytes: of one device that programs may use; 0 where not known.
-        memory, collectives: by term; empty where nothing was compiled.
+        memory, collectives: by term; empty where nothing was compiled. Where stages
+            have programs of their own, those of each, and what they hand each other.
         product_flops: of matrix products on one device in one step.
         lower_seconds, compile_seconds: of the compilation.
         host_peak_bytes: memory that compiling took on this machine.
@@ -146,6 +147,8 @@ def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
             compile_seconds=data["seconds"],
             failure=data["failure"],
         )
+    if plan.apart:
+        return _compared_stages(plan, common, answer)
     memory = _memory(plan, data["memory"])
     traffic = data["collectives"]
     collectives = () if data["refused"] else _collectives(plan, traffic)
@@ -166,6 +169,105 @@ def compared(plan: Plan, target: Target, answer: Answer) -> Verification:
         rematerializations=rematerializations(answer.words, traffic),
         unplanned=_unplanned(plan, collectives, traffic),
     )
+
+
+def _compared_stages(
+    plan: Plan, common: Mapping[str, Any], answer: Answer
+) -> Verification:
+    """The same of stages with programs of their own, one after the other."""
+    data = answer.data
+    stages: list[Mapping[str, Any]] = data["stages"]
+    memory: list[Quantity] = []
+    collectives: list[Quantity] = []
+    unplanned: list[Finding] = []
+    for number, (one, found) in enumerate(zip(plan.apart, stages, strict=True)):
+        of = _stage_memory(one, found["memory"])
+        traffic = () if data["refused"] else _collectives(one, found["collectives"])
+        unplanned += (
+            replace(f, what=f"stage {number}: {f.what}")
+            for f in _unplanned(one, traffic, found["collectives"])
+        )
+        memory += (replace(q, name=f"stage {number}: {q.name}") for q in of)
+        collectives += (replace(q, name=f"stage {number}: {q.name}") for q in traffic)
+    peaks = [q for q in memory if q.name.endswith("peak")]
+    memory.append(
+        Quantity(
+            name="peak",
+            predicted=plan.memory.total_bytes,
+            compiled=max(q.compiled or 0 for q in peaks),
+        )
+    )
+    capacity = common["capacity_bytes"]
+    every = [entry for found in stages for entry in found["collectives"]]
+    return Verification(
+        **common,
+        fits=not capacity or (memory[-1].compiled or 0) <= capacity,
+        memory=tuple(memory),
+        collectives=(*collectives, *_moved(plan, data)),
+        product_flops=Quantity(
+            name="products",
+            predicted=max(one.product_flops for one in plan.apart),
+            compiled=max(found["product_flops"] for found in stages),
+            unit="flops",
+        ),
+        lower_seconds=data["lower_seconds"],
+        compile_seconds=data["compile_seconds"],
+        refused=data["refused"],
+        rematerializations=rematerializations(answer.words, every),
+        unplanned=tuple(unplanned),
+    )
+
+
+def _stage_memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:
+    """The memory of a stage, by what it holds."""
+    terms = plan.memory
+    resting = terms.state_bytes + terms.batch_bytes
+    predicted = {
+        "params": terms.params_bytes,
+        "optimizer": terms.optimizer_bytes,
+        "gradients": terms.gradients_bytes,
+        "kept": resting + terms.activations_bytes,
+        "temporary": terms.working_bytes,
+    }
+    words = ("parameters", "optimizer state", "gradients", "batch and kept")
+    quantities = [
+        Quantity(name=word, predicted=expected, compiled=compiled[f"{name}_bytes"])
+        for word, (name, expected) in zip(
+            (*words, "temporaries"), predicted.items(), strict=True
+        )
+    ]
+    peak = Quantity(
+        name="peak", predicted=terms.total_bytes, compiled=sum(compiled.values())
+    )
+    return (*quantities, peak)
+
+
+def _moved(plan: Plan, data: Mapping[str, Any]) -> Iterator[Quantity]:
+    """What goes from stage to stage in a step, to each device."""
+    assert plan.stages is not None
+    paces, count = plan.stages.paces, plan.num_micro_batches
+    found = {(one["part"], one["action"]): one for one in data["moved"]}
+    for part, pace in enumerate(paces):
+        for action, words, nbytes in (
+            ("forward", "handed to", pace.handed_bytes),
+            ("backward", "handed back by", pace.returned_bytes),
+        ):
+            one = found.get((part, action), {"times": 0, "nbytes": 0})
+            if nbytes or one["nbytes"]:
+                yield Quantity(
+                    name=f"{words} part {part}",
+                    predicted=count * nbytes,
+                    compiled=one["times"] * one["nbytes"],
+                    predicted_count=count if nbytes else 0,
+                    compiled_count=one["times"],
+                )
+    for stage, one in enumerate(data["stages"]):
+        if one["once_bytes"]:
+            yield Quantity(
+                name=f"brought to stage {stage} once",
+                predicted=None,
+                compiled=one["once_bytes"],
+            )
 
 
 def _memory(plan: Plan, compiled: Mapping[str, int]) -> tuple[Quantity, ...]:

@@ -7,6 +7,7 @@ which appears whole or not at all.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,14 @@ def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
         batch_axes=request.batch_axes,
         devices=devices,
     )
+    if plan.apart:
+        phase.append("compiling the stages")
+        return {
+            "kind": devices[0].device_kind,
+            "versions": _versions(jax, request.target.platform),
+            "lower_seconds": time.monotonic() - start,
+            **_stages(step.rehearse, plan),
+        }
     lowered = step.lower()
     between = time.monotonic()
     phase.append("compiling")
@@ -150,6 +160,38 @@ def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
         "compile_seconds": done - between,
         "memory": _memory(compiled.memory_analysis(), devices[0].platform, heap),
         **_program(compiled.as_text(), plan.axis_sizes),
+    }
+
+
+def _stages(rehearse: Callable[[], Any], plan: Any) -> dict[str, Any]:
+    """The programs of stages that have their own, by stage, and what stages move."""
+    start = time.monotonic()
+    found = rehearse()
+    seconds = time.monotonic() - start
+    stages: list[dict[str, Any]] = [
+        {
+            "memory": dataclasses.asdict(memory),
+            "once_bytes": once,
+            "collectives": [],
+            "product_flops": 0,
+        }
+        for memory, once in zip(found.memory, found.once_bytes, strict=True)
+    ]
+    refused = ""
+    for one in found.programs:
+        mesh = plan.apart[one.stage].axis_sizes
+        said = _program(one.compiled.as_text(), mesh)
+        refused = refused or said["refused"]
+        for entry in said["collectives"]:
+            entry["count"] *= one.runs
+        stage = stages[one.stage]
+        stage["collectives"] += said["collectives"]
+        stage["product_flops"] += (said["product_flops"] or 0) * one.runs
+    return {
+        "compile_seconds": seconds,
+        "refused": refused,
+        "stages": stages,
+        "moved": [dataclasses.asdict(one) for one in found.moved],
     }
 
 
