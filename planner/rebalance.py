@@ -2,16 +2,20 @@
 
 Speeds change: other programs come and go, chips get hot. Every process is told the same
 measurements and comes to the same shares, so nothing has to be agreed on. A change is
-believed when it lasts, made when it is worth it, and where measurements scatter too
-widely to say who is fast, shares are even.
+believed when it lasts, sooner the more it costs; shares change when it is worth it, and
+where measurements scatter too widely to say who is fast, they are even.
+
+How long to wait is a question of two costs: shares that ignore a change lose something
+in every step, and shares that follow one which does not last lose as much until they
+are back. Who waits until the loss is as large as following could cost is never far from
+the best that could be done without knowing what comes.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Final
-
-import numpy as np
 
 from whalejax.planner.balance import makespan, shares
 
@@ -19,14 +23,15 @@ from whalejax.planner.balance import makespan, shares
 WINDOW: Final = 16
 """Measurements of a replica that count, the latest."""
 
-LEAST: Final = 4
-"""Measurements before anything is concluded; as many in a row show a change."""
+LEAST: Final = 3
+"""Measurements before anything is concluded; as many in a row can show a change."""
 
 WORTH: Final = 0.01
 """By which part a step must get shorter for shares to change."""
 
-CHANGED: Final = 0.15
-"""By which part the latest measurements differ when a replica's speed has changed."""
+LOST: Final = 2.0
+"""Steps that are lost before a change is believed: as many as a measurement takes to
+come to be known. What loses less is followed as the median of the window moves."""
 
 SCATTER: Final = 0.5
 """Distance of the quartiles over the median from which nothing can be concluded."""
@@ -64,11 +69,28 @@ class Rebalance:
             if value > 0:
                 seen.append(float(value))
                 del seen[:-WINDOW]
-                if _changed(seen):
-                    del seen[:-LEAST]
-        self.seconds = tuple(float(np.median(s)) if s else 0.0 for s in self._seen)
+        self._forget()
+        self.seconds = tuple(statistics.median(s) if s else 0.0 for s in self._seen)
         self._settle()
         return self.shares
+
+    def _forget(self) -> None:
+        """Drop what was measured before a change that has cost enough."""
+        if not all(self._seen):
+            return
+        for count in range(LEAST, WINDOW // 2 + 1):
+            pairs = [_compared(seen, count) for seen in self._seen]
+            before, now = zip(*pairs, strict=True)
+            if before == now:
+                continue
+            ignoring, following = (
+                makespan(shares(self._total, seconds), now) for seconds in (before, now)
+            )
+            if count * (ignoring / following - 1) >= LOST:
+                for seen, (old, new) in zip(self._seen, pairs, strict=True):
+                    if new != old:
+                        del seen[:-count]
+                return
 
     def _settle(self) -> None:
         if any(len(seen) < LEAST for seen in self._seen):
@@ -86,7 +108,8 @@ class Rebalance:
         self._probe()
 
     def _wanted(self) -> tuple[int, ...]:
-        if any(_scatter(seen) > SCATTER for seen in self._seen):
+        enough = (seen for seen in self._seen if len(seen) >= WINDOW // 2)
+        if any(_scatter(seen) > SCATTER for seen in enough):
             return shares(self._total, [1.0] * len(self.shares))
         return shares(self._total, self.seconds)
 
@@ -97,22 +120,23 @@ class Rebalance:
         if self._idle >= PROBE:
             found = list(self.shares)
             for i in idle:
-                found[int(np.argmax(found))] -= 1
+                found[found.index(max(found))] -= 1
                 found[i] += 1
             self.shares, self._idle = tuple(found), 0
 
 
-def _changed(seen: Sequence[float]) -> bool:
-    """The latest measurements all lie on one side of those before, and far off."""
-    if len(seen) < 2 * LEAST:
-        return False
-    before, latest = np.median(seen[:-LEAST]), np.array(seen[-LEAST:])
-    return bool(
-        (latest > before * (1 + CHANGED)).all()
-        or (latest < before / (1 + CHANGED)).all()
-    )
+def _compared(seen: Sequence[float], count: int) -> tuple[float, float]:
+    """Seconds before so many latest measurements, and what these say at least.
+
+    Those show a change if all lie on one side; the one that differs least says how far.
+    """
+    if len(seen) < LEAST + count:
+        middle = statistics.median(seen)
+        return middle, middle
+    before, latest = statistics.median(seen[:-count]), seen[-count:]
+    return before, max(min(latest), min(max(latest), before))
 
 
 def _scatter(seen: Sequence[float]) -> float:
-    low, middle, high = np.quantile(seen, [0.25, 0.5, 0.75])
-    return float((high - low) / middle)
+    low, middle, high = statistics.quantiles(seen, n=4, method="inclusive")
+    return (high - low) / middle

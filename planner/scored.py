@@ -56,6 +56,8 @@ class Request:
         offload: what lies in host memory, or None for the search to choose.
         hosted: what the optimizer can update in pieces, so that it may lie in host
             memory; asked for where it matters.
+        sliced: paths of parameters whose optimizer state is updated element by element,
+            so that each replica can keep a slice; asked for where it matters.
         sequence_parallel: the user wants it, or not; None for the search to choose.
         attention: how attention runs, or None for the search to choose.
         loss_chunks: parts of the tokens whose logits are made one at a time, or None.
@@ -79,6 +81,7 @@ class Request:
     policies: tuple[str, ...] = ("none",)
     offload: tuple[str, ...] | None = None
     hosted: Callable[[], Hosted] | None = None
+    sliced: Callable[[], frozenset[str]] | None = None
     sequence_parallel: bool | None = None
     attention: Chosen | None = None
     loss_chunks: int | None = None

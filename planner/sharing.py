@@ -31,6 +31,13 @@ from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
+from whalejax.planner.slices import (
+    Slices,
+    check_zero,
+    sliceable,
+    sliced,
+    with_slices,
+)
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.timed import corrections, timing_note, weights_hash
 
@@ -45,29 +52,52 @@ DATA = "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is weighed at once.
+
+    Attributes:
+        size: devices of a replica.
+        count: micro-batches of all.
+        zero: level over replicas: 1 where each keeps a slice of the optimizer's state.
+    """
+
+    size: int
+    count: int
+    zero: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
     """A plan of unlike replicas, and what its ranks take.
 
     Attributes:
+        case: what was weighed.
         plan: of one replica, as the kind with the least memory would run it alone.
         kinds: of each replica's devices.
         seconds: of a micro-batch on each replica.
         after: seconds of a replica's update.
         exchange: what replicas add up together, and how long it takes.
         shares: micro-batches of each.
+        slices: how the optimizer's state is cut between replicas; None where each
+            keeps all of it.
     """
 
+    case: Case
     plan: Plan
     kinds: tuple[DeviceKind, ...]
     seconds: tuple[float, ...]
     after: float
     exchange: tuple[Collective, float]
     shares: tuple[int, ...]
+    slices: Slices | None
 
     @property
     def memory(self) -> MemoryTerms:
         """On the fullest device: its own micro-batches, and what replicas exchange."""
         alone, count = self.plan.memory, self.plan.num_micro_batches
+        if self.slices is not None:
+            kept = self.slices.state_bytes
+            alone = dataclasses.replace(alone, optimizer_bytes=kept)
         return dataclasses.replace(
             alone,
             batch_bytes=alone.batch_bytes * max(self.shares) // count,
@@ -88,7 +118,12 @@ class _Shared:
     @property
     def step_seconds(self) -> float:
         """Predicted step time."""
-        return self.pace + self.exchange[1] + self.after
+        return self.pace + self.exchange[1] + self.gather_seconds + self.after
+
+    @property
+    def gather_seconds(self) -> float:
+        """In which replicas gather what each has updated."""
+        return 0.0 if self.slices is None else self.slices.gather[1]
 
     @property
     def pace(self) -> float:
@@ -127,12 +162,15 @@ def decide_shares(
     options = {"known": {}, **options}
     for size in _sizes(cluster, request, asked):
         for count in _counts(graph, cluster.num_devices // size, request, asked):
-            try:
-                found.append(
-                    _weigh(graph, cluster, request, size, count, asked, decide, options)
-                )
-            except PlanError as error:
-                problem = problem or error
+            for zero in (0, 1) if request.zero is None else (request.zero,):
+                case = Case(size=size, count=count, zero=zero)
+                if request.zero is None and zero and _roomy(found, case, request):
+                    continue
+                try:
+                    one = _weigh(graph, cluster, request, case, asked, decide, options)
+                    found.append(one)
+                except PlanError as error:
+                    problem = problem or error
     if not found:
         assert problem is not None
         raise problem
@@ -164,11 +202,7 @@ def _check(
 ) -> None:
     mesh = dict(request.mesh or {})
     data, count = mesh.get(DATA), request.num_micro_batches
-    if request.zero:
-        raise PlanError(
-            f"zero is {request.zero}, and replicas that take unlike shares keep the "
-            'whole optimizer state each. Leave zero out, or give shares="even"'
-        )
+    check_zero(request)
     if asked is None:
         return
     if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in asked):
@@ -190,6 +224,14 @@ def _check(
             + ("" if count is None else f", and num_micro_batches is {count}")
             + f". Let them add up to {count or 'a divisor of the batch'}"
         )
+
+
+def _roomy(found: Sequence[_Shared], case: Case, request: Request) -> bool:
+    """Replicas have room for the whole state, or nothing of it can be cut."""
+    if request.offload or not sliceable(request):
+        return True
+    plans = [one for one in found if one.case == dataclasses.replace(case, zero=0)]
+    return any(one.fits and not (one.plan.remat or one.plan.offload) for one in plans)
 
 
 def _sizes(
@@ -234,17 +276,19 @@ def _weigh(
     graph: Graph,
     cluster: Cluster,
     request: Request,
-    size: int,
-    count: int,
+    case: Case,
     asked: Sequence[int] | None,
     decide: Decide,
     options: Mapping[str, Any],
 ) -> _Shared:
     """Replicas of so many devices, with so many micro-batches in all."""
+    size, count, replicas = case.size, case.count, cluster.num_devices // case.size
     mesh = {**(request.mesh or {}), DATA: 1}
     alone = dataclasses.replace(
         request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=None
     )
+    if case.zero:
+        alone = with_slices(alone, replicas)
     names = {node.kind.name: node.kind for node in cluster.nodes}
     kinds = sorted(names.values(), key=lambda kind: kind.memory_bytes)
     part = {kind.name: _of_kind(cluster, kind, size) for kind in kinds}
@@ -261,12 +305,15 @@ def _weigh(
         for kind, ratio in zip(on, ratios, strict=True)
     )
     summed = _exchange(first, cluster, len(on))
+    slices = sliced(first, cluster, len(on), request) if case.zero else None
     return _Shared(
+        case=case,
         plan=first,
         kinds=on,
         seconds=seconds,
         after=max(plan.time.update_seconds for plan in plans.values()),
         exchange=summed,
+        slices=slices,
         shares=tuple(asked) if asked is not None else shares(count, seconds),
     )
 
@@ -315,7 +362,7 @@ def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
     best = next((one for one in found if one.fits), None)
     if best is None:
         raise _nothing_fits(found)
-    plan = best.plan
+    plan, slices = best.plan, best.slices
     candidates = [
         Candidate(
             layout=_layout(one),
@@ -333,11 +380,15 @@ def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
         shares=best.shares,
         leaves=tuple(
             dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
-            for leaf in plan.leaves
+            for leaf in (slices or plan).leaves
         ),
+        zero=best.case.zero,
         time=_time(best),
         memory=best.memory,
-        collectives=(*plan.collectives, best.exchange[0]),
+        collectives=(
+            *(*plan.collectives, best.exchange[0]),
+            *(() if slices is None else (slices.gather[0],)),
+        ),
         candidates=tuple(candidates),
         notes=(*plan.notes, *_notes(best)),
     )
@@ -371,13 +422,19 @@ def _time(one: _Shared) -> TimeTerms:
     return TimeTerms(
         **{name: seconds * ratio for name, seconds in terms.items()},
         update_seconds=one.after,
-    ) + TimeTerms(gradient_seconds=one.exchange[1])
+    ) + TimeTerms(
+        gradient_seconds=one.exchange[1], parameter_seconds=one.gather_seconds
+    )
 
 
 def _layout(one: _Shared) -> str:
     inner = "".join(f" × {axis} {n}" for axis, n in one.plan.axes)
     total = one.plan.num_micro_batches
-    return f"data {len(one.kinds)}{inner}, {_share_words(one)} of {total} micro-batches"
+    zero = f", ZeRO-{one.case.zero}" if one.case.zero else ""
+    return (
+        f"data {len(one.kinds)}{inner}, {_share_words(one)} of {total} micro-batches"
+        + zero
+    )
 
 
 def _share_words(one: _Shared) -> str:
@@ -396,10 +453,12 @@ def _notes(one: _Shared) -> Iterator[str]:
     if note := timing_note(one.kinds, weights_hash(one.plan.leaves)):
         yield note
     even = even_shares(total, len(one.kinds))
-    rest = one.exchange[1] + one.after
+    rest = one.step_seconds - one.pace
     gain = (makespan(even, one.seconds) + rest) / one.step_seconds
     words = gain_words(gain, speed_bound(one.seconds))
     yield f"shares: {_share_words(one)} of {total} micro-batches: {words}"
+    if one.slices is not None:
+        yield one.slices.note(len(one.kinds))
     idle = [r for r, share in enumerate(one.shares) if not share]
     if idle:
         yield (

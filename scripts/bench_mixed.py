@@ -19,13 +19,18 @@ sides in the middle, once with shares that follow and once with even ones:
     windows_worst            steps of a window of 30 s over even's, the worst window
     recovered_steps          after the change of sides, steps until the mean of five
                              reaches 0.93 of the speed to which the run settles
+    followed_steps           the same against what whole micro-batches allow at the
+                             speeds that these five measured, so that loads count too
+    of_ideal                 the shortest time that whole micro-batches allow, step by
+                             step, over what all steps took
 
 With ``--several 70,50,30,20`` as many processes share the cores under these quotas and
-find their shares of 128 micro-batches in 20 steps:
+find their shares of 256 micro-batches in 20 steps:
 
     shares, proportions      what was found, and each one's part of the measured speeds
     shares_off               the largest distance between them, relative
     shares_off_of_believed   the same from the speeds that the run itself measured
+    shares_off_of_whole      the same of the whole micro-batches of the shortest step
 
 With ``--pipeline`` the two processes are the stages of a pipeline, the second under a
 quota of 50 percent. Each times a micro-batch of the model; the planner chooses stages,
@@ -49,7 +54,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import random
@@ -58,6 +62,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+from mixed_stages import median, piped, together
 
 
 SIZES = {
@@ -81,22 +87,13 @@ SAMPLES = 2
 SETTLES = 24
 """Steps in which a run finds its shares."""
 
-MANY = 128
-"""Micro-batches of a step of --several."""
+MANY = 256
+"""Micro-batches of a step of --several: it lasts many periods of a quota."""
 
 SEVERAL_STEPS = 20
 
 WINDOW = 30.0
 CURVE = 20
-
-DEEP = {**SHORT, "layers": 4}
-"""Of --pipeline: enough layers to share out."""
-
-DEEP_SAMPLES = 64
-"""Of a global batch of --pipeline."""
-
-TIMED_SAMPLES = 8
-"""Of a micro-batch that is timed."""
 
 
 def main() -> None:
@@ -154,8 +151,9 @@ def _work(arguments: argparse.Namespace) -> None:
             quota.set(_quotas(arguments)[arguments.process])
             found.update(_several())
         elif arguments.pipeline:
+            deep = {**SHORT, "layers": 4}
             for name in ("gpt", "bert"):
-                found.update(_piped(name, arguments, quota))
+                found.update(piped(name, deep, arguments, quota))
         else:
             run = _Run(SIZES)
             for percent in map(int, arguments.quotas.split(",")):
@@ -168,7 +166,7 @@ def _work(arguments: argparse.Namespace) -> None:
             found["curve_f64"] = _curve("float64")
         if arguments.process == 0:
             print(json.dumps(found), flush=True)
-        _together("end")
+        together("end")
     jax.distributed.shutdown()
 
 
@@ -193,6 +191,8 @@ def _several() -> dict[str, Any]:
     import numpy as np
     from jax.experimental import multihost_utils
 
+    from whalejax.planner.balance import shares
+
     run = _Run(SHORT, count=MANY)
     run.trained.rebalances = False
     run.step()
@@ -212,6 +212,7 @@ def _several() -> dict[str, Any]:
         "proportions": [round(float(p), 4) for p in parts],
         "shares_off": _off(found / MANY, parts),
         "shares_off_of_believed": _off(found / MANY, followed),
+        "shares_off_of_whole": _off(np.array(shares(MANY, 1.0 / speeds)) / MANY, parts),
     }
 
 
@@ -219,19 +220,13 @@ def _rounds_alone(run: _Run) -> list[float]:
     """Seconds of a micro-batch while all compute as in a step, several times."""
     found = []
     for _ in range(9):
-        _together("alone")
+        together("alone")
         found.append(run.alone(run.trained.shares[run.runner._mine[0]]))
     return found
 
 
 def _off(found: Any, wanted: Any) -> float:
     return round(float((abs(found - wanted) / wanted).max()), 4)
-
-
-def _together(name: str) -> None:
-    from jax.experimental import multihost_utils
-
-    multihost_utils.sync_global_devices(name)
 
 
 class _Run:
@@ -333,9 +328,9 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for chosen in (even, found):
             run.trained.shares = chosen
-            _together("step")
+            together("step")
             seconds[chosen].append(run.step())
-        _together("nothing")
+        together("nothing")
         zero.append(run.nothing())
         alone.append(run.alone(COUNT // 2))
     mine = np.array([statistics.median(alone), statistics.median(zero)], np.float32)
@@ -348,8 +343,8 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
     if run.runner._mine == [0]:
         print(
             f"{percent} %: micro-batch {speeds[0] * 1e3:.1f} and {speeds[1] * 1e3:.1f} "
-            f"ms, shares {found} (best {best}), step {_median(seconds[even])} even, "
-            f"{_median(seconds[found])} found, {ideal * 1e3:.0f} ms ideal",
+            f"ms, shares {found} (best {best}), step {median(seconds[even])} even, "
+            f"{median(seconds[found])} found, {ideal * 1e3:.0f} ms ideal",
             flush=True,
         )
     step = statistics.median(seconds[found])
@@ -360,137 +355,6 @@ def _compared(run: _Run, percent: int, rounds: int) -> dict[str, Any]:
         f"of_integer_ideal_{percent}": round(ideal / step, 4),
         f"shares_{percent}": list(found),
     }
-
-
-class _Piped:
-    """A training run in two stages, one in each process."""
-
-    def __init__(self, name: str, cluster: Any, schedule: str | None, **options: Any):
-        import jax
-        import optax
-
-        import whalejax as wh
-        from whalejax import jobs, models
-
-        job = models.job(f"{name}-test", annotated=False, **DEEP)
-        self.batch = job.batch_at(0, DEEP_SAMPLES)
-        given: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
-        mark = wh.pipeline(num_stages=2, **given)
-
-        @functools.wraps(job.loss_fn)
-        def loss(*arguments: Any) -> Any:
-            with mark:
-                return job.loss_fn(*arguments)
-
-        model = jobs.abstract_model(job)
-        optimizer = optax.sgd(0.01, momentum=0.9)
-        self.plan = wh.plan(
-            loss, model, self.batch, optimizer=optimizer, cluster=cluster, **options
-        )
-        step = wh.compile(
-            self.plan, loss, model, optimizer=optimizer, devices=jax.devices()
-        )
-        self.trained: Any = step
-        self.state = step.init(job.make_model, rng=jax.random.key(0))
-
-    def step(self) -> float:
-        """Seconds of one step, to the last of it in both processes."""
-        import jax
-
-        _together("step")
-        start = time.perf_counter()
-        self.state, metrics = self.trained(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
-        _together("end")
-        return time.perf_counter() - start
-
-
-def _piped(name: str, arguments: argparse.Namespace, quota: Any) -> dict[str, Any]:
-    """Stages as the planner has them for two speeds, against equal ones."""
-    import numpy as np
-
-    quota.set(50 if arguments.process else 100)
-    cluster, ratio = _timed_kinds(name)
-    quota.set(100)
-    chosen = _Piped(name, cluster, None)
-    stages = chosen.plan.stages
-    assert stages is not None
-    alike = dataclasses.replace(cluster, nodes=cluster.nodes[:1] * 2)
-    count = chosen.plan.num_micro_batches
-    equal = _Piped(name, alike, stages.schedule, num_micro_batches=count)
-    for run in (chosen, equal):
-        run.step()
-    quota.set(50 if arguments.process else 100)
-    compiled = _count_compilations()
-    seconds: dict[str, list[float]] = {"chosen": [], "equal": []}
-    for _ in range(arguments.rounds):
-        seconds["equal"].append(equal.step())
-        seconds["chosen"].append(chosen.step())
-    pairs = zip(seconds["equal"], seconds["chosen"], strict=True)
-    ratios = [a / b for a, b in pairs]
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-    key = f"pipeline_{name}"
-    if arguments.process == 0:
-        steps = [f"{_median(several)} {which}" for which, several in seconds.items()]
-        words = stages.words(), *chosen.plan.notes, f"step {', '.join(steps)}"
-        print(f"{name}:", *words, sep="\n  ", flush=True)
-    return {
-        key: round(float(middle), 4),
-        f"{key}_low": round(float(low), 4),
-        f"{key}_high": round(float(high), 4),
-        f"{key}_ratio": round(ratio, 4),
-        f"{key}_count": count,
-        f"{key}_compilations": len(compiled),
-    }
-
-
-def _timed_kinds(name: str) -> tuple[Any, float]:
-    """Both processes as a kind each, by a micro-batch timed in both at once."""
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    from whalejax import models
-    from whalejax.meshes import cluster
-    from whalejax.meshes.cluster import Node
-    from whalejax.timing import with_timing
-
-    job = models.job(f"{name}-test", annotated=False, **DEEP)
-    two = cluster("cpu:2")
-    _, timed = with_timing(two.part(1), job, TIMED_SAMPLES)
-    mine = np.array([timed.seconds], np.float32)
-    every = multihost_utils.process_allgather(mine).ravel().tolist()
-    nodes = [
-        Node(
-            kind=dataclasses.replace(
-                two.kinds[0],
-                name=f"cpu-{index}",
-                label=f"CPU {index}",
-                timed_models=(dataclasses.replace(timed, seconds=seconds),),
-            ),
-            count=1,
-        )
-        for index, seconds in enumerate(every)
-    ]
-    return dataclasses.replace(two, nodes=tuple(nodes)), every[1] / every[0]
-
-
-def _count_compilations() -> list[str]:
-    """Grows by one whenever this process compiles a program."""
-    import jax
-
-    found: list[str] = []
-
-    def heard(event: str, duration_secs: float, **_: Any) -> None:
-        del duration_secs
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    return found
-
-
-def _median(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.0f} ms"
 
 
 def _curve(dtype: str) -> float:
@@ -514,31 +378,55 @@ def _disturbed(arguments: argparse.Namespace, quota: Any, core: int) -> dict[str
     """The same disturbances with shares that follow, and with even ones."""
     run = _Run(SHORT)
     run.step()
-    ends = {}
+    traces = {}
     for follows in (True, False):
         run.trained.rebalances = follows
         run.trained.shares = [COUNT // 2] * 2
-        ends[follows] = _steps(run, arguments, quota, core)
+        traces[follows] = _steps(run, arguments, quota, core)
     counts = {
         follows: [
-            sum(1 for t in found if start <= t < start + WINDOW)
+            sum(1 for t in trace.ends if start <= t < start + WINDOW)
             for start in range(0, int(arguments.seconds), int(WINDOW))
         ]
-        for follows, found in ends.items()
+        for follows, trace in traces.items()
     }
     worst = min(a / b for a, b in zip(counts[True], counts[False], strict=True))
+    took, ideal = traces[True].times()
+    settled = statistics.median(took[-len(took) // 4 :])
+    change = next(
+        i for i, end in enumerate(traces[True].ends[1:]) if end > arguments.seconds / 2
+    )
     if arguments.process == 0:
         print(f"steps in windows: follows {counts[True]}, even {counts[False]}")
     return {
         "windows_worst": round(worst, 4),
-        "recovered_steps": _recovered(ends[True], arguments.seconds / 2),
+        "recovered_steps": _recovered(took[change:], [settled] * len(took[change:])),
+        "followed_steps": _recovered(took[change:], ideal[change:]),
+        "of_ideal": round(sum(ideal) / sum(took), 4),
     }
 
 
-def _steps(
-    run: _Run, arguments: argparse.Namespace, quota: Any, core: int
-) -> list[float]:
-    """When each step ended, while load comes and goes and the quota changes sides."""
+@dataclasses.dataclass
+class _Trace:
+    """What was seen of steps: when each ended, its shares, what each measured."""
+
+    ends: list[float] = dataclasses.field(default_factory=list)
+    shares: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    seconds: list[list[float]] = dataclasses.field(default_factory=list)
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Seconds of the steps behind the first, and the least possible of each."""
+        from whalejax.planner.balance import makespan, shares
+
+        took = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+        seen = list(zip(took, self.shares[1:], self.seconds[1:], strict=True))
+        rest = statistics.median(s - makespan(k, t) for s, k, t in seen)
+        best = [makespan(shares(COUNT, t), t) for _, _, t in seen]
+        return took, [seconds + rest for seconds in best]
+
+
+def _steps(run: _Run, arguments: argparse.Namespace, quota: Any, core: int) -> _Trace:
+    """Steps while load comes and goes and the quota changes sides."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -550,8 +438,9 @@ def _steps(
         loads.append((when, when + chance.uniform(2, 8)))
         when = loads[-1][1]
     busy: subprocess.Popen[bytes] | None = None
-    ends: list[float] = []
-    _together("steps")
+    trace = _Trace()
+    (stopwatch,) = run.runner._stopwatches.values()
+    together("steps")
     start = time.perf_counter()
     while True:
         now = time.perf_counter() - start
@@ -564,26 +453,28 @@ def _steps(
         if not loaded and busy is not None:
             busy.kill()
             busy = None
+        trace.shares.append(tuple(run.trained.shares))
         run.step()
-        ends.append(time.perf_counter() - start)
-        done = np.array([ends[-1] > arguments.seconds])
-        if multihost_utils.process_allgather(done).any():
+        trace.ends.append(time.perf_counter() - start)
+        done = float(trace.ends[-1] > arguments.seconds)
+        told = np.array([done, stopwatch.seconds], np.float32)
+        every = multihost_utils.process_allgather(told)
+        trace.seconds.append(every[:, 1].tolist())
+        if every[:, 0].any():
             break
     if busy is not None:
         busy.kill()
     quota.set(100)
-    return ends
+    return trace
 
 
-def _recovered(ends: list[float], change: float) -> int:
-    """Steps after the change until five take what they take in the end."""
-    took = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    after = [s for s, end in zip(took, ends[1:], strict=True) if end > change]
-    settled = statistics.median(after[len(after) // 2 :])
-    for number in range(len(after) - 5):
-        if statistics.mean(after[number : number + 5]) <= settled / 0.93:
+def _recovered(took: list[float], ideal: list[float]) -> int:
+    """Steps until five take no longer than 0.93 of the ideal speed allows."""
+    for number in range(len(took) - 5):
+        five = slice(number, number + 5)
+        if sum(took[five]) <= sum(ideal[five]) / 0.93:
             return number
-    return len(after)
+    return len(took)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.fixed import check_mesh
 from whalejax.lowering.parting import check_update
+from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
@@ -254,7 +255,6 @@ class Asked:
         remat = checked_policies(self.remat, graph, traced.names)
         count = self._count(traced.reductions)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
-        offload = _checked_offload(self, hosts)
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
             state_bytes=_tree_bytes(adapter.rest),
@@ -269,8 +269,9 @@ class Asked:
             reductions=traced.reductions,
             remat=None if self.remat is None else remat,
             policies=tuple(p for p in POLICIES if traced.names or p != "named"),
-            offload=offload,
+            offload=_checked_offload(self, hosts),
             hosted=hosts,
+            sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
             sequence_parallel=self.sequence_parallel,
             attention=self._attention(programs),
             loss_chunks=self._chunks(programs),

@@ -290,7 +290,12 @@ def laid_out(
 
 
 def finished(
-    program: Program, state: TrainState, sums: Sums, rest: Any
+    program: Program,
+    state: TrainState,
+    sums: Sums,
+    rest: Any,
+    *,
+    end: Callable[..., tuple[list[Any], Any]] = update,
 ) -> tuple[TrainState, Metrics]:
     """The next state, and metrics, once all micro-batches are done.
 
@@ -299,6 +304,7 @@ def finished(
         state: before the step.
         sums: what the micro-batches add up to.
         rest: what is not trained, after them.
+        end: the optimizer's step, as ``spmd.update``.
     """
     params = jax.tree.leaves(state.params)
     scaling = state.loss_scale
@@ -308,7 +314,7 @@ def finished(
     ]
     loss = sums.total / sums.weight
     finite = None if scaling is None else all_finite(gradients)
-    fresh, opt_state = update(program, params, state.opt_state, gradients, loss, finite)
+    fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
     metrics = metrics_of(program, sums)
     if scaling is not None and finite is not None:
         rest = jax.tree.map(functools.partial(jnp.where, finite), rest, state.rest)

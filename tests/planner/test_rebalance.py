@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from whalejax.planner.balance import shares
+from whalejax.planner.balance import makespan, shares
 from whalejax.planner.rebalance import Rebalance
 
 
@@ -27,7 +28,7 @@ def run(
 def test_shares_reach_those_of_the_true_speeds() -> None:
     balance = Rebalance([16, 16])
     found = run(balance, 30, lambda step: [1.0, 3.0], 0.02)
-    assert found[2] == (16, 16)  # too little was seen
+    assert found[1] == (16, 16)  # too little was seen
     assert found[-1] == shares(32, [1.0, 3.0]) == (24, 8)
     assert len(set(found[5:])) == 1
 
@@ -37,6 +38,33 @@ def test_a_lasting_change_is_followed_within_few_steps() -> None:
     run(balance, 40, lambda step: [1.0, 3.0], 0.03)
     found = run(balance, 12, lambda step: [3.0, 1.0], 0.03)
     assert found[8] == (8, 24)
+
+
+def test_what_costs_much_is_believed_sooner() -> None:
+    """Steps until shares move, by how much slower one of two equal replicas gets."""
+
+    def steps(slower: float) -> int:
+        balance = Rebalance([16, 16])
+        run(balance, 20, lambda step: [1.0, 1.0], 0.0)
+        found = run(balance, 12, lambda step: [1.0, slower], 0.0)
+        return next(i for i, s in enumerate(found, 1) if s != (16, 16))
+
+    waited = {slower: steps(slower) for slower in (4.0, 2.0, 1.5, 1.2)}
+    assert waited[4.0] == 3  # as few as can show a change
+    for slower, count in waited.items():
+        # Until two steps are lost, or half of the window has seen it.
+        now = [1.0, slower]
+        lost = makespan([16, 16], now) / makespan(shares(32, now), now) - 1
+        assert count == max(3, min(8, math.ceil(2 / lost)))
+    assert sorted(waited.values()) == list(waited.values())
+
+
+def test_loads_that_soon_end_are_not_followed() -> None:
+    balance = Rebalance([16, 16])
+    run(balance, 20, lambda step: [1.0, 2.0], 0.02)
+    before = balance.shares
+    found = run(balance, 20, lambda step: [1.3 if step < 4 else 1.0, 2.0], 0.02)
+    assert set(found) == {before}
 
 
 def test_one_late_step_changes_nothing() -> None:

@@ -276,7 +276,6 @@ def test_mixed_devices_are_given_shares_by_their_speed(tmp_path: Path) -> None:
         ({"shares": [3, -1]}, "expected whole numbers"),
         ({"shares": [6, 2], "num_micro_batches": 4}, "num_micro_batches is 4"),
         ({"shares": [6, 2], "mesh": {"data": 4}}, "mesh asks for data 4"),
-        ({"shares": [6, 2], "zero": 1}, "keep the whole optimizer state"),
         ({"shares": "odd"}, "shares is 'odd'; expected 'even'"),
         ({"shares": [6, 2], "runnable": False}, "runnable=False"),
     ],

@@ -81,13 +81,36 @@ first = begun(0)
 uneven.several_kinds = lambda mesh: True
 alike = begun(index)
 begins = [unlike == first, alike == first]
+
+# Four replicas, of which each updates a quarter: alike, and restored by others.
+plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=job.optimizer,
+               cluster="cpu:4", num_micro_batches=8, shares=[4, 2, 1, 1], zero=1)
+sliced = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
+sliced.rebalances = False
+state, expected = (
+    s.init(job.make_model, rng=jax.random.key(0)) for s in (sliced, single)
+)
+for number, shares in enumerate([(4, 2, 1, 1), (0, 0, 5, 3), (1, 6, 1, 0)]):
+    sliced.shares = shares
+    state, metrics = sliced(state, job.batch_at(number))
+    expected, wanted = single(expected, job.batch_at(number))
+    worst = max(worst, apart(here(metrics), wanted))
+worst = max(worst, apart(here(state.params), expected.params))
+sliced.save(sys.argv[5] + "-sliced", state)
+expected, _ = single(expected, job.batch_at(9))
+for other in (sliced, step):
+    again, _ = other(other.restore(sys.argv[5] + "-sliced"), job.batch_at(9))
+    worst = max(worst, apart(here(again.params), expected.params))
 results = worst, exact, losses, step.shares, step.seconds, begins
 print(json.dumps(results), flush=True)
 """
 
 
 def test_two_processes_with_three_replicas(tmp_path: Path) -> None:
-    """Two replicas are the first's, and one the second's; then shares move."""
+    """Two replicas are the first's, and one the second's; then shares move.
+
+    Then there are two in each, which cut the optimizer's state between them.
+    """
     running = start(PROGRAM, tmp_path / "kept", devices=2)
     found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
     for index, (worst, exact, losses, shares, seconds, begins) in enumerate(found):

@@ -22,6 +22,14 @@ DATA = "data"
 """The mesh axis along which replicas lie."""
 
 
+def by_dtype(dtypes: Sequence[Any]) -> list[list[int]]:
+    """Numbers of the arrays of each dtype, in an order that all processes come to."""
+    return [
+        [i for i, other in enumerate(dtypes) if other == dtype]
+        for dtype in sorted(set(dtypes), key=str)
+    ]
+
+
 class Buffers:
     """A replica's arrays in one buffer for each dtype, and back.
 
@@ -48,10 +56,7 @@ class Buffers:
             for aval, place in zip(avals, places, strict=True)
         ]
         dtypes = [jnp.dtype(aval.dtype) for aval in avals]
-        self._groups = [
-            [i for i, other in enumerate(dtypes) if other == dtype]
-            for dtype in sorted(set(dtypes), key=str)
-        ]
+        self._groups = by_dtype(dtypes)
         sizes = [math.prod(shape) for shape in self._shapes]
         self.avals = [
             jax.ShapeDtypeStruct(
@@ -107,21 +112,31 @@ class Buffers:
 
 
 class Exchange:
-    """Adds up buffers of all replicas, and gives each the sums.
+    """Adds up buffers of all replicas, or gathers them, and gives each the same.
 
     Attributes:
         program: what runs on all devices; None where they are unlike in one process,
             which compiles nothing for both.
     """
 
-    def __init__(self, mesh: Mesh, replicas: Sequence[Mesh], avals: Sequence[Any]):
+    def __init__(
+        self,
+        mesh: Mesh,
+        replicas: Sequence[Mesh],
+        avals: Sequence[Any],
+        *,
+        gathers: bool = False,
+    ) -> None:
         """Compile nothing yet.
 
         Args:
             mesh: all devices, replicas along its first axis, ``data``.
             replicas: the mesh of each, whose first axis has size 1.
             avals: of a replica's buffers.
+            gathers: each device is given those of all replicas in their order, one
+                behind the other, and not their sum.
         """
+        self._gathers = gathers
         self._mesh = mesh
         self._replicas = list(replicas)
         self._avals = list(avals)
@@ -130,14 +145,16 @@ class Exchange:
         self._sums = PartitionSpec(inner) if inner else PartitionSpec()
         self.program: Callable[..., list[Any]] | None = None
         if not _unlike(mesh):
+            meet = _gathered if gathers else _added
             self.program = jax.jit(
                 jax.shard_map(
-                    lambda xs: [jax.lax.psum(x, DATA) for x in xs],
+                    lambda xs: [meet(x) for x in xs],
                     mesh=mesh,
                     in_specs=(self._every.spec,),
                     out_specs=self._sums,
+                    check_vma=not gathers,  # What was gathered is alike on all.
                 ),
-                donate_argnums=0,
+                donate_argnums=() if gathers else 0,
             )
 
     def abstract(self) -> list[Any]:
@@ -150,7 +167,7 @@ class Exchange:
         ]
 
     def add(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        """The sums over all replicas, on each replica that has devices here.
+        """What all replicas' buffers give, on each replica that has devices here.
 
         Args:
             buffers: by replica, of those; they are consumed.
@@ -180,22 +197,39 @@ class Exchange:
         }
 
     def _copied(self, buffers: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        """The sums, made on the first replica; all are this process's."""
+        """The same, made on the first replica; all are this process's."""
         places = {
             replica: NamedSharding(self._replicas[replica], self._every.spec)
             for replica in buffers
         }
         first, *others = buffers
-        sums = list(buffers[first])
-        for replica in others:
-            there = [places[first]] * len(sums)
-            added = jax.device_put(list(buffers[replica]), there)
-            sums = [x + y for x, y in zip(sums, added, strict=True)]
+        met = list(buffers[first])
+        there = [places[first]] * len(met)
+        several = [jax.device_put(list(buffers[r]), there) for r in others]
+        if self._gathers:
+            rows = zip(met, *several, strict=True)
+            met = [_one_behind_the_other(x, self._replicas[first].size) for x in rows]
+        else:
+            for added in several:
+                met = [x + y for x, y in zip(met, added, strict=True)]
         found: dict[int, list[Any]] = {
-            replica: jax.device_put(sums, [place] * len(sums))
+            replica: jax.device_put(met, [place] * len(met))
             for replica, place in places.items()
         }
         return found
+
+
+def _added(buffer: Any) -> Any:
+    return jax.lax.psum(buffer, DATA)
+
+
+def _gathered(buffer: Any) -> Any:
+    return jax.lax.all_gather(buffer, DATA, tiled=True)
+
+
+def _one_behind_the_other(rows: Sequence[Any], devices: int) -> Any:
+    """The buffers of all replicas, by the devices of a replica."""
+    return jnp.stack([x.reshape(devices, -1) for x in rows], axis=1).reshape(-1)
 
 
 def _unlike(mesh: Mesh) -> bool:

@@ -493,6 +493,7 @@ def followers(
     *,
     state: bool,
     params: Collection[int],
+    small: bool = False,
 ) -> list[Follower]:
     """Parameters of which something lies in host memory and is updated in pieces.
 
@@ -503,6 +504,7 @@ def followers(
         adapter: the model, with abstract parameters.
         state: the optimizer's state of all of them lies there.
         params: numbers of parameters that lie there themselves.
+        small: with the state of those that are no matrices too.
 
     Returns:
         Each with its state, by the numbers of ``stepping``; layouts are left open.
@@ -520,7 +522,7 @@ def followers(
     for place, owner in enumerate(owners):
         if owner is None:
             continue
-        if owner in held or (state and moves_to_host(shapes[owner])):
+        if owner in held or (state and (small or moves_to_host(shapes[owner]))):
             held.setdefault(owner, []).append((2 * count + place, count + place))
     found = [
         Follower(

@@ -68,8 +68,8 @@ def streamed(
     Returns:
         The outputs, those that take the place of hosted inputs in host memory.
     """
-    parts = _Parts(update, values, followers)
-    return _Run(parts, values, mesh).outputs()
+    parts = Parts(update, values, followers)
+    return Run(parts, values, mesh).outputs()
 
 
 def streamable(
@@ -82,7 +82,7 @@ def streamable(
         values: its inputs, abstract or real.
         followers: parameters and their state.
     """
-    return [part.follower for part in _Parts(update, values, followers).parts]
+    return [part.follower for part in Parts(update, values, followers).parts]
 
 
 def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
@@ -101,7 +101,7 @@ def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """The elementwise part of the program that gives one follower's outputs.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Part:
     single: tuple[Any, ...]
 
 
-class _Parts:
+class Parts:
     """The program of an update, and the parts of it that can run in pieces.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Parts:
         )
         return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
-    def _part(self, follower: Follower) -> _Part:
+    def _part(self, follower: Follower) -> Part:
         target = self.body.invars[follower.inputs[0]]
         shape = target.aval.shape
         held = {target, *(self.body.invars[i] for i, _ in follower.state)}
@@ -183,7 +183,7 @@ class _Parts:
             elif not _compat.is_literal(var) and var not in held:
                 read[var] = None
         equations = [e for e in self.body.eqns if id(e) in inside]
-        return _Part(
+        return Part(
             follower,
             places,
             tuple(equations),
@@ -205,10 +205,10 @@ class _Parts:
         return dropped
 
 
-class _Run:
+class Run:
     """An update on values: what is wanted whole first, then the loops."""
 
-    def __init__(self, parts: _Parts, values: Sequence[Any], mesh: Mesh) -> None:
+    def __init__(self, parts: Parts, values: Sequence[Any], mesh: Mesh) -> None:
         self.parts = parts
         self.body = parts.body
         self.mesh = mesh
@@ -225,13 +225,13 @@ class _Run:
             self.env.update(zip(equation.outvars, results, strict=True))
         found: dict[int, Any] = {}
         for part in self.parts.parts:
-            found.update(self._loop(part))
+            found.update(self.part(part))
         return [
             found[place] if place in found else _read(atom, self.env)
             for place, atom in enumerate(self.body.outvars)
         ]
 
-    def _loop(self, part: _Part) -> dict[int, Any]:
+    def part(self, part: Part) -> dict[int, Any]:
         """The outputs of a follower, by number."""
         follower, spec = part.follower, partition_spec(part.follower.spec)
         target = self.body.invars[follower.inputs[0]]
@@ -296,7 +296,11 @@ class _Loop:
                 env[v] = to_device(at(x)) if v in self.hosted else at(x)
             new = [
                 to_host(x) if v in self.hosted else x
-                for v, x in zip(carried, self._evaluated(env), strict=True)
+                for v, x in zip(
+                    carried,
+                    evaluated(self.equations, self.outs, self.target, env),
+                    strict=True,
+                )
             ]
             return tuple(
                 lax.dynamic_update_slice_in_dim(x, y, k * size, axis)
@@ -306,16 +310,27 @@ class _Loop:
         new: tuple[Any, ...] = lax.fori_loop(0, count, piece, (target, *held))
         return new
 
-    def _evaluated(self, env: dict[Any, Any]) -> list[Any]:
-        shape = env[self.target].shape
-        for equation in self.equations:
-            operands = [_read(atom, env) for atom in equation.invars]
-            if equation.primitive.name == _SPREAD:
-                results = [lax.broadcast_in_dim(operands[0], shape, ())]
-            else:
-                results = _compat.bind(equation, operands)
-            env.update(zip(equation.outvars, results, strict=True))
-        return [_read(atom, env) for atom in self.outs]
+
+def evaluated(
+    equations: Sequence[Any], outs: Sequence[Any], target: Any, env: dict[Any, Any]
+) -> list[Any]:
+    """Run the elementwise part of a program on a piece of everything.
+
+    Args:
+        equations: the part.
+        outs: the variables that it makes.
+        target: the variable of the parameter, whose shape all have.
+        env: values of what it reads; those of what it makes are added.
+    """
+    shape = env[target].shape
+    for equation in equations:
+        operands = [_read(atom, env) for atom in equation.invars]
+        if equation.primitive.name == _SPREAD:
+            results = [lax.broadcast_in_dim(operands[0], shape, ())]
+        else:
+            results = _compat.bind(equation, operands)
+        env.update(zip(equation.outvars, results, strict=True))
+    return [_read(atom, env) for atom in outs]
 
 
 def to_device(value: Any) -> Any:

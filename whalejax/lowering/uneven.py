@@ -7,6 +7,7 @@ copy of the model. Shares are no part of any program: other ones compile nothing
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, Exchange
 from whalejax.lowering.replica import Replica, inputs_of
+from whalejax.lowering.sliced import OwningReplica, Slices
 from whalejax.lowering.spmd import Program
 from whalejax.lowering.statistics import slopes
 from whalejax.lowering.stopwatch import Stopwatch
@@ -134,14 +136,37 @@ class Uneven:
     def born(self, build: Callable[..., Any], *arguments: Any) -> TrainState:
         whole = fresh_state(self.program, self._origin, build)
         copies = {
-            replica: jax.jit(whole, out_shardings=self._on(replica))(*arguments)
-            for replica in self._mine
+            r: jax.jit(self._kept(whole, r), out_shardings=self._on(r))(*arguments)
+            for r in self._mine
         }
         if several_kinds(self.mesh):
             self._agree()
             places = {replica: self._on(replica) for replica in self._mine}
-            copies = as_first(copies, places, self.mesh, self._meshes)
+            same = as_first(copies, places, self.mesh, self._meshes)
+            # Of what is cut between replicas, each has slices of its own.
+            copies = {
+                r: jax.tree.map(
+                    lambda own, first, place: own if _cut(place) else first,
+                    copies[r],
+                    same[r],
+                    places[r],
+                )
+                for r in copies
+            }
         return self._joined(copies)
+
+    def _kept(self, whole: Callable[..., TrainState], r: int) -> Callable[..., Any]:
+        """What makes a replica's state, of what makes the whole one."""
+        if not self._plan.zero:
+            return whole
+        slices = Slices(self._programs[1 + r], self._abstract, r, len(self._meshes))
+
+        def own(*arguments: Any) -> TrainState:
+            state = whole(*arguments)
+            opt_state = slices.begun(state.opt_state)
+            return dataclasses.replace(state, opt_state=opt_state)
+
+        return own
 
     def _agree(self) -> None:
         """Compare the plan with that of the other processes, the first time."""
@@ -157,7 +182,9 @@ class Uneven:
     def _joined(self, copies: Mapping[int, TrainState]) -> TrainState:
         """The state on all devices, of those of the replicas here."""
         found: TrainState = jax.tree.map(
-            lambda sharding, *leaves: joined(leaves, sharding),
+            lambda sharding, *leaves: joined(
+                leaves, sharding, _times(leaves[0].shape, sharding, len(self._meshes))
+            ),
             self.shardings,
             *copies.values(),
         )
@@ -165,7 +192,13 @@ class Uneven:
 
     def _seen(self, state: TrainState, replica: int) -> TrainState:
         """The state on the devices of one replica."""
-        found: TrainState = jax.tree.map(seen_on, state, self._on(replica))
+        found: TrainState = jax.tree.map(
+            lambda leaf, sharding: seen_on(
+                leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
+            ),
+            state,
+            self._on(replica),
+        )
         return found
 
     # Running.
@@ -184,14 +217,30 @@ class Uneven:
     ) -> tuple[TrainState, Metrics]:
         seen = {r: self._seen(state, r) for r in self._mine}
         told = self.exchange.add(self._ran(seen, batch))
-        new, metrics, paces = {}, {}, None
         with consuming(state):
-            for r in self._mine:
-                new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
+            new, metrics, paces = self._finished(seen, told)
         found = self._joined(new), self._agreed(metrics)
-        self._begins = {r: metrics[r]["loss"] for r in self._mine}
         self._settle(paces)
         return found
+
+    def _finished(
+        self, seen: Mapping[int, TrainState], told: Mapping[int, Sequence[Any]]
+    ) -> tuple[dict[int, TrainState], dict[int, Metrics], Any]:
+        """The update, of what the exchange gave: states, metrics, and all paces."""
+        new, metrics, paces = dict[int, TrainState](), dict[int, Metrics](), None
+        if not self._plan.zero:
+            for r in self._mine:
+                new[r], metrics[r], paces = self._replicas[r].finish(seen[r], told[r])
+            self._begins = {r: metrics[r]["loss"] for r in self._mine}
+            return new, metrics, paces
+        packed = {}
+        for r, one in self._owning.items():
+            new[r], metrics[r], paces, packed[r] = one.finish_own(seen[r], told[r])
+        gathered = self.gathering.add(packed)
+        for r, one in self._owning.items():
+            leaves, self._begins[r] = one.collect(gathered[r])
+            new[r] = one.whole(new[r], leaves)
+        return new, metrics, paces
 
     def _ran(
         self, seen: Mapping[int, TrainState], batch: MicroBatches
@@ -314,19 +363,32 @@ class Uneven:
     @functools.cached_property
     def _replicas(self) -> dict[int, Replica]:
         """Those with devices here."""
-        state = abstract_state(self.program, self._origin)
-        moving = slopes(self.program.captured)
+        if self._plan.zero:
+            return {**self._owning}
+        return {r: Replica(*self._own(r), **self._common) for r in self._mine}
+
+    @functools.cached_property
+    def _owning(self) -> dict[int, OwningReplica]:
+        """The same, where each updates slices."""
         return {
-            r: Replica(
-                self._programs[1 + r],
-                state,
-                self._micro_batch,
-                replicas=len(self._meshes),
-                slopes=moving,
-                options=self._options,
-            )
+            r: OwningReplica(*self._own(r), replica=r, **self._common)
             for r in self._mine
         }
+
+    def _own(self, replica: int) -> tuple[Any, ...]:
+        return self._programs[1 + replica], self._abstract, self._micro_batch
+
+    @functools.cached_property
+    def _common(self) -> dict[str, Any]:
+        return {
+            "replicas": len(self._meshes),
+            "slopes": slopes(self.program.captured),
+            "options": self._options,
+        }
+
+    @functools.cached_property
+    def _abstract(self) -> TrainState:
+        return abstract_state(self.program, self._origin)
 
     @property
     def _micro_batch(self) -> list[Any]:
@@ -344,12 +406,37 @@ class Uneven:
         return self._exchange(0)
 
     @functools.cached_property
+    def gathering(self) -> Exchange:
+        """What replicas gather, where each updates slices."""
+        avals = self._owning[self._mine[0]].gathered.avals
+        return Exchange(self.mesh, self._meshes, avals, gathers=True)
+
+    @functools.cached_property
     def _telling(self) -> Exchange:
         return self._exchange(1)
 
     def _exchange(self, which: int) -> Exchange:
         avals = self._replicas[self._mine[0]].avals[which]
         return Exchange(self.mesh, self._meshes, avals)
+
+
+def _times(
+    shape: tuple[int, ...], sharding: NamedSharding, times: float
+) -> tuple[int, ...]:
+    """A shape whose dimension that is cut between replicas is so much longer."""
+    cut = _cut(sharding)
+    return tuple(
+        round(size * times) if dim in cut else size for dim, size in enumerate(shape)
+    )
+
+
+def _cut(sharding: NamedSharding) -> list[int]:
+    """The dimensions that are cut between replicas."""
+    return [
+        dim
+        for dim, axes in enumerate(sharding.spec)
+        if axes == DATA or (isinstance(axes, tuple) and DATA in axes)
+    ]
 
 
 def _rows(mesh: Mesh) -> list[Mesh]:

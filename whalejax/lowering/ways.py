@@ -176,12 +176,15 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
     return found
 
 
-def seen_on(array: Any, whole: NamedSharding) -> Any:
+def seen_on(
+    array: Any, whole: NamedSharding, shape: tuple[int, ...] | None = None
+) -> Any:
     """What all devices hold, as the devices of one stage hold it; None if not here.
 
     Args:
         array: on all devices.
         whole: of what all devices of the stage hold.
+        shape: of what they hold together, where that is a slice of the array.
     """
     if not is_here(whole):
         return None
@@ -189,23 +192,28 @@ def seen_on(array: Any, whole: NamedSharding) -> Any:
         words = seen_on(jax.random.key_data(array), whole)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     return jax.make_array_from_single_device_arrays(
-        array.shape, whole, shards_on(array, whole)
+        array.shape if shape is None else shape, whole, shards_on(array, whole)
     )
 
 
-def joined(copies: Sequence[Any], whole: NamedSharding) -> Any:
+def joined(
+    copies: Sequence[Any], whole: NamedSharding, shape: tuple[int, ...] | None = None
+) -> Any:
     """One array that all devices hold, of what those of each stage hold.
 
     Args:
         copies: alike, of the stages that have devices here.
         whole: of what all devices hold.
+        shape: of it, where the copies are slices.
     """
     first = copies[0]
     if is_key(first):
         words = joined([jax.random.key_data(x) for x in copies], whole)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(first))
     shards = [shard.data for x in copies for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(first.shape, whole, shards)
+    return jax.make_array_from_single_device_arrays(
+        first.shape if shape is None else shape, whole, shards
+    )
 
 
 def shards_on(array: Any, sharding: NamedSharding) -> list[Any]:

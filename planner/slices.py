@@ -1,0 +1,166 @@
+"""Optimizer state in slices between replicas that take unlike shares: ZeRO-1.
+
+Each replica keeps, and updates, an equal slice of the state of every parameter that has
+a dimension to cut, whatever its share of the micro-batches; then all gather the
+parameters. State that an optimizer needs as a whole stays so on each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from whalejax.meshes.cluster import Cluster
+from whalejax.planner.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost import Collective
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.layout import extend_spec, shards
+from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.scored import Request
+
+
+DATA = "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """How the optimizer's state is cut.
+
+    Attributes:
+        leaves: the parameters, with the layout of their state.
+        state_bytes: of the optimizer's state on a device.
+        whole_bytes: the same, if every replica kept all of it.
+        gather: the parameters, gathered, and how long that takes.
+    """
+
+    leaves: tuple[LeafPlan, ...]
+    state_bytes: int
+    whole_bytes: int
+    gather: tuple[Collective, float]
+
+    def note(self, replicas: int) -> str:
+        """What it saves, in words."""
+        return (
+            f"ZeRO-1: each of {replicas} replicas keeps and updates a slice of the "
+            f"optimizer's state, {gigabytes(self.state_bytes)} a device and not "
+            f"{gigabytes(self.whole_bytes)}; then they gather the parameters, "
+            f"{gigabytes(self.gather[0].payload_bytes)} a step"
+        )
+
+
+def sliceable(request: Request) -> frozenset[str]:
+    """Paths of the parameters whose state can be cut.
+
+    Args:
+        request: as asked.
+    """
+    return request.sliced() if request.sliced is not None else frozenset()
+
+
+def check_zero(request: Request) -> None:
+    """Refuse levels of ZeRO that replicas of unlike shares cannot have.
+
+    Args:
+        request: as asked.
+
+    Raises:
+        PlanError: gradients in slices, or an optimizer or host memory that leaves
+            nothing to cut.
+    """
+    if not request.zero:
+        return
+    if request.zero > 1:
+        raise PlanError(
+            f"zero is {request.zero}, and replicas that take unlike shares add up "
+            "whole gradients. Give zero=1, which cuts the optimizer's state, or "
+            'shares="even"'
+        )
+    if request.offload:
+        raise PlanError(
+            f"zero is 1 and offload is {', '.join(request.offload)}: slices of the "
+            "optimizer's state lie in the devices' own memory. Leave one of them out"
+        )
+    if not sliceable(request):
+        raise PlanError(
+            "zero is 1, and this optimizer has no state that it updates element by "
+            "element (norms over a parameter, as in LAMB, need it as a whole): there "
+            "is nothing to cut between replicas. Leave zero out, or take another "
+            "optimizer"
+        )
+
+
+def with_slices(request: Request, replicas: int) -> Request:
+    """What is asked for one replica that keeps a slice of the state.
+
+    Args:
+        request: of a replica that keeps all of it.
+        replicas: how many share it.
+    """
+    paths = sliceable(request)
+    by_path = {
+        path: nbytes // replicas if path in paths else nbytes
+        for path, nbytes in request.optimizer.by_path.items()
+    }
+    state = OptimizerBytes(by_path=by_path, other_bytes=request.optimizer.other_bytes)
+    return dataclasses.replace(request, optimizer=state, offload=())
+
+
+def sliced(plan: Plan, cluster: Cluster, replicas: int, request: Request) -> Slices:
+    """Cut the state of a plan's parameters.
+
+    Args:
+        plan: of one replica.
+        cluster: of all.
+        replicas: how many there are.
+        request: with the bytes of the whole state.
+
+    Raises:
+        PlanError: no parameter has a dimension that so many divide.
+    """
+    mesh = {DATA: replicas, **plan.axis_sizes}
+    paths = sliceable(request)
+    leaves = tuple(_cut(leaf, mesh, paths) for leaf in plan.leaves)
+    if leaves == plan.leaves:
+        raise PlanError(
+            f"zero is 1, and no parameter whose optimizer state can be cut has a "
+            f"dimension that {replicas} replicas divide. Leave zero out, or ask for "
+            "another number of replicas"
+        )
+    gathered = sum(leaf.nbytes // shards(leaf.param_spec, mesh) for leaf in leaves)
+    gather = Collective(
+        kind="all-gather",
+        axes=(DATA,),
+        phase="update",
+        what="parameter",
+        payload_bytes=gathered,
+        count=1,
+    )
+    parts = axis_parts((DATA,), mesh, cluster)
+    return Slices(
+        leaves=leaves,
+        state_bytes=_state_bytes(leaves, mesh, request),
+        whole_bytes=_state_bytes(plan.leaves, mesh, request),
+        gather=(gather, collective_seconds(gather.kind, gathered, parts)),
+    )
+
+
+def _cut(leaf: LeafPlan, mesh: Mapping[str, int], paths: Collection[str]) -> LeafPlan:
+    """A parameter whose state is cut along its longest dimension that divides."""
+    if leaf.path not in paths:
+        return leaf
+    dims = sorted(range(len(leaf.shape)), key=lambda dim: -leaf.shape[dim])
+    spec = extend_spec(leaf.param_spec, leaf.shape, DATA, mesh, dims)
+    return dataclasses.replace(leaf, optimizer_spec=spec)
+
+
+def _state_bytes(
+    leaves: Collection[LeafPlan], mesh: Mapping[str, int], request: Request
+) -> int:
+    """Bytes of the optimizer's state on a device."""
+    state = request.optimizer
+    held: int = state.other_bytes
+    for leaf in leaves:
+        held += state.by_path.get(leaf.path, 0) // shards(leaf.optimizer_spec, mesh)
+    return held
