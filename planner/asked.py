@@ -42,7 +42,8 @@ class Asked:
 
         Raises:
             PlanError: two of them contradict each other, every pair is listed; or a
-                pipeline asks for a schedule that cannot be had.
+                pipeline asks for a schedule that cannot be had, or for micro-batches
+                into which the batch does not divide.
         """
         problems = Problems("the hints contradict each other", PlanError)
         fixed: dict[str, tuple[str, str]] = {}
@@ -70,6 +71,7 @@ class Asked:
                     )
         problems.raise_if_any()
         _check_schedule(*fixed.get("schedule", ("auto", "")), known)
+        _check_parts(*fixed.get("num_micro_batches", ("auto", "")), graph)
         given = {k: v for k, (v, _) in fixed.items() if v != "auto"}
         schedule, parts = (
             given.pop("schedule", None),
@@ -97,4 +99,16 @@ def _check_schedule(name: str, where: str, known: Collection[str]) -> None:
             f"{where} asks for the schedule {name}, which plans do not {lack}; "
             f"expected one of {', '.join(known)}. Take one of these, or leave "
             "schedule= to the planner"
+        )
+
+
+def _check_parts(text: str, where: str, graph: Graph) -> None:
+    size = graph.batch_size * graph.num_micro_batches
+    if text != "auto" and size % int(text):
+        count, rest = int(text), size % int(text)
+        near = f"{size - rest} or " if size > rest else ""
+        raise PlanError(
+            f"{where} asks for {count} micro-batches, into which the {size} samples of "
+            f"the batch do not divide. Use a batch of {near}{size - rest + count}, or "
+            "another num_micro_batches"
         )

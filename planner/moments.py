@@ -114,7 +114,8 @@ class Course:
         self.used = np.array([_used(graph, span, users) for span in spans])
         self.waited = np.array([[at >= span.first for at in last] for span in spans])
         self.given = np.array(
-            [any(graph.ops[at].remat is not None for at in here) for here in users]
+            [any(graph.ops[at].remat is not None for at in here) for here in users],
+            bool,
         )
 
     def _numbered(self, row: Mapping[Entry, float]) -> Counts:

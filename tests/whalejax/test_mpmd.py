@@ -435,6 +435,11 @@ def any_number(model: Any, x: Any) -> Any:
         return plain(model, x)
 
 
+def in_five_parts(model: Any, x: Any) -> Any:
+    with wh.pipeline(num_stages=2, num_micro_batches=5):
+        return plain(model, x)
+
+
 def plain(model: Any, x: Any) -> Any:
     return jnp.tanh(x @ model["a"] @ model["b"]).mean()
 
@@ -459,6 +464,7 @@ def plain(model: Any, x: Any) -> Any:
         (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),
         (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
         (plain, {"mesh": {"stage": 2}, "num_micro_batches": 5}, ("5 micro-batches",)),
+        (in_five_parts, {}, ("asks for 5 micro-batches", "do not divide. Use a batch")),
         (plain, {"mesh": {"stage": 2}, "offload": "optimizer"}, ("host memory",)),
         (
             plain,

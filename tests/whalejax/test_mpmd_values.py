@@ -145,6 +145,22 @@ def test_a_marked_stage_looks_up_and_hands_on_what_it_finds() -> None:
     assert [[paths[n] for n in place] for place in read] == [["table"], ["a"], ["b"]]
 
 
+def test_a_marked_stage_without_parameters() -> None:
+    def scored(model: Any, batch: Any) -> Any:
+        with wh.pipeline(num_micro_batches=2):
+            with wh.stage():
+                h = jnp.tanh(batch["x"] @ model["a"])
+            with wh.stage():
+                return ((h - batch["y"]) ** 2).mean()
+
+    with jax.enable_x64(True):
+        alone = wh.Job(scored, make, batch, optax.sgd(0.1), batch_size=16)
+        found = check(on_one_device(alone, 2), devices=4)
+    assert found.error <= FLOAT64_TOLERANCE
+    read = [site.place.params for site in runner_of(found.step).sites]
+    assert [len(place) for place in read] == [1, 0]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_what_a_model_says_while_it_runs_is_said_once(schedule: str) -> None:
     said: list[float] = []
