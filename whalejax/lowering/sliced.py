@@ -26,9 +26,10 @@ from whalejax.adapters_leaves import is_key
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, by_dtype
 from whalejax.lowering.replica import Replica
-from whalejax.lowering.spmd import Program, followers, owners_of, stepping
+from whalejax.lowering.spmd import Program, followers, stepping
 from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated
 from whalejax.meshes.build import partition_spec
+from whalejax.optimizers import owners_of
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.runner import Metrics, finished
 from whalejax.state import TrainState
