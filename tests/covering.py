@@ -1,18 +1,47 @@
 """Few and cheap cases that make every combination of choices which any case makes.
 
+The default tests run the cheapest such cases, which ``tests/covers.py`` looks for once;
+what ``scripts/test --full`` runs is chosen here, greedily.
 It knows nothing of what the choices are: ``tests/cases.py`` and ``tests/features.py``
 say which cases there are, what each makes and what it takes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Final, TypeVar
 
 import numpy as np
 
 
 Case = TypeVar("Case")
+PINNED: Final = Path(__file__).with_name("covers.json")
+
+
+def pinned(
+    name: str, cases: Iterable[Case], named: Callable[[Case], str]
+) -> tuple[Case, ...]:
+    """The subset that ``tests/covers.py`` has found, in the order given.
+
+    Args:
+        name: of the subset.
+        cases: it is of these.
+        named: what each case is called there.
+
+    Raises:
+        ValueError: if the file names a case that is not there.
+    """
+    known = {named(case): case for case in cases}
+    wanted: list[str] = json.loads(PINNED.read_text())[name]
+    gone = [one for one in wanted if one not in known]
+    if gone:
+        raise ValueError(
+            f"{PINNED.name} names {len(gone)} cases of {name} that there are not, "
+            f"{gone[0]!r} first; write it anew: python -m tests.covers"
+        )
+    return tuple(known[one] for one in wanted)
 
 
 def cover(

@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -30,6 +26,7 @@ from flax import nnx
 import whalejax as wh
 from tests import cases, stages
 from tests.cases import Case, Dtype, Precision
+from tests.compilations import count_compilations
 from whalejax.adapters import adapt
 from whalejax.losses import Job
 from whalejax.lowering import streamed
@@ -160,9 +157,19 @@ def on_one_device(
         permuted: order the samples inside each micro-batch differently.
         precision: what to cast float32 to before it is computed with.
     """
-    count, batch = num_micro_batches, job.batch_at(0)
     model = build(job, seed) if model is None else model
-    key = jax.random.key(seed)
+    run = one_device(job, model, seed=seed, precision=precision)
+    return run(num_micro_batches, permuted)
+
+
+def one_device(
+    job: Job, model: Any, *, seed: int = 0, precision: Precision = "f32"
+) -> Callable[[int, bool], OneDevice]:
+    """What ``on_one_device`` runs, of micro-batches and whether samples are permuted.
+
+    Runs with as many micro-batches share what is compiled for them.
+    """
+    batch, key = job.batch_at(0), jax.random.key(seed)
     adapter = adapt(model, job.loss_fn)
     params, before = adapter.take_apart(model)
     scale = FIRST_SCALE if precision == "f16" else 1.0
@@ -179,30 +186,37 @@ def on_one_device(
         value = value if precision == "f32" else value.astype(jnp.float32)
         return value * scale, (result.weight, metrics, fresh)
 
-    run = jax.jit(jax.value_and_grad(total, has_aux=True))
-    sums: Any = None
-    rest = before
-    for index in range(count):
-        part = jax.tree.map(lambda x: _part(x, index, count, permuted), batch)  # noqa: B023
-        (value, (weight, metrics, rest)), grads = run(params, rest, part, index)
-        added = (value, weight, metrics, grads)
-        sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
-    loss, weight, metrics, grads = sums
-    return OneDevice(
-        job=job,
-        model=model,
-        batch=batch,
-        key=key,
-        num_micro_batches=count,
-        paths=adapter.param_paths,
-        loss=float(loss / weight / scale),
-        gradients=[
-            np.asarray(g / weight.astype(g.dtype) / scale)
-            for g in jax.tree.leaves(grads)
-        ],
-        metrics={name: float(value / weight) for name, value in metrics.items()},
-        rest=numbers(rest),
-    )
+    compiled_once = jax.jit(jax.value_and_grad(total, has_aux=True))
+
+    def run(count: int, permuted: bool) -> OneDevice:
+        sums: Any = None
+        rest = before
+        for index in range(count):
+            part = jax.tree.map(lambda x: _part(x, index, count, permuted), batch)  # noqa: B023
+            (value, (weight, metrics, rest)), grads = compiled_once(
+                params, rest, part, index
+            )
+            # NumPy adds without compiling a program for each shape.
+            added = jax.tree.map(np.asarray, (value, weight, metrics, grads))
+            sums = added if sums is None else jax.tree.map(np.add, sums, added)
+        loss, weight, metrics, grads = sums
+        return OneDevice(
+            job=job,
+            model=model,
+            batch=batch,
+            key=key,
+            num_micro_batches=count,
+            paths=adapter.param_paths,
+            loss=float(loss / weight / scale),
+            gradients=[
+                np.asarray(g / weight.astype(g.dtype) / scale)
+                for g in jax.tree.leaves(grads)
+            ],
+            metrics={name: float(value / weight) for name, value in metrics.items()},
+            rest=numbers(rest),
+        )
+
+    return run
 
 
 def _narrowed(tree: Any, precision: Precision) -> Any:
@@ -257,41 +271,6 @@ def distance(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
     ]
     difference = sum(float(np.sum((a - b) ** 2)) for a, b in wide)
     return float(np.sqrt(difference / sum(float(np.sum(b**2)) for _, b in wide)))
-
-
-class _Compiles(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.match(r"Compiling jit\((\w+)\)", record.getMessage())
-        if found:
-            self.names[found[1]] += 1
-
-    @property
-    def count(self) -> int:
-        """How often the step's program was; of several, the one that was most often."""
-        own = re.compile(r"_advance|(forward|backward|weight)_\d+")
-        counts = [n for name, n in self.names.items() if own.fullmatch(name)]
-        return max(counts, default=0)
-
-
-@contextmanager
-def count_compilations() -> Iterator[_Compiles]:
-    """Counts the programs that the training step compiles."""
-    handler = _Compiles()
-    logger = logging.getLogger("jax._src.interpreters.pxla")
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False
-    try:
-        yield handler
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def free_links(num_devices: int) -> wh.Cluster:
@@ -544,12 +523,32 @@ def _job(name: str, dtype: Dtype, **changes: Any) -> Job:
 
 @functools.cache
 def _model(name: str, dtype: Dtype, **changes: Any) -> Any:
-    return build(_job(name, dtype, **changes))
+    """A model with the numbers of the first of its name, where it has as many."""
+    job, first = _job(name, dtype, **changes), _numbers(name)
+    empty = nnx.eval_shape(job.make_model, jax.random.key(0))
+    leaves, structure = jax.tree.flatten(empty)
+    if [x.shape for x in leaves] != [x.shape for x in first]:
+        return build(job)
+    # What marks and dtypes change is how numbers are used, not which they are.
+    casts = [x.astype(e.dtype) for x, e in zip(first, leaves, strict=True)]
+    return jax.tree.unflatten(structure, casts)
+
+
+@functools.cache
+def _numbers(name: str) -> list[Any]:
+    """The leaves of a model as it is built; building takes longer than most cases."""
+    return jax.tree.leaves(build(_job(name, "float32")))
+
+
+@functools.cache
+def _one_device(name: str, dtype: Dtype, **changes: Any) -> Any:
+    return one_device(_job(name, dtype, **changes), _model(name, dtype, **changes))
 
 
 @functools.cache
 def _reference(name: str, dtype: Dtype, count: int) -> OneDevice:
-    return on_one_device(_job(name, dtype), count, model=_model(name, dtype))
+    one: OneDevice = _one_device(name, dtype)(count, False)
+    return one
 
 
 @functools.cache
@@ -573,10 +572,6 @@ def _noise(name: str, count: int) -> float:
     Between two runs whose samples are permuted; without dropout, whose masks go by the
     sample's place and would be other ones.
     """
-    quiet = dict(_MODELS[name].quiet)
-    job, model = _job(name, "float32", **quiet), _model(name, "float32", **quiet)
-    one = _reference(name, "float32", count)
-    if quiet:
-        one = on_one_device(job, count, model=model)
-    other = on_one_device(job, count, model=model, permuted=True)
+    run = _one_device(name, "float32", **_MODELS[name].quiet)
+    one, other = run(count, False), run(count, True)
     return worst_leaf(other.gradients, one.gradients, one.paths)[0]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tests import cases, stages
 from tests.cases import Case, Dtype, Model, Precision, Strategy
-from tests.covering import cover
+from tests.covering import cover, pinned
 
 
 MODELS: Final = ("gpt-scan", "gpt", "moe-top-2", "moe-dropless")
@@ -192,12 +192,7 @@ def meetings(case: Case) -> frozenset[Any]:
 @functools.cache
 def pairwise() -> tuple[Case, ...]:
     """Fewer of them: every pair of features meets, and every feature every model."""
-    return cover(
-        covering(),
-        meetings,
-        seconds=lambda case: case.seconds,
-        reference=lambda case: case.reference,
-    )
+    return pinned("features", covering(), lambda case: case.id)
 
 
 def whole() -> tuple[Case, ...]:

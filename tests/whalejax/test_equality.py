@@ -26,12 +26,12 @@ import whalejax as wh
 import whalejax.models as models
 from tests import cases, features, stages, workers
 from tests.cases import Case
+from tests.compilations import count_compilations
 from tests.equality import (
     OneDevice,
     build,
     check,
     compiled,
-    count_compilations,
     distance,
     numbers,
     on_one_device,

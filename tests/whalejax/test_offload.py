@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from tests.equality import count_compilations
+from tests.compilations import count_compilations
 from whalejax import hlo, models
 from whalejax.jobs import abstract_model
 from whalejax.lowering import streamed

@@ -16,10 +16,10 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import whalejax as wh
+from tests.compilations import count_compilations
 from tests.equality import (
     build,
     compiled,
-    count_compilations,
     free_links,
     keep_gradient,
     worst_leaf,

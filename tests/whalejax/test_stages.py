@@ -12,8 +12,8 @@ import pytest
 import whalejax as wh
 from tests import cases, features, stages
 from tests.cases import Case
+from tests.compilations import count_compilations
 from tests.equality import (
-    count_compilations,
     free_links,
 )
 from whalejax import jobs

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import whalejax as wh
-from tests.equality import count_compilations
+from tests.compilations import count_compilations
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -1,0 +1,109 @@
+"""The smallest subsets of the matrix, of the features and of the pipelines.
+
+Which cases they are is an integer program, solved to its end once and kept in
+``tests/covers.json``; tests hold that file to making all that it has to make.
+
+``python -m tests.covers`` writes it anew, after a change of what there is to choose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from tests import cases, features, stages
+from tests.cases import Case
+from tests.covering import PINNED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Cases of which a subset is to make all that they make.
+
+    Attributes:
+        whole: all of them.
+        makes: what there is to make, of each.
+        subset: the one that is kept.
+    """
+
+    whole: Callable[[], tuple[Case, ...]]
+    makes: Callable[[Case], Iterable[Hashable]]
+    subset: Callable[[], tuple[Case, ...]]
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "cases": Family(whole=cases.full_matrix, makes=cases.pairs, subset=cases.pairwise),
+    "features": Family(
+        whole=features.covering, makes=features.meetings, subset=features.pairwise
+    ),
+    "stages": Family(whole=stages.whole, makes=stages.meetings, subset=stages.subset),
+}
+
+
+def seconds(chosen: Iterable[Case]) -> float:
+    """About what cases take, their references with them."""
+    chosen = tuple(chosen)
+    references = {case.reference: case.seconds for case in chosen}
+    return sum(case.seconds for case in chosen) + sum(references.values())
+
+
+def smallest(
+    whole: Sequence[Case], makes: Callable[[Case], Iterable[Hashable]]
+) -> tuple[Case, ...]:
+    """The cases that take least and together make all that any makes.
+
+    Args:
+        whole: to choose from.
+        makes: what is to be covered, of each case.
+
+    Raises:
+        RuntimeError: if the program is not solved to its end.
+    """
+    made: dict[Any, list[int]] = {}
+    for place, case in enumerate(whole):
+        for one in makes(case):
+            made.setdefault(one, []).append(place)
+    references: dict[Any, float] = {c.reference: c.seconds for c in whole}
+    names = list(references)
+    number, places = len(whole), np.arange(len(whole))
+    total = number + len(names)
+    # Each thing is made at least once; a case brings its reference with it.
+    rows = np.repeat(np.arange(len(made)), [len(some) for some in made.values()])
+    columns = np.concatenate(list(made.values()))
+    covered = csr_array((np.ones(len(rows)), (rows, columns)), (len(made), total))
+    beside = number + np.array([names.index(case.reference) for case in whole])
+    signs = np.repeat([1.0, -1.0], number)
+    pairs = (np.concatenate([places, places]), np.concatenate([places, beside]))
+    brought = csr_array((signs, pairs), (number, total))
+    solved = milp(
+        np.array([*(case.seconds for case in whole), *references.values()]),
+        constraints=[
+            LinearConstraint(covered, 1.0, np.inf),
+            LinearConstraint(brought, -np.inf, 0.0),
+        ],
+        bounds=Bounds(0.0, 1.0),
+        integrality=np.ones(total),
+    )
+    if solved.status != 0:
+        raise RuntimeError(f"no smallest subset of {number} cases: {solved.message}")
+    return tuple(whole[place] for place in places if solved.x[place] > 0.5)
+
+
+def main() -> None:
+    """Writes the subsets, and prints what they take."""
+    found = {}
+    for name, family in FAMILIES.items():
+        chosen = smallest(family.whole(), family.makes)
+        found[name] = [case.id for case in chosen]
+        print(f"{name}: {len(chosen)} cases, about {seconds(chosen):.0f} s")
+    PINNED.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
