@@ -92,7 +92,8 @@ def smallest(
     )
     if solved.status != 0:
         raise RuntimeError(f"no smallest subset of {number} cases: {solved.message}")
-    return tuple(whole[place] for place in places if solved.x[place] > 0.5)
+    taken = solved.x[:number] > 0.5
+    return tuple(case for case, took in zip(whole, taken, strict=True) if took)
 
 
 def main() -> None:
