@@ -530,7 +530,10 @@ def _model(name: str, dtype: Dtype, **changes: Any) -> Any:
     if [x.shape for x in leaves] != [x.shape for x in first]:
         return build(job)
     # What marks and dtypes change is how numbers are used, not which they are.
-    casts = [x.astype(e.dtype) for x, e in zip(first, leaves, strict=True)]
+    casts = [
+        x if x.dtype == e.dtype else x.astype(e.dtype)
+        for x, e in zip(first, leaves, strict=True)
+    ]
     return jax.tree.unflatten(structure, casts)
 
 
