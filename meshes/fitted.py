@@ -67,6 +67,7 @@ class Achieved:
         overlap_gradients: part of their reduction that hides behind computation, in
             frameworks that try.
         overlap_parameters: the same for gathering them.
+        overlap_layers: the same for collectives inside layers.
         update_bytes: that the optimizer moves for a parameter.
         step_seconds: of every step.
         reserve_bytes: of device memory that the runtime keeps for itself.
@@ -92,6 +93,7 @@ class Achieved:
     bucket_bytes: float
     overlap_gradients: float
     overlap_parameters: float
+    overlap_layers: float
     update_bytes: float
     step_seconds: float
     reserve_bytes: float
@@ -118,6 +120,7 @@ WHOLE = Achieved(
     bucket_bytes=1e9,
     overlap_gradients=0.0,
     overlap_parameters=0.0,
+    overlap_layers=0.0,
     update_bytes=24.0,
     step_seconds=0.0,
     reserve_bytes=0.0,

@@ -143,6 +143,8 @@ class _Writer:
         wo = p.param("layer.o", groups, rest, s.head_dim, s.hidden)
         qkv = p.einsum("bse,egrd->bsgrd", x, w)
         q, k, v = p.part(qkv, 3, rest), p.part(qkv, 3), p.part(qkv, 3)
+        if not s.positions:
+            q, k = p.unary("rotate", q), p.unary("rotate", k)
         if s.flash:
             with p.kernel(share=0.5):
                 mixed = self.core(q, k, v)

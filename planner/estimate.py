@@ -45,6 +45,9 @@ corner is rounded, because neither is alike from operation to operation."""
 STATE_BYTES = 12
 """Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
 
+CAST_BYTES = 4
+"""Through memory, of an operand that is brought from 16 bits to 8 and its transpose."""
+
 WEIGHT_BYTES = 2
 """Of a parameter as computed with, and as gathered."""
 
@@ -85,6 +88,7 @@ class Runs:
         self.runs = tuple(runs)
         self.work: tuple[Work, ...] = tuple(work_of(run) for run in runs)
         self.entries: tuple[Entry, ...] = tuple(run.device for run in runs)
+        self.frozen = np.array([run.frozen for run in runs], dtype=bool)
         self.kernels = arrays(
             [(i, k) for i, work in enumerate(self.work) for k in work.kernels]
         )
@@ -124,16 +128,20 @@ class Runs:
         """Bytes and latency of activations: (place, forward, level, run)."""
         count = len(self.runs)
         self.wire = np.zeros((3, 2, 2, count))
+        self.beside = np.zeros((3, 2, 2, count))
         self.latency = np.zeros((3, 2, count))
         self.meetings = np.zeros(count)
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             hops = _hops(self.entries[i])
             for t in work.traffic:
                 sizes = levels_of(run, t.axes)
+                beside = run.framework.overlaps_layers and t.place == LAYER
+                beside = beside and "expert" not in t.axes
+                here = self.beside if beside else self.wire
                 for level, (nbytes, steps) in enumerate(
                     wires(t.kind, t.payload_bytes, sizes)
                 ):
-                    self.wire[t.place, int(t.forward), level, i] += nbytes * t.count
+                    here[t.place, int(t.forward), level, i] += nbytes * t.count
                     if steps:
                         wait = hops[level][0] + steps * hops[level][1]
                         self.latency[t.place, int(t.forward), i] += wait * t.count
@@ -160,6 +168,7 @@ class Runs:
         self.parts = self._column(r.num_micro_batches for r in self.runs)
         self.zero = self._column(r.zero for r in self.runs)
         self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
+        self.gradient *= 1 - self.frozen
 
     # Pricing.
 
@@ -189,7 +198,7 @@ class Runs:
         right = shape_share(k["k"], k["m"], k["n"], k["batch"], cores, curve)
         backward_share = 0.5 * (left + right)
         longest = np.maximum(k["m"], k["n"])
-        kernel = np.where(self._older()[run], get["attention_before"], get["attention"])
+        kernel = get["attention"] * get["attention_before"] ** self._behind()[run]
         kernel = kernel * longest / (longest + get["attention_half"])
         ahead = np.where(k["attention"], kernel, forward_share)
         behind = np.where(k["attention"], kernel / 1.25, backward_share)
@@ -198,7 +207,8 @@ class Runs:
         launched = np.where(
             self.compiled[run], get["kernel_seconds"], get["launch_seconds"]
         )
-        passes = np.maximum(k["gradients"], 1)
+        gradients = k["gradients"] - (k["product"] & k["weight"] & self.frozen[run])
+        passes = np.maximum(gradients, 1)
         forward = k["forward_bytes"] / bandwidth
         backward = k["backward_bytes"] / bandwidth
         forward = np.where(
@@ -206,20 +216,23 @@ class Runs:
         )
         backward = np.where(
             k["product"],
-            k["gradients"] * np.maximum(flops / rate / behind, backward / passes),
+            gradients * np.maximum(flops / rate / behind, backward / passes),
             backward,
         )
+        # Operands of products in 8 bits are read in 16 and written twice: as they are
+        # and transposed; those of parameters once a step.
+        narrow = np.where(k["product"] & eight & ~inside, CAST_BYTES / bandwidth, 0.0)
+        forward = forward + narrow * k["m"] * k["k"] * k["batch"]
+        backward = backward + narrow * k["m"] * k["n"] * k["batch"]
         forward = forward + launched
-        backward = backward + launched * k["gradients"]
+        backward = backward + launched * gradients
         return forward * k["count"], backward * k["count"]
 
-    def _older(self) -> Array:
-        """Attention kernels written for the generation before the device."""
-        return np.array(
-            [
-                r.framework.attention_generation < e.kind.attention_generation
-                for r, e in zip(self.runs, self.entries, strict=True)
-            ]
+    def _behind(self) -> Array:
+        """By how many generations attention's kernel is older than the device."""
+        return self._column(
+            max(0, e.kind.attention_generation - r.framework.attention_generation)
+            for r, e in zip(self.runs, self.entries, strict=True)
         )
 
     def places(self, constants: Constants) -> tuple[Array, Array]:
@@ -237,17 +250,18 @@ class Runs:
             self.network * self.shares(constants, "network"),
         )
         whole = np.array([r.remat == "full" for r in self.runs])
+        exposed = 1.0 - self.shares(constants, "overlap_layers")
         ahead, behind = np.zeros((3, count)), np.zeros((3, count))
         for place in (EMBED, LAYER, HEAD):
             here = k["place"] == place
             ahead[place] = np.bincount(run, weights=forward * here, minlength=count)
             behind[place] = np.bincount(run, weights=backward * here, minlength=count)
             for phase, found in ((1, ahead), (0, behind)):
-                wire = self.wire[place, phase]
+                wire = self.wire[place, phase] + exposed * self.beside[place, phase]
                 found[place] += wire[0] / links[0] + wire[1] / links[1]
                 found[place] += self.latency[place, phase]
             if place == LAYER:
-                wire = self.wire[place, 1]
+                wire = self.wire[place, 1] + exposed * self.beside[place, 1]
                 seconds = wire[0] / links[0] + wire[1] / links[1]
                 behind[place] += whole * (seconds + self.latency[place, 1])
         self._dispatch(ahead, behind, again, constants)
@@ -288,11 +302,12 @@ class Runs:
         slowest = layers * layer + np.where(alone, ends.sum(axis=0), ends.max(axis=0))
         if settle:
             self._settle(ahead, behind, slowest, constants)
+        slowest = slowest + self._accumulated(constants)
         busy = self.parts * slowest
         compute = busy * self.stretch
         exposed = self._exposed(compute, constants)
         params = self.dense + self.expert
-        owned = params / np.where(self.zero >= 1, self.ranks, 1.0)
+        owned = params / np.where(self.zero >= 1, self.ranks, 1.0) * ~self.frozen
         update = owned * self.shares(constants, "update_bytes") / self.memory
         fixed = np.where(self.compiled, 0.0, self.shares(constants, "step_seconds"))
         return Estimate(
@@ -304,6 +319,12 @@ class Runs:
             layer_seconds=layer,
             peak_bytes=self.peak_bytes(constants),
         )
+
+    def _accumulated(self, constants: Constants) -> Array:
+        """Seconds in which a micro-batch's gradients are added to those before it."""
+        nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
+        nbytes = np.where(self.parts > 1, nbytes, 0.0) * ~self.frozen
+        return nbytes / (self.memory * self.shares(constants, "memory"))
 
     def _settle(
         self, ahead: Array, behind: Array, slowest: Array, constants: Constants
@@ -356,11 +377,12 @@ class Runs:
         # forward: together one micro-batch's computation.
         room = compute / self.parts * hidden
         exposed = np.maximum(gradients * (1 - hidden), gradients - room)
-        exposed = np.where(self.ranks > 1, exposed, 0.0)
+        exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
         # Parameters in shards are gathered twice and reduced once in a micro-batch.
-        each = 3.0 * once(params * WEIGHT_BYTES, self.fsdp, one)
+        rounds = np.where(self.frozen, 2.0, 3.0)
+        each = rounds * once(params * WEIGHT_BYTES, self.fsdp, one)
         layers = self._column(r.layers_per_stage + 1 for r in self.runs)
-        each = each + 3.0 * hop * (self.shards - 1) * layers
+        each = each + rounds * hop * (self.shards - 1) * layers
         replicas = self._column(r.data for r in self.runs)
         across = 2.0 * sent / self.shards * (replicas - 1) / replicas / network
         total = each * self.parts + across
@@ -377,10 +399,11 @@ class Runs:
             zero, ranks = run.zero, run.ranks
             gradient = max(WEIGHT_BYTES, run.framework.gradient_bytes)
             sharded = run.fsdp if zero >= 3 and run.fsdp > 1 else ranks
+            trained = not run.frozen
             static = params * (
                 WEIGHT_BYTES / (sharded if zero >= 3 else 1)
-                + gradient / (sharded if zero >= 2 else 1)
-                + STATE_BYTES / (sharded if zero >= 1 else 1)
+                + trained * gradient / (sharded if zero >= 2 else 1)
+                + trained * STATE_BYTES / (sharded if zero >= 1 else 1)
             )
             held = float(min(run.num_micro_batches, run.stages))
             if run.chunks > 1:

@@ -34,9 +34,9 @@ GPU = {
     "tile_medium": Range(0.92, 0.8, 1.0),
     "tile_small": Range(0.72, 0.5, 0.95),
     "tile_smallest": Range(0.45, 0.3, 0.8),
-    "attention": Range(0.55, 0.25, 1.0),
-    "attention_before": Range(0.3, 0.1, 1.0),
-    "attention_half": Range(1500, 1, 6000),
+    "attention": Range(0.65, 0.25, 1.0),
+    "attention_before": Range(0.62, 0.3, 1.0),
+    "attention_half": Range(400, 1, 2000),
     "memory": Range(0.8, 0.5, 0.92),
     "kernel_seconds": Range(2e-6, 0.2e-6, 8e-6),
     "launch_seconds": Range(3e-6, 0.2e-6, 10e-6),
@@ -48,6 +48,7 @@ GPU = {
     "bucket_bytes": Range(2e8, 4e7, 1e9),
     "overlap_gradients": Range(0.8, 0.3, 0.98),
     "overlap_parameters": Range(0.8, 0.3, 0.98),
+    "overlap_layers": Range(0.6, 0.2, 0.95),
     "update_bytes": Range(24, 12, 60),
     "step_seconds": Range(3e-3, 0.0, 3e-2),
 }
@@ -72,6 +73,9 @@ constant lies at the other end of its range."""
 
 SCALE = 0.05
 """Relative error from which a run counts as an outlier."""
+
+COMMON = 0.5
+"""Weight of what the runs of one source have in common, beside that of one run."""
 
 ROUNDS = 2
 """How often the pipelines' waiting is worked out anew."""
@@ -132,6 +136,7 @@ def fit(
     weights: Array,
     base: Constants,
     *,
+    sources: Sequence[str] | None = None,
     kept: Array | None = None,
     layers: Array | None = None,
 ) -> Constants:
@@ -142,6 +147,9 @@ def fit(
         seconds: what each step took.
         weights: of each run.
         base: constants that are not fitted, and where the fit starts.
+        sources: of each run, or None for one. What the runs of a source have in common
+            (a framework's overheads, which no layout tells) is not explained by
+            constants, but where most sources have it.
         kept: which runs count, or None for all.
         layers: for which runs ``seconds`` is the time of one layer and micro-batch.
     """
@@ -150,7 +158,14 @@ def fit(
     precise = np.array([width_of(run.dtype) == "f32" for run in runs.runs])
     single = np.zeros(len(runs.runs), bool) if layers is None else layers
     start = dataclasses.replace(base, efficiency={})
-    measured = _Target(runs=runs, logs=np.log(seconds), weights=weights, layers=single)
+    _, groups = np.unique(sources or [""] * len(precise), return_inverse=True)
+    measured = _Target(
+        runs=runs,
+        logs=np.log(seconds),
+        weights=weights,
+        layers=single,
+        groups=groups if sources else None,
+    )
     if (chosen & ~precise).any():
         start = _solve(measured, first, start, chosen & ~precise)
     if full and (chosen & precise).any():
@@ -166,13 +181,21 @@ class _Target:
     logs: Array
     weights: Array
     layers: Array
+    groups: Array | None
 
     def off(self, constants: Constants, kept: Array) -> Array:
         """Weighted logarithms of predicted over measured."""
         priced = self.runs.price(constants, settle=False)
         found = np.where(self.layers, priced.layer_seconds, priced.step_seconds)
-        off: Array = (np.log(found) - self.logs)[kept] * self.weights[kept]
-        return off
+        off: Array = np.log(found) - self.logs
+        weights = self.weights
+        if self.groups is None:
+            return (off * weights)[kept]
+        square = np.where(kept, weights**2, 0.0)
+        shrunk = np.bincount(self.groups, square) + COMMON**2
+        common = np.bincount(self.groups, square * off) / shrunk
+        apart = (off - common[self.groups]) * weights
+        return np.concatenate([apart[kept], COMMON * common])
 
 
 def _solve(

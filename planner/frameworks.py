@@ -30,6 +30,8 @@ class Framework:
         compiled: one program on the device; otherwise a host launches every operation.
         flash: attention is one kernel that keeps its scores on chip.
         overlaps_gradients: their reduction runs beside the backward pass.
+        overlaps_layers: tensor- and context-parallel collectives run beside products,
+            piece by piece.
         interleaves: its recipes cut the layers of a stage into chunks of one or two,
             where the row does not say.
         sequence_parallel: beside tensor parallelism, where the row does not say.
@@ -41,7 +43,7 @@ class Framework:
         fused_loss: the loss is one kernel that reads logits in their own type.
         dropout: its models drop attention weights and what joins the residual stream.
         attention_generation: of devices that its attention kernel was written for:
-            8 is Ampere's, 9 Hopper's and later.
+            7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Framework:
     compiled: bool = False
     flash: bool = True
     overlaps_gradients: bool = True
+    overlaps_layers: bool = False
     interleaves: bool = False
     sequence_parallel: bool = False
     zero: int = 0
@@ -58,7 +61,7 @@ class Framework:
     gradient_bytes: int = 2
     fused_loss: bool = True
     dropout: bool = False
-    attention_generation: int = 9
+    attention_generation: int = 8
 
 
 FRAMEWORKS = (
@@ -99,6 +102,7 @@ FRAMEWORKS = (
     Framework(
         name="Megatron-LM and NeMo",
         prefixes=("megatron", "nemo"),
+        overlaps_layers=True,
         sequence_parallel=True,
         interleaves=True,
         zero=1,
@@ -107,7 +111,7 @@ FRAMEWORKS = (
         name="LLM Foundry",
         prefixes=("llm-foundry", "composer", "mosaic"),
         zero=3,
-        attention_generation=8,
+        attention_generation=7,
     ),
     Framework(
         name="InternEvo",
@@ -120,7 +124,9 @@ FRAMEWORKS = (
         prefixes=("jax-toolbox", "pax", "t5x"),
         compiled=True,
         flash=False,
+        overlaps_gradients=False,
         remat="full",
+        gradient_bytes=4,
     ),
     Framework(
         name="AXLearn",
@@ -130,6 +136,7 @@ FRAMEWORKS = (
         zero=3,
         remat="full",
         flops="causal",
+        gradient_bytes=4,
     ),
     Framework(
         name="MaxText",
@@ -138,6 +145,7 @@ FRAMEWORKS = (
         zero=3,
         remat="full",
         flops="causal",
+        gradient_bytes=4,
     ),
 )
 """The first whose prefix fits counts."""

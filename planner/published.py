@@ -252,7 +252,39 @@ def _run(cells: _Cells) -> Run:
         remat=_remat(cells, source, sizes),
         dtype=precision,
         unlike=unlike,
+        frozen=_frozen(cells, sizes),
     )
+
+
+ADAPTERS = ("lora", "adapter", "peft")
+"""Words of a row that mean that the model's own parameters are not trained."""
+
+
+def _frozen(cells: _Cells, sizes: Decoder) -> bool:
+    """Whether only adapters are trained.
+
+    A row says so, or counts fewer FLOPs for a token than the six of each parameter that
+    a forward and two backward products take.
+    """
+    text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
+    said = [word for word in ADAPTERS if word in text.lower()]
+    if said:
+        cells.notes.append(f"parameters frozen ({said[0]!r})")
+        return True
+    rate, tokens = (
+        float(cells.text(name) or 0)
+        for name in ("tflops_per_device", "tokens_per_s_per_device")
+    )
+    lookups = sizes.embedding_params - (sizes.hidden * sizes.vocab if sizes.tied else 0)
+    trained = 6.0 * (sizes.active_params - lookups)
+    if not tokens or not rate or rate * 1e12 / tokens >= FEWER * trained:
+        return False
+    cells.notes.append("parameters frozen (two thirds of a training step's FLOPs)")
+    return True
+
+
+FEWER = 0.8
+"""Of a training step's products, below which parameters are not trained."""
 
 
 def _sharding(cells: _Cells, source: Framework, ranks: int) -> tuple[int, int]:

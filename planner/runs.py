@@ -59,6 +59,7 @@ class Run:
         remat: what the backward pass computes again.
         dtype: that products multiply in: ``bf16``, ``f16``, ``f32``, ``tf32``, ``f8``.
         unlike: the stages where devices are mixed, or empty.
+        frozen: parameters stay as they are, and small adapters beside them are trained.
     """
 
     sizes: Decoder
@@ -80,6 +81,7 @@ class Run:
     remat: Remat
     dtype: str
     unlike: tuple[StageOf, ...] = ()
+    frozen: bool = False
 
     @property
     def itemsize_bytes(self) -> int:

@@ -55,6 +55,7 @@ class Kernel:
         count: how many.
         attention: it is in a fused attention kernel.
         scores: it belongs to attention's scores, without weights.
+        weight: it reads a parameter.
     """
 
     place: int
@@ -70,6 +71,7 @@ class Kernel:
     count: float
     attention: bool
     scores: bool
+    weight: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +246,7 @@ def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kern
         count=row.count / (layers if place == LAYER else 1),
         attention=row.fused and product is not None,
         scores=not weighed and any(_is_scores(slot.sizes) for slot in row.slots),
+        weight=weighed,
     )
 
 
