@@ -45,7 +45,7 @@ corner is rounded, because neither is alike from operation to operation."""
 STATE_BYTES = 12
 """Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
 
-CAST_BYTES = 4
+CAST_BYTES = 2
 """Through memory, of an operand that is brought from 16 bits to 8 and its transpose."""
 
 WEIGHT_BYTES = 2
@@ -323,7 +323,8 @@ class Runs:
     def _accumulated(self, constants: Constants) -> Array:
         """Seconds in which a micro-batch's gradients are added to those before it."""
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
-        nbytes = np.where(self.parts > 1, nbytes, 0.0) * ~self.frozen
+        fused = np.array([run.framework.fused_accumulation for run in self.runs])
+        nbytes = nbytes * ((self.parts > 1) & ~fused & ~self.frozen)
         return nbytes / (self.memory * self.shares(constants, "memory"))
 
     def _settle(

@@ -34,9 +34,9 @@ GPU = {
     "tile_medium": Range(0.92, 0.8, 1.0),
     "tile_small": Range(0.72, 0.5, 0.95),
     "tile_smallest": Range(0.45, 0.3, 0.8),
-    "attention": Range(0.65, 0.25, 1.0),
-    "attention_before": Range(0.62, 0.3, 1.0),
-    "attention_half": Range(400, 1, 2000),
+    "attention": Range(0.75, 0.5, 1.0),
+    "attention_before": Range(0.6, 0.45, 0.8),
+    "attention_half": Range(400, 100, 1000),
     "memory": Range(0.8, 0.5, 0.92),
     "kernel_seconds": Range(2e-6, 0.2e-6, 8e-6),
     "launch_seconds": Range(3e-6, 0.2e-6, 10e-6),
@@ -74,7 +74,7 @@ constant lies at the other end of its range."""
 SCALE = 0.05
 """Relative error from which a run counts as an outlier."""
 
-COMMON = 0.5
+COMMON = 1.5
 """Weight of what the runs of one source have in common, beside that of one run."""
 
 ROUNDS = 2

@@ -40,6 +40,8 @@ class Framework:
         flops: how it counts.
         dtype: that its products multiply in, where the row does not say.
         gradient_bytes: of one parameter's gradient, as it is reduced.
+        fused_accumulation: products of weight gradients add to those of the
+            micro-batches before.
         fused_loss: the loss is one kernel that reads logits in their own type.
         dropout: its models drop attention weights and what joins the residual stream.
         attention_generation: of devices that its attention kernel was written for:
@@ -59,6 +61,7 @@ class Framework:
     flops: Convention = "model"
     dtype: str = "bf16"
     gradient_bytes: int = 2
+    fused_accumulation: bool = False
     fused_loss: bool = True
     dropout: bool = False
     attention_generation: int = 8
@@ -96,6 +99,7 @@ FRAMEWORKS = (
         remat="full",
         flops="hardware",
         gradient_bytes=4,
+        fused_accumulation=True,
         fused_loss=False,
         dropout=True,
     ),
@@ -103,6 +107,7 @@ FRAMEWORKS = (
         name="Megatron-LM and NeMo",
         prefixes=("megatron", "nemo"),
         overlaps_layers=True,
+        fused_accumulation=True,
         sequence_parallel=True,
         interleaves=True,
         zero=1,
