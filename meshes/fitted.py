@@ -52,7 +52,8 @@ class Achieved:
         tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
             shares of that of the first two.
         attention: of a product's speed, in a fused attention kernel.
-        attention_before: the same where the kernel is older than the device.
+        attention_before: of that, for each generation by which the kernel is older than
+            the device.
         attention_half: sequence at which such a kernel reaches half of that.
         memory: of the bandwidth of memory.
         kernel_seconds: cost of every kernel of a compiled program.

@@ -127,6 +127,70 @@ def test_overlap_hides_what_the_framework_hides() -> None:
     assert 0 < found[0] < found[1]
 
 
+def test_collectives_beside_products_cost_less() -> None:
+    large = {"hidden": 8192, "heads": 64, "kv_heads": 64, "head_dim": 128, "seq": 4096}
+    mesh: dict[str, Any] = {"num_devices": 8, "tensor": 8, "sequence_parallel": True}
+    one = run(global_batch=8, sizes=large, **mesh)
+    framework = dataclasses.replace(one.framework, overlaps_layers=True)
+    other = dataclasses.replace(framework, overlaps_layers=False)
+    beside, behind = (
+        dataclasses.replace(one, framework=f) for f in (framework, other)
+    )
+    fast, slow = seconds(beside, behind)
+    assert fast < slow
+    alone = run(num_devices=1, global_batch=1)
+    same = [
+        dataclasses.replace(alone, framework=f) for f in (framework, other)
+    ]
+    assert seconds(*same)[0] == seconds(*same)[1]
+
+
+def test_each_generation_makes_attention_slower() -> None:
+    long = {"seq": 32768}
+    several = [
+        dataclasses.replace(
+            one, framework=dataclasses.replace(one.framework, attention_generation=g)
+        )
+        for one in (run("h100", sizes=long),)
+        for g in (9, 8, 7)
+    ]
+    found = seconds(*several)
+    assert found == sorted(found)
+    # The same kernel is one generation behind on one device, and two on the other.
+    before = constants().platforms["gpu"].attention_before
+    kernels = [Runs([one]) for one in several]
+    behind = [float(r._behind()[0]) for r in kernels]
+    assert behind == [0.0, 1.0, 2.0]
+    assert 0.0 < before < 1.0
+
+
+def test_adding_up_gradients_takes_time_unless_products_do_it() -> None:
+    one = run(num_devices=1, micro_batch=1, global_batch=8)
+    apart, fused = (
+        dataclasses.replace(
+            one,
+            framework=dataclasses.replace(one.framework, fused_accumulation=value),
+        )
+        for value in (False, True)
+    )
+    slow, fast = seconds(apart, fused)
+    params = one.sizes.params
+    memory = one.device.kind.memory_bytes_per_second
+    share = constants().platforms["gpu"].memory
+    nbytes = 8 * params * (2 + 2 * one.framework.gradient_bytes)
+    assert slow - fast == pytest.approx(nbytes / (memory * share), rel=1e-6)
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    sizes = {"hidden": 4096, "heads": 32, "kv_heads": 32, "head_dim": 128, "ffn": 16384}
+    one = run(num_devices=8, data=8, micro_batch=8, global_batch=64, sizes=sizes)
+    frozen = dataclasses.replace(one, frozen=True)
+    slow, fast = seconds(one, frozen)
+    # A forward and one backward product of three, and attention as before.
+    assert 0.6 < fast / slow < 0.85
+    assert peaks(frozen)[0] < peaks(one)[0] - 12 * one.sizes.params / 8
+
+
 def test_unlike_stages_wait_for_the_slowest() -> None:
     base = run("t4", num_devices=4, stages=2, global_batch=32, micro_batch=2)
 

@@ -250,3 +250,20 @@ def test_a_malformed_table_names_line_and_column(
 def test_no_table_is_said(tmp_path: Path) -> None:
     with pytest.raises(WhaleError, match="cannot be read"):
         read_table(tmp_path / "none.csv")
+
+
+def test_adapters_leave_the_parameters_frozen() -> None:
+    assert not read().frozen
+    assert read(model="llama2-7b LoRA").frozen
+    assert "parameters frozen ('lora')" in note(model="llama2-7b LoRA")
+
+
+def test_fewer_flops_than_training_means_frozen_parameters() -> None:
+    """Six of each parameter and token are a training step's, four one of adapters."""
+    sizes = read().sizes
+    for each, frozen in ((6.0, False), (4.2, True)):
+        rate = each * sizes.params * 1000 / 1e12
+        cells = {"tflops_per_device": f"{rate}", "tokens_per_s_per_device": "1000"}
+        assert read(**cells).frozen == frozen
+    # One of the two says nothing about the other.
+    assert not read(tflops_per_device="1").frozen
