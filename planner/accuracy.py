@@ -165,7 +165,6 @@ def _hold_out(job: tuple[Measured, Array]) -> Array:
         measured.seconds,
         weights,
         constants(),
-        sources=measured.sources,
         kept=~held,
         layers=measured.layers,
     )
@@ -192,14 +191,7 @@ def fit_all(measured: Measured) -> Constants:
     """Constants fitted to every row."""
     runs = Runs(measured.runs)
     weights = source_weights(measured.sources)
-    return fit(
-        runs,
-        measured.seconds,
-        weights,
-        constants(),
-        sources=measured.sources,
-        layers=measured.layers,
-    )
+    return fit(runs, measured.seconds, weights, constants(), layers=measured.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

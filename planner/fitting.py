@@ -74,9 +74,6 @@ constant lies at the other end of its range."""
 SCALE = 0.05
 """Relative error from which a run counts as an outlier."""
 
-COMMON = 1.5
-"""Weight of what the runs of one source have in common, beside that of one run."""
-
 ROUNDS = 2
 """How often the pipelines' waiting is worked out anew."""
 
@@ -136,7 +133,6 @@ def fit(
     weights: Array,
     base: Constants,
     *,
-    sources: Sequence[str] | None = None,
     kept: Array | None = None,
     layers: Array | None = None,
 ) -> Constants:
@@ -147,9 +143,6 @@ def fit(
         seconds: what each step took.
         weights: of each run.
         base: constants that are not fitted, and where the fit starts.
-        sources: of each run, or None for one. What the runs of a source have in common
-            (a framework's overheads, which no layout tells) is not explained by
-            constants, but where most sources have it.
         kept: which runs count, or None for all.
         layers: for which runs ``seconds`` is the time of one layer and micro-batch.
     """
@@ -158,14 +151,7 @@ def fit(
     precise = np.array([width_of(run.dtype) == "f32" for run in runs.runs])
     single = np.zeros(len(runs.runs), bool) if layers is None else layers
     start = dataclasses.replace(base, efficiency={})
-    _, groups = np.unique(sources or [""] * len(precise), return_inverse=True)
-    measured = _Target(
-        runs=runs,
-        logs=np.log(seconds),
-        weights=weights,
-        layers=single,
-        groups=groups if sources else None,
-    )
+    measured = _Target(runs=runs, logs=np.log(seconds), weights=weights, layers=single)
     if (chosen & ~precise).any():
         start = _solve(measured, first, start, chosen & ~precise)
     if full and (chosen & precise).any():
@@ -181,21 +167,13 @@ class _Target:
     logs: Array
     weights: Array
     layers: Array
-    groups: Array | None
 
     def off(self, constants: Constants, kept: Array) -> Array:
         """Weighted logarithms of predicted over measured."""
         priced = self.runs.price(constants, settle=False)
         found = np.where(self.layers, priced.layer_seconds, priced.step_seconds)
-        off: Array = np.log(found) - self.logs
-        weights = self.weights
-        if self.groups is None:
-            return (off * weights)[kept]
-        square = np.where(kept, weights**2, 0.0)
-        shrunk = np.bincount(self.groups, square) + COMMON**2
-        common = np.bincount(self.groups, square * off) / shrunk
-        apart = (off - common[self.groups]) * weights
-        return np.concatenate([apart[kept], COMMON * common])
+        off: Array = (np.log(found) - self.logs)[kept] * self.weights[kept]
+        return off
 
 
 def _solve(

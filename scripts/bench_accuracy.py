@@ -85,13 +85,12 @@ TABLES = (
     "(eth-easl/sailor), and the tables of the Megatron-LM papers."
 )
 SHORTFALLS = (
-    "Runs that a table does not describe fully are predicted by defaults: fine-tuning "
-    "with adapters is predicted as full training, and a layout without its micro-batch "
-    "or rematerialization takes the framework's habit.",
+    "Runs that a table does not describe fully are predicted by defaults: a layout "
+    "without its micro-batch or rematerialization takes the framework's habit.",
     "Collectives of a thousand ranks are predicted from rings; where a framework "
     "broadcasts parameter by parameter, steps are much longer.",
-    "Tensor-parallel collectives are not overlapped with products, as the newest "
-    "frameworks do.",
+    "Frameworks differ by a tenth in what no layout tells; the same layout took a "
+    "fifth longer in one release of a framework than in another.",
     "A host that launches operations one by one is as fast as that of the one sweep "
     "that shows it; the same model differs by a tenth from layout to layout there, for "
     "no reason that the layout gives.",

@@ -60,31 +60,6 @@ def test_a_fit_explains_what_its_own_formulas_made(
     assert np.abs(before / truth - 1).mean() > 0.08
 
 
-def test_what_a_source_has_in_common_is_not_its_shapes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A slow framework that ran small models does not make small models slow."""
-    monkeypatch.setattr(fitting, "ROUNDS", 1)
-    every = sweep()
-    small = [one for one in every if one.sizes.hidden == 1024]
-    runs = Runs([*every, *small, *small, *small])
-    rest = len(runs.runs) - len(every)
-    sources = ["fast"] * len(every) + ["slow"] * rest
-    truth = runs.price(constants()).step_seconds
-    measured = truth * np.repeat([1.0, 1.5], [len(every), rest])
-    weights = source_weights(sources)
-    apart = fit(runs, measured, weights, constants(), sources=sources)
-    alike = fit(runs, measured, weights, constants())
-    which = np.array([one.sizes.hidden == 1024 for one in every])
-
-    def tilt(found: Constants) -> float:
-        """How much slower small models are predicted than large ones, for nothing."""
-        error = (runs.price(found).step_seconds / truth)[: len(every)]
-        return float(error[which].mean() / error[~which].mean() - 1)
-
-    assert abs(tilt(apart)) < 0.8 * abs(tilt(alike))
-
-
 def test_a_source_of_many_rows_weighs_more_but_not_in_proportion() -> None:
     weights = source_weights(["many"] * 100 + ["few"])
     assert weights[0] < weights[-1] == 1.0
