@@ -139,6 +139,9 @@ def main() -> int:
     parser.add_argument("--fit", type=Path, metavar="FILE.toml")
     parser.add_argument("--docs", type=Path, metavar="FILE.md")
     arguments = parser.parse_args()
+    # Every process of a fit has a core; threads would take those of the others.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     try:
         measured = accuracy.load(arguments.tables)
     except WhaleError as error:
