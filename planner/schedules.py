@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,7 @@ Key = tuple[int, int, Action]
 """Place along the whole pipeline, micro-batch and action: what identifies a row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One action of a stage.
 
     Attributes:
@@ -68,13 +67,7 @@ class Row:
 
     def at(self, tick: int) -> Row:
         """The same action at another time."""
-        return Row(
-            tick=tick,
-            stage=self.stage,
-            chunk=self.chunk,
-            micro_batch=self.micro_batch,
-            action=self.action,
-        )
+        return Row(tick, *self[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +272,7 @@ def _row(empty: Schedule, stage: int, index: int, action: Action) -> Row:
         micro_batch = lap * stages + within
     if action != "forward":
         chunk = chunks - 1 - chunk
-    return Row(tick=0, stage=stage, chunk=chunk, micro_batch=micro_batch, action=action)
+    return Row(0, stage, chunk, micro_batch, action)
 
 
 def _earliest(empty: Schedule, orders: Sequence[Sequence[Row]]) -> list[Row]:

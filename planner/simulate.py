@@ -190,11 +190,9 @@ def compiled(table: Schedule) -> Compiled:
     slot_of: dict[Key, int] = {}
     free: list[int] = []
     slots, turn = 0, 0
-    for rows in _beats(table):
+    for rows, keys, needs in _beats(table):
         together = table.turn(rows[0]) > turn
         turn = table.turn(rows[0])
-        keys = [table.key(row) for row in rows]
-        needs = [table.needs(row) for row in rows]
         # What the place itself did before lies behind it in the stage's own order.
         waits = [i for i, n in enumerate(needs) if n is not None and n[0] != keys[i][0]]
         # One reads it alone, so that its slot is free once it is read.
@@ -224,20 +222,24 @@ def _handed(table: Schedule, key: Key) -> bool:
     return action == "backward" and place > 0
 
 
-def _beats(table: Schedule) -> Iterator[list[Row]]:
-    """Rows in order, as many at a time as do not wait for one another."""
-    here: list[Row] = []
-    made, stages = set[Key](), set[int]()
+def _beats(table: Schedule) -> Iterator[tuple[list[Row], list[Key], list[Key | None]]]:
+    """Rows in order, as many at a time as do not wait for one another.
+
+    With each, what identifies it and what it takes in.
+    """
+    here, made, taken = list[Row](), list[Key](), list[Key | None]()
+    stages = set[int]()
     for row in table.rows:
-        same = row.stage in stages or table.needs(row) in made
-        if here and (same or row.tick != here[0].tick):
-            yield here
-            here, made, stages = [], set(), set()
+        needed = table.needs(row)
+        if here and (row.tick != here[0].tick or row.stage in stages or needed in made):
+            yield here, made, taken
+            here, made, taken, stages = [], [], [], set()
         here.append(row)
-        made.add(table.key(row))
+        made.append(table.key(row))
+        taken.append(needed)
         stages.add(row.stage)
     if here:
-        yield here
+        yield here, made, taken
 
 
 def any_cut_share(

@@ -313,7 +313,9 @@ class WideSearch:
         return some * options
 
     def _block(self, placement: Placement, frames: Frames) -> None:
-        for sieve in sorted(self._passed, key=lambda sieve: self._passed[sieve]):
+        # A few frames are weighed sooner than sieved.
+        sieves = self._passed if len(frames) > FIRST_BLOCK else {}
+        for sieve in sorted(sieves, key=lambda sieve: self._passed[sieve]):
             if not len(frames):
                 return
             each = max(1, len(frames) // SAMPLE)
@@ -478,18 +480,23 @@ class WideSearch:
         return weigh(cases)
 
     def _settle(self, placement: Placement, frames: Frames, found: Weighed) -> None:
-        """Simulate the schedules of the cases that may be best, best first."""
+        """Simulate the schedules of the cases that may be best, best first.
+
+        Those without stages before, which have none.
+        """
         fits = np.flatnonzero(found.fits & (found.step <= self._limit()))
         order = fits[np.argsort(found.step[fits], kind="stable")]
-        for at in range(0, len(order), KEPT):
-            here = order[at : at + KEPT]
-            here = here[found.step[here] <= self._limit()]
-            if not len(here):
-                return
-            some = frames.take(here)
-            exact, counts = self._exact(placement, some)
-            for index in range(len(some)):
-                self._keep(placement, some, exact, counts, index)
+        piped = frames.stage[order] > 1
+        for some in (order[~piped], order[piped]):
+            for at in range(0, len(some), KEPT):
+                here = some[at : at + KEPT]
+                here = here[found.step[here] <= self._limit()]
+                if not len(here):
+                    break
+                cases = frames.take(here)
+                exact, counts = self._exact(placement, cases)
+                for index in range(len(cases)):
+                    self._keep(placement, cases, exact, counts, index)
 
     def _exact(
         self, placement: Placement, frames: Frames

@@ -115,14 +115,14 @@ def test_lockstep_gpipe_goes_back_as_it_came() -> None:
 
 def at_tick(rows: Rows, index: int, tick: int) -> Rows:
     """Rows, one of them at another tick and where it then belongs."""
-    moved = dataclasses.replace(rows[index], tick=tick)
+    moved = rows[index].at(tick)
     changed = (*rows[:index], moved, *rows[index + 1 :])
     return tuple(sorted(changed, key=lambda row: (row.tick, row.stage)))
 
 
 def changed(rows: Rows, index: int, **values: object) -> Rows:
     """Rows with something of one of them changed."""
-    other = dataclasses.replace(rows[index], **values)  # type: ignore[arg-type]
+    other = rows[index]._replace(**values)  # type: ignore[arg-type]
     return (*rows[:index], other, *rows[index + 1 :])
 
 
