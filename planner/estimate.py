@@ -325,7 +325,8 @@ class Runs:
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
         fused = np.array([run.framework.fused_accumulation for run in self.runs])
         nbytes = nbytes * ((self.parts > 1) & ~fused & ~self.frozen)
-        return nbytes / (self.memory * self.shares(constants, "memory"))
+        found: Array = nbytes / (self.memory * self.shares(constants, "memory"))
+        return found
 
     def _settle(
         self, ahead: Array, behind: Array, slowest: Array, constants: Constants

@@ -231,7 +231,6 @@ def _run(cells: _Cells) -> Run:
         per_rank += 1
     micro = _micro_batch(cells, per_rank, stages, sizes.seq)
     precision = _precision(cells, source, device.entry)
-    parallel = _sequence_parallel(cells, source, tensor)
     return Run(
         sizes=sizes,
         framework=source,
@@ -246,7 +245,7 @@ def _run(cells: _Cells) -> Run:
         expert=expert if sizes.experts else 1,
         chunks=_chunks(cells, source, sizes, stages, per_rank // micro),
         zero=zero,
-        sequence_parallel=parallel,
+        sequence_parallel=_sequence_parallel(cells, source, tensor),
         micro_batch=micro,
         global_batch=per_rank * data * fsdp,
         remat=_remat(cells, source, sizes),

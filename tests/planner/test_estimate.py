@@ -133,15 +133,11 @@ def test_collectives_beside_products_cost_less() -> None:
     one = run(global_batch=8, sizes=large, **mesh)
     framework = dataclasses.replace(one.framework, overlaps_layers=True)
     other = dataclasses.replace(framework, overlaps_layers=False)
-    beside, behind = (
-        dataclasses.replace(one, framework=f) for f in (framework, other)
-    )
+    beside, behind = (dataclasses.replace(one, framework=f) for f in (framework, other))
     fast, slow = seconds(beside, behind)
     assert fast < slow
     alone = run(num_devices=1, global_batch=1)
-    same = [
-        dataclasses.replace(alone, framework=f) for f in (framework, other)
-    ]
+    same = [dataclasses.replace(alone, framework=f) for f in (framework, other)]
     assert seconds(*same)[0] == seconds(*same)[1]
 
 

@@ -93,12 +93,12 @@ def test_links_are_those_that_an_axis_crosses() -> None:
     plan = dataclasses.replace(layered_plan(), axes=(("data", 4), ("tensor", 8)))
     text = shown(plan)
     assert (
-        "data 4 crosses infiniband at 45 GB/s · tensor 8 crosses nvlink at 382 GB/s"
+        "data 4 crosses infiniband at 36.7 GB/s · tensor 8 crosses nvlink at 368 GB/s"
     ) in text
     plan = dataclasses.replace(plan, axes=(("data", 16), ("tensor", 2)))
     assert (
-        "data 16 crosses nvlink at 382 GB/s and infiniband at 45 GB/s · tensor 2 "
-        "crosses nvlink at 382 GB/s"
+        "data 16 crosses nvlink at 368 GB/s and infiniband at 36.7 GB/s · tensor 2 "
+        "crosses nvlink at 368 GB/s"
     ) in shown(plan, width=200)
 
 
