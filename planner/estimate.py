@@ -46,7 +46,7 @@ STATE_BYTES = 12
 """Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
 
 CAST_BYTES = 2
-"""Through memory, of an operand that is brought from 16 bits to 8 and its transpose."""
+"""Written for an operand in 8 bits: as it is and transposed, by the kernel before."""
 
 WEIGHT_BYTES = 2
 """Of a parameter as computed with, and as gathered."""
@@ -219,8 +219,7 @@ class Runs:
             gradients * np.maximum(flops / rate / behind, backward / passes),
             backward,
         )
-        # Operands of products in 8 bits are read in 16 and written twice: as they are
-        # and transposed; those of parameters once a step.
+        # Parameters are brought to 8 bits once a step, activations and gradients here.
         narrow = np.where(k["product"] & eight & ~inside, CAST_BYTES / bandwidth, 0.0)
         forward = forward + narrow * k["m"] * k["k"] * k["batch"]
         backward = backward + narrow * k["m"] * k["n"] * k["batch"]
