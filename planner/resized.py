@@ -14,6 +14,13 @@ from whalejax.planner.dimensions import Dimensions, analyse, roles_of
 from whalejax.planner.graph import Graph, Op, Stacked, Tensor
 
 
+_MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")
+"""Operations whose result may hold samples that no operand of them is tied to."""
+
+_FOLDS = ("argmax", "argmin")
+"""Operations that leave no sample out, beside products and what starts so."""
+
+
 class _Unclear(Exception):
     """It cannot be told what grows with the batch."""
 
@@ -26,8 +33,10 @@ def resized(graph: Graph, batch_size: int) -> Graph | None:
         batch_size: samples of a micro-batch of the other one.
 
     Returns:
-        None where it cannot be told without a trace: samples are looped over, meet one
-        another, or a dimension that is no batch is as long as it.
+        None where it cannot be told without a trace: samples are looped over, picked
+        out, meet one another, or a dimension that is no batch is as long as it. What
+        Python decides by the number of samples while tracing, such as a branch, leaves
+        nothing in a graph and cannot be told.
     """
     if 1 in (batch_size, graph.batch_size):
         return None  # dimensions of size 1 are no dimensions of operations
@@ -45,6 +54,13 @@ class _Resized:
         self.before, self.after = graph.batch_size, batch_size
         dims = analyse(graph)
         batch = {role.index for role in dims.batch}
+        self.given_sizes = {
+            size
+            for tensor in graph.tensors
+            if tensor.kind in ("param", "state", "batch")
+            for size in tensor.shape
+            if size > 1
+        } - {self.before}
         self.own = {i for i, role in enumerate(dims.roles) if role.of_weights}
         if batch & self.own or any(op.unknown for op in graph.ops):
             raise _Unclear
@@ -127,17 +143,38 @@ class _Resized:
             return kept
         return replace(kept, nbytes=self.grown(kept.nbytes))
 
+    @staticmethod
+    def _check_whole(
+        op: Op, slots: list[tuple[bool, ...]], together: list[frozenset[int]]
+    ) -> None:
+        """No operation picks some of the samples, or makes them of something else."""
+        number = len(op.operands)
+        if not _folds(op) and any(max(held) < number for held in together):
+            raise _Unclear
+        tied = {member for factor in op.factors for member in factor.members}
+        if op.reshape or op.kind in _MAKES:
+            return
+        for slot, dims in enumerate(slots):
+            for dim, grows in enumerate(dims):
+                if grows and (slot, dim) not in tied:
+                    raise _Unclear
+
     def _op(self, op: Op) -> Op:
         slots = [self.grows[t] for t in (*op.operands, *op.results)]
         if op.trip > 1 and op.trip % self.before == 0:
             raise _Unclear  # perhaps a loop over samples
+        if not _made_of(op.trip, self.given_sizes | {op.chunks}):
+            raise _Unclear  # nothing but the loss says how often
         together: list[frozenset[int]] = []
         for factor in op.factors:
             more = {slots[slot][dim] for slot, dim in factor.members}
             if len(more) > 1:
                 raise _Unclear
             if more == {True}:
+                if factor.kind == "unshardable":
+                    raise _Unclear
                 together.append(frozenset(slot for slot, _ in factor.members))
+        self._check_whole(op, slots, together)
         if not op.flops and op.matmul is None:
             return op
         held = sum(map(sum, slots))
@@ -152,6 +189,20 @@ class _Resized:
             sizes[place] = self.grown(sizes[place])
             matmul = sizes[0], sizes[1], sizes[2], sizes[3]
         return replace(op, flops=self.grown(op.flops), matmul=matmul)
+
+
+def _folds(op: Op) -> bool:
+    """Whether every sample counts in the result of what keeps none apart."""
+    return op.matmul is not None or op.kind in _FOLDS or op.kind.startswith("reduce")
+
+
+def _made_of(number: int, sizes: set[int]) -> bool:
+    """Whether a number is a product of some sizes."""
+    return number == 1 or any(
+        number % size == 0 and _made_of(number // size, sizes)
+        for size in sizes
+        if 1 < size <= number
+    )
 
 
 def _place(op: Op, slots: frozenset[int]) -> int:

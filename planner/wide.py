@@ -88,6 +88,7 @@ class Case:
         step_seconds, memory_bytes, wire_bytes: predictions.
         micro_batches: of one pipeline, by kind where replicas differ.
         weighed, row: all of its terms.
+        mark: numbers that tell it from every other case; the least of equals is taken.
     """
 
     placement: Placement
@@ -99,6 +100,7 @@ class Case:
     micro_batches: tuple[int, ...]
     weighed: Weighed
     row: int
+    mark: tuple[float, ...]
 
 
 class WideSearch:
@@ -532,9 +534,10 @@ class WideSearch:
         index: int,
     ) -> Case:
         variant = int(self.model.cells[Column("variant")][frames.cell[index]])
+        one = frames.take(np.array([index]))
         return Case(
             placement=placement,
-            frames=frames.take(np.array([index])),
+            frames=one,
             variant=self.served[variant],
             step_seconds=float(found.step[index]),
             memory_bytes=float(found.memory_bytes[index]),
@@ -542,6 +545,7 @@ class WideSearch:
             micro_batches=counts[index],
             weighed=found,
             row=index,
+            mark=(*self._axes(one)[0, ::-1].tolist(), *_options_of(one), variant),
         )
 
     def nearest(self) -> tuple[Case, float, float]:
@@ -578,10 +582,15 @@ class WideSearch:
             yield cases, over, np.maximum(0.0, found.host - room)
 
 
+def _options_of(one: Frames) -> list[int]:
+    """What one frame says beside the sizes of its axes."""
+    return [int(column[0]) for column in dataclasses.astuple(one)[4:]]
+
+
 def ranked(cases: Sequence[Case]) -> list[Case]:
-    """Best first, as ``search.ranked`` does it: ties go to less memory."""
+    """As ``search.ranked``: ties go to less memory, however they were found."""
     return best_first(
-        cases,
+        sorted(cases, key=lambda c: (c.placement.by, c.placement.kinds, c.mark)),
         seconds=lambda c: c.step_seconds,
         ties=lambda c: (c.memory_bytes, c.wire_bytes),
         most=KEPT,

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import whalejax as wh
@@ -79,6 +80,35 @@ def as_long(net: Any, x: Any) -> Any:
     return (x @ net["w"]).mean() + jnp.arange(x.shape[0], dtype=x.dtype).mean()
 
 
+def one_by_one(net: Any, x: Any) -> Any:
+    """Samples that Python loops over: as many operations as there are samples."""
+    return sum((x[i : i + 1] @ net["w"]).sum() for i in range(x.shape[0]))
+
+
+def taken_apart(net: Any, x: Any) -> Any:
+    """The same, with a split."""
+    return sum((one @ net["w"]).sum() for one in jnp.split(x, x.shape[0]))
+
+
+def single_numbers(net: Any, x: Any) -> Any:
+    """Numbers of single samples."""
+    return sum((x[i, 0] * net["w"]).sum() for i in range(x.shape[0]))
+
+
+def as_many_rows(net: Any, x: Any) -> Any:
+    """A part of a parameter, as long as the batch."""
+    return ((x + net["w"][: x.shape[0]]) @ net["w"]).mean()
+
+
+def as_often(net: Any, x: Any) -> Any:
+    """A loop whose length the loss computes from the batch."""
+
+    def again(_: Any, y: Any) -> Any:
+        return jnp.tanh(y @ net["w"])
+
+    return jax.lax.fori_loop(0, x.shape[0] - 1, again, x).mean()
+
+
 NET = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
 
 
@@ -86,7 +116,13 @@ def samples(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, 16), jnp.float32)
 
 
-@pytest.mark.parametrize("loss", [shares_of, across])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(shares_of, across, one_by_one, taken_apart, single_numbers),
+        *(as_many_rows, as_often),
+    ],
+)
 def test_what_cannot_be_told_is_not_guessed(loss: Callable[..., Any]) -> None:
     graph = capture(adapt(NET, loss), samples(8)).graph
     assert resized(graph, 32) is None
@@ -148,6 +184,22 @@ def test_other_questions_are_answered_as_if_they_came_first(
     estimate: wh.Plan, changes: dict[str, Any]
 ) -> None:
     assert answer(estimate.what_if(**changes)) == answer(gpt(64, **changes))
+
+
+def test_the_order_of_questions_decides_no_tie() -> None:
+    job = models.job("moe-test")
+    first = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, 64)),
+        optimizer=optax.adam(1e-3),
+        cluster=wh.cluster("h100:2").with_memory(10_000_000),
+        runnable=False,
+    )
+    assert first.axis_sizes == {"expert": 2}
+    other = first.what_if(mesh={"tensor": 2})
+    assert other.time.step_seconds == first.time.step_seconds
+    assert other.what_if(mesh=None).axis_sizes == {"expert": 2}
 
 
 def test_another_batch_is_not_traced(
