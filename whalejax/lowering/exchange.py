@@ -30,6 +30,25 @@ def by_dtype(dtypes: Sequence[Any]) -> list[list[int]]:
     ]
 
 
+def on_shards(
+    mesh: Mesh, local: Callable[..., Any], given: Any, found: Any
+) -> Callable[..., list[Any]]:
+    """A function of every device's own shards.
+
+    Args:
+        mesh: the devices.
+        local: from a sequence of shards to another.
+        given, found: how the arrays of the two are laid out.
+    """
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(given,),
+        out_specs=found,
+        check_vma=False,  # What is replicated is packed by every device.
+    )
+
+
 class Buffers:
     """A replica's arrays in one buffer for each dtype, and back.
 
@@ -74,9 +93,7 @@ class Buffers:
                 for group in self._groups
             ]
 
-        return self._mapped(local, self._specs, [self._flat] * len(self._groups))(
-            list(arrays)
-        )
+        return on_shards(self._mesh, local, self._specs, self._flat)(list(arrays))
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
         """The arrays of the buffers."""
@@ -91,24 +108,11 @@ class Buffers:
                     start = end
             return found
 
-        return self._mapped(local, [self._flat] * len(self._groups), self._specs)(
-            list(buffers)
-        )
+        return on_shards(self._mesh, local, self._flat, self._specs)(list(buffers))
 
     @property
-    def _flat(self) -> PartitionSpec:
-        return PartitionSpec(self._mesh.axis_names)
-
-    def _mapped(
-        self, local: Callable[..., Any], given: Any, found: Any
-    ) -> Callable[..., list[Any]]:
-        return jax.shard_map(
-            local,
-            mesh=self._mesh,
-            in_specs=(given,),
-            out_specs=found,
-            check_vma=False,  # What is replicated is packed by every device.
-        )
+    def _flat(self) -> list[PartitionSpec]:
+        return [PartitionSpec(self._mesh.axis_names)] * len(self._groups)
 
 
 class Exchange:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import is_key
 from whalejax.lowering.evaluate import named
-from whalejax.lowering.exchange import DATA, by_dtype
+from whalejax.lowering.exchange import DATA, by_dtype, on_shards
 from whalejax.lowering.replica import Replica
 from whalejax.lowering.spmd import Program, followers, stepping
 from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated
@@ -292,7 +292,7 @@ class Gathered:
                 for group in self._groups
             ]
 
-        return self._mapped(local, self._specs, self._flat)(list(arrays))
+        return on_shards(self._mesh, local, self._specs, self._flat)(list(arrays))
 
     def unpack(self, buffers: Sequence[Any]) -> list[Any]:
         """The whole arrays, of the buffers of all replicas, one behind the other."""
@@ -307,7 +307,7 @@ class Gathered:
                     start = end
             return found
 
-        return self._mapped(local, self._flat, self._specs)(list(buffers))
+        return on_shards(self._mesh, local, self._flat, self._specs)(list(buffers))
 
     @property
     def _specs(self) -> list[PartitionSpec]:
@@ -316,17 +316,6 @@ class Gathered:
     @property
     def _flat(self) -> list[PartitionSpec]:
         return [PartitionSpec(self._mesh.axis_names)] * len(self._groups)
-
-    def _mapped(
-        self, local: Callable[..., Any], given: Any, found: Any
-    ) -> Callable[..., list[Any]]:
-        return jax.shard_map(
-            local,
-            mesh=self._mesh,
-            in_specs=(given,),
-            out_specs=found,
-            check_vma=False,  # What is replicated is packed by every device.
-        )
 
 
 class OwningReplica(Replica):
