@@ -132,22 +132,22 @@ class Hearing:
             self._heard = {n: (now, beat) for n, (_, beat) in self._heard.items()}
             self._answered = None if self._answered is None else now
         limit = self._silent_seconds if seconds is None else seconds
+        answered = self._answered
+        if answered is None:
+            return {}
+        if self._mine and now - answered > limit:
+            # The service runs in process 0, and answers as long as that does.
+            return {0: _silent(now - answered)}
         found = {}
         for number, (at, beat) in sorted(self._heard.items()):
             if number == self._mine or beat.ended:
                 continue
             if beat.failed:
                 found[number] = f"failed with {beat.failed}"
-            elif now - at > limit and self._current(now, limit):
+            elif answered - at > limit:
+                # Since its last answer the service may be what is silent.
                 found[number] = _silent(now - at)
-        if self._answered is not None and not self._current(now, limit):
-            # The service runs in process 0, and answers as long as that does.
-            if self._mine:
-                found = {0: _silent(now - self._answered)}
         return found
-
-    def _current(self, now: float, limit: float) -> bool:
-        return self._answered is not None and now - self._answered <= limit
 
     def where(self, number: int) -> str:
         """A process by its number and place."""

@@ -179,6 +179,15 @@ def test_a_service_that_does_not_answer_is_process_0() -> None:
     assert list(gone[111]) == [0] and "for 11 s" in gone[111][0]
 
 
+def test_who_was_heard_before_the_service_fell_silent_is_not_missed_for_it() -> None:
+    found = hearing(beat(), beat(), beat())
+    found.hear({0: beat(2), 1: beat(2)}, 100.9)
+    gone = {second: found.look(100 + second) for second in (3.0, 6.0, 9.0, 10.5, 11.0)}
+    # Process 2 was silent for 10.5 s, but for 9.6 of them nobody could hear it.
+    assert not any(gone[second] for second in (3.0, 6.0, 9.0, 10.5))
+    assert list(gone[11.0]) == [0]
+
+
 def test_who_stood_still_itself_accuses_nobody() -> None:
     found = hearing(beat(), beat(), beat())
     assert not found.look(500.0)
