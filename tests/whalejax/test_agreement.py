@@ -93,6 +93,7 @@ for turn in range(4):
 """
 
 
+@pytest.mark.full
 def test_a_program_that_waits_for_a_frozen_process_ends() -> None:
     running = start(STOPS)
     try:

@@ -318,7 +318,7 @@ class _Lost:
         raise jax.errors.JaxRuntimeError("INTERNAL: Gloo: Connection closed by peer")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_lost_process_that_shows_in_a_loss(
     processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

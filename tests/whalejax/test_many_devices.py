@@ -80,6 +80,7 @@ def test_where_the_promising_do_not_fit_every_mesh_is_looked_at(
     assert asked
 
 
+@pytest.mark.full
 def test_where_nothing_fits_the_nearest_is_named_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -211,7 +211,7 @@ def test_stages_that_only_look_up_and_parameters_that_nothing_reads() -> None:
     assert "unread" in str(found.plan)
 
 
-@pytest.mark.parametrize("schedule", [full("gpipe"), "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", [full("gpipe"), full("1f1b"), "zb-h1"])
 def test_what_waits_is_what_the_table_says(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

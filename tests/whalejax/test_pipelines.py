@@ -197,6 +197,7 @@ def test_turns_are_those_of_the_table() -> None:
         assert ahead[stage] == 0 and back[2 * 2 - stage] == 0
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_plans_with_and_without_stages(
     tmp_path: Path,
 ) -> None:

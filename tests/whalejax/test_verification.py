@@ -93,7 +93,10 @@ def test_an_option_the_compiler_does_not_know_is_named() -> None:
 @needs_tpu_compiler
 @pytest.mark.slow
 @pytest.mark.relaxed_promotion
-@pytest.mark.parametrize(("name", "sizes", "topology", "mesh"), TPU)
+@pytest.mark.parametrize(
+    ("name", "sizes", "topology", "mesh"),
+    [pytest.param(*TPU[0], marks=pytest.mark.full), *TPU[1:]],
+)
 def test_a_tpu_compiles_what_was_planned(
     name: str, sizes: Mapping[str, Any], topology: str, mesh: Mapping[str, int]
 ) -> None:
