@@ -77,6 +77,9 @@ class Stages:
             the devices, in node order, each lies on; empty where they are in order.
         turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
             many of them some stage computes forward and backward; else 0.
+        stash: of stages in lockstep, what is kept of a micro-batch in flight:
+            ``"inputs"``, and the backward pass computes the layers again, or
+            ``"residuals"``, all that their derivative reads.
         paces: predictions for each part along the model, in its order.
         handed_seconds: predicted, from one part to the next on another stage.
     """
@@ -92,6 +95,7 @@ class Stages:
     turns: int = 0
     ahead: int = 0
     back: int = 0
+    stash: str = ""
     paces: tuple[Pace, ...] = ()
     handed_seconds: float = 0.0
 

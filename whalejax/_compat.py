@@ -18,6 +18,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax._src import distributed, effects, source_info_util
 from jax.core import Tracer
+from jax.interpreters import partial_eval
 
 
 Recursion = Literal["inline", "remat", "scan", "cond", "while", "opaque"]
@@ -227,12 +228,60 @@ def depending(jaxpr: Any, flags: Sequence[bool]) -> list[bool]:
     for one in body.eqns:
         here = [not is_literal(a) and a in data for a in one.invars]
         results = [any(here)] * len(one.outvars)
-        if recursion(one) in ("inline", "remat"):
+        kind = recursion(one)
+        if kind in ("inline", "remat"):
             (inner,) = inner_jaxprs(one)
             if len(open_jaxpr(inner)[0].invars) == len(here):
                 results = depending(inner, here)
+        elif kind in ("scan", "while") and any(here):
+            results = _depending_in_loop(one, here)
         data.update(v for v, flag in zip(one.outvars, results, strict=True) if flag)
     return [not is_literal(v) and v in data for v in body.outvars]
+
+
+def _depending_in_loop(equation: Any, flags: Sequence[bool]) -> list[bool]:
+    """Which results of a scan or while depend on the flagged operands."""
+    body, flags = inner_jaxprs(equation)[-1], list(flags)
+    if recursion(equation) == "while":
+        of_condition, _ = while_parts(equation)
+        if any(flags[:of_condition]):
+            return [True] * len(equation.outvars)
+        flags = flags[of_condition:]
+        carries = range(while_parts(equation)[1], len(flags))
+    else:
+        parts = scan_parts(equation)
+        carries = range(parts.num_consts, parts.num_consts + parts.num_carries)
+    while True:
+        results = depending(body, flags)
+        more = [i for i, out in zip(carries, results, strict=False) if out]
+        if all(flags[i] for i in more):
+            break
+        for i in more:
+            flags[i] = True
+    if recursion(equation) == "while" and any(_condition_reads(equation, results)):
+        return [True] * len(results)
+    return [flags[i] for i in carries] + results[len(carries) :]
+
+
+def _condition_reads(equation: Any, flags: Sequence[bool]) -> list[bool]:
+    """Whether the end of a while depends on the flagged carries."""
+    constants, _ = while_parts(equation)
+    return depending(inner_jaxprs(equation)[0], [False] * constants + list(flags))
+
+
+def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
+    """A function that makes only some of a jaxpr's results, of all its inputs.
+
+    Args:
+        jaxpr: as traced.
+        places: of the results, in their order.
+    """
+    body, constants = open_jaxpr(jaxpr)
+    wanted = [i in places for i in range(len(body.outvars))]
+    found, _ = partial_eval.dce_jaxpr(body, wanted, instantiate=True)
+    closed = jax.extend.core.ClosedJaxpr(found, constants)
+    function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(closed)
+    return function
 
 
 def while_parts(equation: Any) -> tuple[int, int]:
