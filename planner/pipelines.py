@@ -27,6 +27,7 @@ from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Spec, divisors, shards, spec_of
 from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.memory import fold_kept, kept_bytes
 from whalejax.planner.plan import (
     BatchLeaf,
     LeafPlan,
@@ -42,7 +43,7 @@ from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
 from whalejax.planner.shared import STAGE, Shared, devices_of_stage
 from whalejax.planner.staging import candidates, check_stages
-from whalejax.planner.terms import MemoryTerms, Remat, TimeTerms
+from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.turns import Turn, less, times, turn_of
 from whalejax.planner.unequal import (
     Dealt,
@@ -90,19 +91,23 @@ def decide_stages(
     found = []
     problem: PlanError | None = None
     for count in _counts(graph, request, stages):
-        one = _of_one_stage(graph, shared, stages, request, count)
+        asked = _of_one_stage(graph, shared, stages, request, count)
         dealt = Dealt(length=shared.length, stages=stages)
-        if shared.length % stages and one.num_devices == 1:
+        if shared.length % stages and asked.num_devices == 1:
             dealt = replace(dealt, seconds=seconds_of(graph, shared, cluster, count))
-        part = devices_of_stage(cluster, one.num_devices, stages)
+        part = devices_of_stage(cluster, asked.num_devices, stages)
         most = max(dealt.layers)
         program = None if again is None else functools.partial(_again, again, most)
-        try:
-            decided = decided_on(own(most), part, one, program)
-        except PlanError as error:
-            problem = problem or error
-            continue
-        found.append(_Weighed(decided, cluster, piped, dealt))
+        for stash, remat in _stashes(request, able=again is not None):
+            one = replace(asked, remat=remat)
+            try:
+                decided = decided_on(own(most), part, one, program)
+            except PlanError as error:
+                problem = problem or error
+                continue
+            found.append(_Weighed(decided, cluster, piped, dealt, stash))
+            if found[-1].fits:
+                break  # Those behind it compute more.
     if not found:
         assert problem is not None
         raise problem
@@ -111,6 +116,28 @@ def decide_stages(
         raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=lambda one: one.time.step_seconds)
     return best.plan(request, precision, batch, graph.model_hash, found)
+
+
+def _stashes(request: Request, *, able: bool) -> Iterator[tuple[str, Remat | None]]:
+    """What may be kept of a micro-batch in flight, and under which policy of remat.
+
+    What is kept leaves the compiler's fusions, so it pays to keep products alone and to
+    compute again what stands between them; else what stages were given is kept.
+
+    Args:
+        request: what is asked.
+        able: policies of remat can be laid on the layers.
+
+    Yields:
+        The fastest first.
+    """
+    if request.remat is None and able:
+        for policy in request.policies:
+            if policy not in ("none", "full"):
+                yield "residuals", ((ALL, policy),)
+    elif ALL in dict(request.remat or ()):
+        yield "residuals", request.remat
+    yield "inputs", request.remat
 
 
 def _of_one_stage(
@@ -176,6 +203,7 @@ class _Weighed:
     Attributes:
         decided: the search of one stage's model.
         dealt: who has which layers.
+        stash: what stages keep of a micro-batch in flight; see ``Stages``.
         table: who does what when.
         turn: what a micro-batch takes on a stage.
         stages: all of it, as plans keep it.
@@ -184,8 +212,14 @@ class _Weighed:
     """
 
     def __init__(
-        self, decided: Decided, cluster: Cluster, piped: Asked, dealt: Dealt
+        self,
+        decided: Decided,
+        cluster: Cluster,
+        piped: Asked,
+        dealt: Dealt,
+        stash: str,
     ) -> None:
+        self.stash = stash
         self.decided = decided
         self.cluster = cluster
         self.dealt = dealt
@@ -202,12 +236,16 @@ class _Weighed:
         self.turn = self._turn()
         self.stages = self._stages()
         self.time = self._time()
-        held = max(self.table.in_flight) + 4  # two on their way, two that arrived
+        depth = max(self.table.in_flight)
+        held = depth + 4  # two on their way, two that arrived
         memory = self.best.memory
         stored, copied = self._stack_bytes()
+        waiting = held * self.handed_bytes
+        if stash == "residuals":
+            waiting += depth * self._kept_bytes()
         self.memory: MemoryTerms = replace(
             memory,
-            activations_bytes=memory.activations_bytes + held * self.handed_bytes,
+            activations_bytes=memory.activations_bytes + waiting,
             params_bytes=memory.params_bytes + stored - copied,
             working_bytes=memory.working_bytes + copied,
         )
@@ -218,7 +256,7 @@ class _Weighed:
         table, turn = self.table, self.turn
         pace = Pace(
             forward_seconds=turn.ahead.step_seconds,
-            backward_seconds=turn.both.step_seconds,
+            backward_seconds=self.behind.step_seconds,
         )
         return Stages(
             schedule=table.name,
@@ -226,6 +264,7 @@ class _Weighed:
             turns=len({table.turn(row) for row in table.rows}),
             ahead=self._turns("forward"),
             back=self._turns("backward"),
+            stash=self.stash,
             paces=(pace,) * table.num_stages,
             handed_seconds=self._between_seconds("border"),
         )
@@ -248,6 +287,12 @@ class _Weighed:
     def alone(self) -> bool:
         """A stage is one device."""
         return math.prod(self.best.mesh.values()) == 1
+
+    @property
+    def behind(self) -> TimeTerms:
+        """What a stage takes to bring a micro-batch back."""
+        turn = self.turn
+        return turn.both if self.stash == "inputs" else less(turn.both, turn.ahead)
 
     def _setting(self) -> Setting:
         """That of one stage's model."""
@@ -330,9 +375,9 @@ class _Weighed:
         """All turns of a step; those beyond the micro-batches' own are the bubble."""
         stages, count, turn = self.stages, self.best.num_micro_batches, self.turn
         handing = stages.handed_seconds
-        passed = times(turn.ahead, stages.ahead) + times(turn.both, stages.back)
+        passed = times(turn.ahead, stages.ahead) + times(self.behind, stages.back)
         passed += TimeTerms(border_seconds=handing * stages.turns)
-        useful = times(turn.ahead, count) + times(turn.both, count)
+        useful = times(turn.ahead, count) + times(self.behind, count)
         useful += TimeTerms(border_seconds=handing * count)
         waited = passed.step_seconds - useful.step_seconds
         return (
@@ -430,19 +475,46 @@ class _Weighed:
             row_ahead(row, row_hits(row, self.best.tables[row.task_graph], s), s)[2]
             for row in self._ahead_rows()
         )
-        both = self.search.product_flops(self.best) / self.best.num_micro_batches
-        return int(self.stages.ahead * ahead + self.stages.back * both)
+        behind = self.search.product_flops(self.best) / self.best.num_micro_batches
+        if self.stash == "residuals":
+            behind -= ahead
+        return int(self.stages.ahead * ahead + self.stages.back * behind)
 
     def _ahead_rows(self) -> tuple[Row, ...]:
         """What a stage computes to hand on a micro-batch: up to the end of its layers.
 
-        The backward pass computes it again, with all that stands behind.
+        Where only what it was given is kept, the backward pass computes it again, with
+        all that stands behind.
         """
-        graph, place = self.decided.analysed.graph, self.shared.position
-        inside = [op.position[: len(place)] == place for op in graph.ops]
-        end = len(inside) - inside[::-1].index(True)
+        graph, (_, end) = self.decided.analysed.graph, self._span()
         part = replace(graph, ops=graph.ops[:end])
         return build_rows(part, self.decided.analysed.dims).ops
+
+    def _span(self) -> tuple[int, int]:
+        """Where the layers' operations begin and end."""
+        graph, place = self.decided.analysed.graph, self.shared.position
+        inside = [op.position[: len(place)] == place for op in graph.ops]
+        return inside.index(True), len(inside) - inside[::-1].index(True)
+
+    def _kept_bytes(self) -> int:
+        """What the layers' derivative reads of a micro-batch, on one device."""
+        analysed, place = self.decided.analysed, self.shared.position
+        graph = analysed.graph
+        home = {
+            t: op.task_graph
+            for op in graph.ops
+            if op.position[: len(place)] == place
+            for t in (*op.operands, *op.results)
+        }
+        found = [
+            replace(entry, nbytes=one.nbytes)
+            for one in graph.stacked
+            if one.tensor in home
+            for entry in fold_kept(
+                graph, analysed.dims, {one.tensor: (one.trip, home[one.tensor])}
+            )
+        ]
+        return int(sum(kept_bytes(found, self.best.tables, self._setting())))
 
 
 def _too_large(one: _Weighed) -> NothingFits:

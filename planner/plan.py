@@ -286,13 +286,15 @@ class Plan(Pictured):
     def times(self, collective: Collective) -> int:
         """How often a collective of the plan runs in one step.
 
-        Stages in lockstep compute forward again before they compute backward.
+        Stages in lockstep that keep only what they were given compute forward again
+        before they compute backward.
         """
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
             return collective.times(max(self.shares, default=self.num_micro_batches))
-        passes = {"forward": stages.ahead + stages.back, "backward": stages.back}
+        again = 0 if stages.stash == "residuals" else stages.back
+        passes = {"forward": stages.ahead + again, "backward": stages.back}
         return collective.count * passes.get(phase, stages.turns)
 
     @property
