@@ -41,7 +41,7 @@ from whalejax.planner.terms import TimeTerms as TimeTerms
 if TYPE_CHECKING:
     from whalejax.planner.differences import PlanDiff
 
-PLAN_VERSION = 11
+PLAN_VERSION = 12
 """Version of the file format."""
 
 
@@ -106,8 +106,8 @@ class Stages:
         if not layers:
             return f"{self.schedule}{parts}, {self._from()}{self._on()}"
         each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
-        on = self._on()
-        return f"{self.schedule}{parts}, {each} layers each{on}"
+        kept = f", {self.stash} kept" if self.stash else ""
+        return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
 
     def _on(self) -> str:
         """Its kinds of devices, where there are several."""

@@ -93,7 +93,6 @@ def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
         cluster=f"cpu:{devices}",
         num_micro_batches=count,
         mesh={"stage": devices},
-        remat="none",
     )
     print(str(plan).splitlines()[0], flush=True)
     step = wh.compile(

@@ -31,6 +31,9 @@ KINDS: Final[tuple[tuple[Dtype, Precision, int], ...]] = (
 )
 """Dtype, what is computed in, and micro-batches: fewer than stages, as many, more."""
 
+REMATS: Final = ("none", "dots")
+"""Policies: with the second, stages in lockstep keep products."""
+
 
 def _scanned(name: str, layers: int) -> Model:
     """A GPT whose layers stages share out."""
@@ -117,11 +120,16 @@ def alike(case: Case) -> bool:
     return case.model.family == "scan" and case.strategy.schedule in LOCKSTEP
 
 
+def stash(case: Case) -> str:
+    """What stages in lockstep keep of a micro-batch in flight."""
+    return "inputs" if case.remat == "none" else "residuals"
+
+
 def program(case: Case) -> str:
     """What kind of programs stages run; others differ in the order of rows only."""
     schedule = case.strategy.schedule
     if alike(case):
-        return "lockstep"
+        return f"lockstep, {stash(case)}"
     return schedule if schedule in ("interleaved", "zb-h1") else "apart"
 
 
@@ -136,6 +144,8 @@ def reason_to_skip(case: Case) -> str | None:
         return "its mesh takes other numbers of devices"
     if strategy.schedule == "interleaved" and case.num_micro_batches % stages:
         return "interleaving takes micro-batches in rounds, one for each stage"
+    if case.remat != "none" and not alike(case):
+        return "remat changes what stages in lockstep keep, and is tested with them"
     if alike(case):
         few = stages > case.model.options["layers"]
         return "there are fewer layers than stages" if few else None
@@ -150,8 +160,8 @@ def every_combination() -> Iterator[Case]:
         dtype,
         precision,
         count,
-    ), stages, schedule, kind, devices in itertools.product(
-        MODELS, KINDS, STAGES, SCHEDULES, INSIDE, cases.DEVICES
+    ), remat, stages, schedule, kind, devices in itertools.product(
+        MODELS, KINDS, REMATS, STAGES, SCHEDULES, INSIDE, cases.DEVICES
     ):
         yield Case(
             model=model,
@@ -160,6 +170,7 @@ def every_combination() -> Iterator[Case]:
             num_micro_batches=count,
             dtype=dtype,
             precision=precision,
+            remat=remat,
         )
 
 
@@ -213,6 +224,7 @@ def meetings(case: Case) -> frozenset[Any]:
     # What is wrong in float32 is wrong in float64, whatever it meets.
     width = "wide" if case.precision == "f32" else case.precision
     axes = case.strategy.layout.split("-")
+    kind = "lockstep" if alike(case) else program(case)
     return frozenset(
         [
             case.model.name,
@@ -220,9 +232,9 @@ def meetings(case: Case) -> frozenset[Any]:
             (alike(case), case.strategy.schedule),
             # Cut again, a backward shows what any other cut does, and more.
             *[("cut again", case.model.family)] * (program(case) == "zb-h1"),
-            (program(case), stages),
+            (kind, stages),
             (program(case), width),
-            (program(case), "fewer" if count < stages else "more"),
+            (kind, "fewer" if count < stages else "more"),
             *((program(case), axis) for axis in axes),
             *((width, axis) for axis in axes),
         ]
@@ -265,6 +277,7 @@ def unlike(case: Case, plan: wh.Plan) -> dict[str, tuple[Any, Any]]:
         "stages": (plan.axis_sizes["stage"], strategy.stages),
         "schedule": (stages.schedule, strategy.schedule + suffix),
         "executor": (stages.executor, "spmd" if alike(case) else "mpmd"),
+        "stash": (stages.stash, stash(case) if alike(case) else ""),
         "parts of a stage": (stages.chunks, _chunks(case)),
         "mesh of stages": (
             any("tensor" in mesh for mesh in found) if strategy.annotated else found,

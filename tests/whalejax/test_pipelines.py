@@ -24,7 +24,7 @@ from tests.equality import (
     distance,
     on_one_device,
 )
-from whalejax import hlo, models
+from whalejax import hlo, jobs, models
 from whalejax.lowering.pipelined import turns_of
 from whalejax.planner.schedules import schedule
 
@@ -443,3 +443,36 @@ def test_batches_of_which_no_usual_number_of_parts_can_be_made(size: int) -> Non
         mesh={"stage": 2},
     )
     assert plan.num_micro_batches == 1
+
+
+def staged_gpt(**options: Any) -> wh.Plan:
+    """Two stages of a GPT whose layers keep much more than they are given."""
+    kinds = {"dtype": None, "param_dtype": "float32"}
+    sizes = {"layers": 8, "scan_layers": True, "annotated": False}
+    job = models.job("gpt-test", **sizes, **kinds)
+    options = {"cluster": "h100:2", "mesh": {"stage": 2}, **options}
+    plan: wh.Plan = wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0, 64),
+        optimizer=optax.sgd(0.1),
+        num_micro_batches=8,
+        **options,
+    )
+    return plan
+
+
+def test_residuals_are_kept_where_they_fit() -> None:
+    kept = staged_gpt()
+    given = staged_gpt(remat="none")
+    assert kept.stages is not None and given.stages is not None
+    assert (kept.stages.stash, kept.remat) == ("residuals", (("*", "dots"),))
+    assert (given.stages.stash, given.remat) == ("inputs", ())
+    assert kept.time.step_seconds < given.time.step_seconds
+    assert kept.product_flops == pytest.approx(3 / 4 * given.product_flops, rel=0.1)
+    assert "residuals kept" in str(kept) and "inputs kept" in str(given)
+    room = kept.memory.total_bytes - 1
+    tight = wh.cluster("h100:2").with_memory(room)
+    small = staged_gpt(cluster=tight)
+    assert small.stages is not None and small.stages.stash == "inputs"
+    assert small.memory.total_bytes <= room

@@ -53,6 +53,7 @@ def test_the_subset_brings_together_all_that_the_family_does() -> None:
 def test_the_family_is_whole() -> None:
     combinations = len(stages.MODELS) * len(stages.KINDS) * len(stages.STAGES)
     combinations *= len(stages.SCHEDULES) * len(stages.INSIDE) * len(cases.DEVICES)
+    combinations *= len(stages.REMATS)
     assert len(stages.whole()) + sum(stages.skipped().values()) == combinations
     ids = [case.id for case in features.whole()]
     assert len(set(ids)) == len(ids)

@@ -54,7 +54,7 @@ def pipelined_gradients(
     """
     table, plan = _table(program), program.plan
     assert plan.stages is not None
-    stash = STASHES[plan.stages.stash or "inputs"]
+    stash = STASHES[plan.stages.stash]
 
     def trained(local: OneStage) -> Sums:
         here, none = stash(local), local.nothing()
