@@ -240,12 +240,13 @@ class _Weighed:
         held = depth + 4  # two on their way, two that arrived
         memory = self.best.memory
         stored, copied = self._stack_bytes()
-        waiting = held * self.handed_bytes
-        if stash == "residuals":
-            waiting += depth * self._kept_bytes()
+        activations = memory.activations_bytes
+        if stash == "residuals":  # Those of the micro-batch in hand lie among them.
+            kept = self._kept_bytes()
+            activations = max(activations, kept) + (depth - 1) * kept
         self.memory: MemoryTerms = replace(
             memory,
-            activations_bytes=memory.activations_bytes + waiting,
+            activations_bytes=activations + held * self.handed_bytes,
             params_bytes=memory.params_bytes + stored - copied,
             working_bytes=memory.working_bytes + copied,
         )

@@ -322,6 +322,13 @@ def compiled(
     )
 
 
+def peak_bytes(program: Any) -> int:
+    """What a compiled program holds on a device; what it gives anew is part of it."""
+    stats = program.memory_analysis()
+    fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.argument_size_in_bytes + stats.temp_size_in_bytes + fresh)
+
+
 def check(one: OneDevice, *, steps: int = 1, **options: Any) -> Outcome:
     """Plan a job on some devices, run it, and compare it with one device.
 

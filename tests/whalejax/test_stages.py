@@ -61,7 +61,8 @@ def test_the_family_is_whole() -> None:
     families = {model.family for model in stages.MODELS}
     for name in ("apart", "zb-h1", "interleaved"):
         assert {family for other, family in kinds if other == name} == families
-    assert ("lockstep", "scan") in kinds
+    for kept in ("inputs", "residuals"):
+        assert (f"lockstep, {kept}", "scan") in kinds
 
 
 @pytest.mark.parametrize(
