@@ -25,7 +25,7 @@ from whalejax.planner.decide import (
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.graph import Graph
-from whalejax.planner.layer_cuts import pace_of, stage_layers
+from whalejax.planner.layer_cuts import cut_layers, stage_layers
 from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec, Table
 from whalejax.planner.leaves import LeafFacts, lay_out
@@ -234,7 +234,7 @@ class _Chosen:
         f = case.frames
         kind = case.placement.kinds[0] if case.placement.by == "replicas" else None
         cases = Cases(search.model, f, case.placement, kind)
-        pace_of(cases)
+        cut_layers(cases)
         layers = stage_layers(cases, np.zeros(1, dtype=np.int64))[:, 0]
         held = [search.cluster.kinds[kind].name for kind in stage_kinds(cases)]
         ahead, back = part_seconds(cases, np.zeros(1, dtype=np.int64))

@@ -184,6 +184,7 @@ class _Rows:
         self.hidden = constants().platforms.get(self.cluster.platform, WHOLE)
         self.zeros = np.zeros(self.number)
         self._rates: dict[tuple[str, tuple[str, ...]], Rates] = {}
+        self._ranks: dict[tuple[str, ...], tuple[Array, Array]] = {}
         self._places: Array | None = None
 
     def cell(self, column: Column) -> Array:
@@ -191,7 +192,7 @@ class _Rows:
         values = self.model.cells.get(column)
         if values is None:
             return np.zeros(self.number)
-        found: Array = values[self.frames.cell]
+        found: Array = np.take(values, self.frames.cell)
         return found
 
     def rates(
@@ -212,8 +213,19 @@ class _Rows:
                 sizes = np.stack([column[first] for column in columns])
                 self._places = wires.places(sizes, self.frames.order[first])[inverse]
             per_byte, per_time = wires.rates(kind, axes, priced)
-            self._rates[kind, axes] = per_byte[self._places], per_time[self._places]
+            self._rates[kind, axes] = (
+                np.take(per_byte, self._places),
+                np.take(per_time, self._places),
+            )
         return self._rates[kind, axes]
+
+    def ranks(self, axes: tuple[str, ...]) -> tuple[Array, Array]:
+        """How many ranks axes join at every row, and where several of them do."""
+        if axes not in self._ranks:
+            sizes = [self.mesh[axis] for axis in axes]
+            used = sum((size > 1 for size in sizes), self.zeros)
+            self._ranks[axes] = math.prod(sizes, start=self.zeros + 1.0), used > 1
+        return self._ranks[axes]
 
     def collective(
         self, kind: Any, axes: tuple[str, ...], payload: Array, times: Array
@@ -232,7 +244,12 @@ class _Rows:
     ) -> list[tuple[str, Array]]:
         """Seconds of a column of collectives by phase, those that are repeated too."""
         cell = self.frames.cell
-        seconds = self.collective(column.collective, axes, payload[cell], times[cell])
+        count = np.take(times, cell)
+        if not count.any():
+            return []
+        seconds = self.collective(
+            column.collective, axes, np.take(payload, cell), count
+        )
         found = [(column.phase, seconds)]
         again = self.policy(column.task_graph, "full", "named")
         if column.phase == "forward" and again.any():
@@ -319,12 +336,14 @@ class Cases(_Rows):
     ) -> None:
         super().__init__(model, frames)
         self.alike = placement.by == "all"
-        self.groups = self._groups(placement, kind)
+        first, *others = self._groups(placement, kind)
+        self.groups = [first, *(g for g in others if g.count.any())]
         self.over = self.zeros
         self.holders = model.storage.holders
         self.held = model.storage.at(frames.cell, frames.data, frames.fsdp)
         self._seconds: Seconds | None = None
         self._sums: dict[tuple[int, int, str], Array] = {}
+        self._ends: dict[tuple[int, str], Array] = {}
 
     @property
     def seconds(self) -> Seconds:
@@ -473,12 +492,23 @@ class Cases(_Rows):
         self, group: Group, layers: Array, phases: Sequence[str] = PHASES
     ) -> Array:
         """One micro-batch on a stage of a group with so many layers."""
-        found = self.zeros
-        for phase in phases:
-            found = found + layers * self.place_seconds(group.kind, LAYER, phase)
-            found = found + group.first * self.place_seconds(group.kind, FIRST, phase)
-            found = found + group.last * self.place_seconds(group.kind, LAST, phase)
-        return found
+        return sum(
+            (
+                layers * self.place_seconds(group.kind, LAYER, phase)
+                + self._end_seconds(group, phase)
+                for phase in phases
+            ),
+            self.zeros,
+        )
+
+    def _end_seconds(self, group: Group, phase: str) -> Array:
+        """One micro-batch on a stage of a group, but for its layers."""
+        key = id(group), phase
+        if key not in self._ends:
+            first = group.first * self.place_seconds(group.kind, FIRST, phase)
+            last = group.last * self.place_seconds(group.kind, LAST, phase)
+            self._ends[key] = first + last
+        return self._ends[key]
 
     # Bytes.
 

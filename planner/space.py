@@ -14,9 +14,11 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
 from whalejax.planner.choices import choices
 from whalejax.planner.dimensions import analyse
+from whalejax.planner.frames import Bounds, Frames, frames_of
 from whalejax.planner.graph import Graph
 from whalejax.planner.layers import find_layers
 from whalejax.planner.layout import divisors
+from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column, Columns, Links, Pricer, ideal
 from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.resized import resized
@@ -90,6 +92,7 @@ class Space:
 
     Attributes:
         reading, cluster: as given.
+        inner: sizes of axes inside a stage, as far as the user fixed them.
         served: variants that serve what was asked; empty if none does.
         links: what pricing needs; of the first of them.
         cells: priced columns.
@@ -109,11 +112,12 @@ class Space:
         self.cells: Columns
         self.storage: Storage
         self.reading, self.cluster = reading, cluster
+        self.inner = inner_sizes(reading, request)
         self.wires, self.ideal_wires = Wires(cluster), Wires(ideal(cluster))
         size = reading.graph.batch_size
         if like is not None:
             self.served, self.links = like.served, like.links
-            self.storage = like.storage
+            self.storage, self.inner = like.storage, like.inner
             pricer = Pricer(self.served, self.links, cluster, size)
             self.cells = pricer.price(like.cells)
             return
@@ -133,8 +137,7 @@ class Space:
         self.storage = Storage(self.cells, self.links.leaves, request.cast_bytes)
 
     def _points(self, request: Request) -> Points:
-        total = request.num_devices
-        fixed = Asked.of(self.reading.graph, request).mesh
+        total, fixed = request.num_devices, self.inner
 
         def sizes(axis: str, used: bool) -> list[int]:
             allowed = divisors(total) if used else [1]
@@ -163,6 +166,12 @@ class Space:
         }
 
 
+def inner_sizes(reading: Reading, request: Request) -> dict[str, int]:
+    """Sizes of axes inside a stage, as far as the user fixed them."""
+    fixed = Asked.of(reading.graph, request).mesh
+    return {axis: size for axis, size in fixed.items() if axis in INNER}
+
+
 class Spaces:
     """The spaces of one loss, each worked out once, whatever the batch.
 
@@ -172,6 +181,7 @@ class Spaces:
 
     def __init__(self) -> None:
         self.seeds: deque[tuple[int, ...]] = deque(maxlen=8)
+        self._frames: deque[tuple[tuple[object, ...], Frames]] = deque(maxlen=4)
         self._readings: list[tuple[str | None, Reading]] = []
         self._spaces: list[tuple[tuple[object, ...], Space]] = []
 
@@ -193,14 +203,16 @@ class Spaces:
         """
         reading = self._reading(graph, request.default)
         key = (
-            *(cluster.compiler, request.num_devices, request.mesh or {}),
+            *(cluster.compiler, request.num_devices),
             *(request.sequence_parallel, request.optimizer),
             *(request.narrowed, request.cast_bytes),
         )
+        # Where an axis is fixed, other sizes are left out when frames are made.
+        inner = inner_sizes(reading, request)
         alike = [
             space
             for known, space in self._spaces
-            if known == key and space.reading is reading
+            if known == key and space.reading is reading and space.inner in ({}, inner)
         ]
         for space in alike:
             if space.cluster == cluster:
@@ -209,3 +221,30 @@ class Spaces:
         space = Space(reading, cluster, request, like)
         self._spaces.append((key, space))
         return space
+
+    def frames(self, space: Space, placement: Placement, bounds: Bounds) -> Frames:
+        """Every frame around the cells of a space, worked out once for equal bounds.
+
+        Args:
+            space: one of these.
+            placement: kinds of devices.
+            bounds: what frames may be.
+        """
+        key = space.served, placement, bounds
+        for known, frames in self._frames:
+            if known[0] is key[0] and known[1:] == key[1:]:
+                return frames
+        sizes, replicas = space.sizes, placement.by == "replicas"
+        count = len(sizes["samples"])
+        found = frames_of(np.arange(count), sizes, bounds, shares=replicas)
+        fits = np.ones(len(found), dtype=bool)
+        inner = sizes["expert"] * sizes["context"] * sizes["tensor"]
+        for number in placement.counts:
+            if replicas:
+                fits &= number % (inner[found.cell] * found.stage * found.fsdp) == 0
+            if placement.by == "stages":
+                part = found.stage * number
+                fits &= (part % bounds.num_devices == 0) & (part > 0)
+        found = found.take(fits)
+        self._frames.append((key, found))
+        return found

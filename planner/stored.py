@@ -88,7 +88,7 @@ class HeldAt:
         """A column of what is held, at these rows."""
         if name.startswith("_"):
             raise AttributeError(name)
-        found = getattr(self._held, name)[..., self._rows]
+        found = np.take(getattr(self._held, name), self._rows, axis=-1)
         setattr(self, name, found)
         return found
 

@@ -83,7 +83,7 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
     """Weigh cases; the pipeline's time is a lower bound.
 
     Args:
-        cases: what to weigh; ``pace_of`` has cut them.
+        cases: what to weigh; ``cut_layers`` has cut them.
         micro_batches: of one pipeline, where replicas differ; the frames' otherwise.
     """
     parts = cases.frames.micro_batches if micro_batches is None else micro_batches
@@ -118,7 +118,7 @@ def least_step(
     """A lower bound on the step time of cases under any of some ZeRO levels.
 
     Args:
-        cases: nothing computed again, nothing in host memory; ``pace_of`` has cut them.
+        cases: cut by ``cut_layers``; nothing computed again or in host memory.
         chunks: into how many parts stages may interleave.
         zeros: the levels.
         micro_batches: of one pipeline.
@@ -154,7 +154,7 @@ def least_fill(cases: Cases, pace: Array, most: Array) -> Array:
     """What a pipeline takes at least beside its slowest stage's work.
 
     Args:
-        cases: not interleaved; ``pace_of`` has cut them.
+        cases: not interleaved; ``cut_layers`` has cut them.
         pace: seconds of a micro-batch at the slowest stage.
         most: micro-batches that there are at most; with fewer it takes no less.
     """
@@ -303,16 +303,15 @@ def _table(name: str, stages: int, micro_batches: int, chunks: int) -> Compiled:
 def part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:
     """Forward and backward seconds of every part along some cases' pipelines."""
     layers = stage_layers(cases, rows)
-    stages = int(cases.frames.stage[rows[0]])
+    stage = np.arange(len(layers))[:, None] % int(cases.frames.stage[rows[0]])
     found = []
     for phase in PHASES:
         seconds = np.zeros(layers.shape)
         for g in cases.groups:
             layer = cases.place_seconds(g.kind, LAYER, phase)[rows]
             index, count = g.index[rows], g.count[rows]
-            for part in range(len(layers)):
-                inside = (index <= part % stages) & (part % stages < index + count)
-                seconds[part] += inside * layer * layers[part]
+            inside = (index <= stage) & (stage < index + count)
+            seconds += inside * layer * layers
         first, last = cases.groups[0], cases.groups[-1]
         seconds[0] += cases.place_seconds(first.kind, FIRST, phase)[rows]
         seconds[-1] += cases.place_seconds(last.kind, LAST, phase)[rows]
@@ -427,24 +426,23 @@ def _reduction_seconds(
     cases: Cases, axes: tuple[str, ...], payload: Array, parts: Array, shards: bool
 ) -> Array:
     """Seconds of the reductions of gradients over some axes."""
+    if not payload.any():
+        return cases.zeros
     once = (payload > 0) * 1.0
     if not cases.cluster.compiler.reduce_scatter:
         return cases.collective("all-reduce", axes, payload, once)
     sharding = ("data", "fsdp") if shards else ("fsdp",)
     scattered = tuple(a for a in axes if a in sharding)
     left = tuple(a for a in axes if a not in sharding)
-    pieces = np.ones(cases.number)
-    for axis in scattered:
-        pieces = pieces * cases.mesh[axis]
-    seconds = cases.collective(
+    pieces, _ = cases.ranks(scattered)
+    found = cases.collective(
         "reduce-scatter", scattered, payload * parts, once * parts
     ) + cases.collective("all-reduce", left, payload / pieces, once)
-    if not cases.cluster.compiler.reduces_in_parts:
+    _, several = cases.ranks(axes)
+    if not cases.cluster.compiler.reduces_in_parts and several.any():
         times = np.where(pieces > 1, parts, 1.0)
-        args = "all-reduce", axes, payload * times, once * times
-        several = sum((cases.mesh[a] > 1) * 1 for a in axes) > 1
-        seconds = np.where(several, cases.collective(*args), seconds)
-    found: Array = seconds
+        whole = cases.collective("all-reduce", axes, payload * times, once * times)
+        found = np.where(several, whole, found)
     return found
 
 

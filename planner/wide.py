@@ -26,13 +26,12 @@ from whalejax.planner.frames import (
     Bounds,
     Frames,
     expansions,
-    frames_of,
     ordered,
     ringed,
     scheduled,
 )
 from whalejax.planner.graph import Graph
-from whalejax.planner.layer_cuts import pace_of
+from whalejax.planner.layer_cuts import cut_layers
 from whalejax.planner.outlook import Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, ideal
@@ -200,26 +199,17 @@ class WideSearch:
         return found
 
     def _frames(self, placement: Placement) -> Frames:
-        sizes = self._sizes
-        bounds = Bounds(
-            num_devices=self.request.num_devices,
-            global_batch=self.batch,
-            layers=self.model.layers,
-            fixed=self.asked.mesh,
-            micro_batches=self.asked.num_micro_batches,
+        return self.spaces.frames(
+            self.space,
+            placement,
+            Bounds(
+                num_devices=self.request.num_devices,
+                global_batch=self.batch,
+                layers=self.model.layers,
+                fixed=self.asked.mesh,
+                micro_batches=self.asked.num_micro_batches,
+            ),
         )
-        replicas = placement.by == "replicas"
-        count = len(sizes["samples"])
-        found = frames_of(np.arange(count), sizes, bounds, shares=replicas)
-        fits = np.ones(len(found), dtype=bool)
-        inner = sizes["expert"] * sizes["context"] * sizes["tensor"]
-        for number in placement.counts:
-            if replicas:
-                fits &= number % (inner[found.cell] * found.stage * found.fsdp) == 0
-            if placement.by == "stages":
-                part = found.stage * number
-                fits &= (part % self.request.num_devices == 0) & (part > 0)
-        return found.take(fits)
 
     # The search.
 
@@ -408,7 +398,7 @@ class WideSearch:
         if placement.by == "replicas":
             return Replicas(model, frames, placement).least_step(self._zeros())
         cases = Cases(model, frames, placement, None)
-        pace_of(cases)
+        cut_layers(cases)
         return least_step(
             cases,
             chunks,
@@ -478,7 +468,7 @@ class WideSearch:
         if placement.by == "replicas":
             return Replicas(self.model, frames, placement).weigh()
         cases = Cases(self.model, frames, placement, None)
-        pace_of(cases)
+        cut_layers(cases)
         return weigh(cases)
 
     def _settle(self, placement: Placement, frames: Frames, found: Weighed) -> None:
@@ -508,7 +498,7 @@ class WideSearch:
             replicas = Replicas(self.model, frames, placement)
             return replicas.weigh(exact=True), replicas.counts()
         cases = Cases(self.model, frames, placement, None)
-        pace_of(cases)
+        cut_layers(cases)
         found = weigh(cases)
         settle(cases, found, everyone, frames.micro_batches)
         return found, [(int(m),) for m in frames.micro_batches]

@@ -138,9 +138,15 @@ def checkpoint_name_of(equation: Any) -> str | None:
     return str(equation.params["name"]) if named else None
 
 
+Kept = tuple[tuple[int, ...], Any, bool]
+"""Shape and dtype of a kept value, and whether only products read it."""
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
 def scan_residuals(
     equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-) -> list[tuple[tuple[int, ...], Any, bool]]:
+) -> list[Kept]:
     """What one turn of a scan keeps for its backward pass, as JAX decides it.
 
     Weights, and what depends on them alone, are left out: they are kept elsewhere.
@@ -152,6 +158,66 @@ def scan_residuals(
     Returns:
         Shape and dtype of each kept value, and whether only products read it.
     """
+    known = _kept_by_checkpoint(equation)
+    return residuals_by_vjp(equation, run) if known is None else known
+
+
+def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
+    """What is kept of turns that are one checkpoint which keeps what it is given.
+
+    Args:
+        equation: a scan.
+
+    Returns:
+        As ``scan_residuals``; None where that takes a derivative to tell.
+    """
+    (inner,) = inner_jaxprs(equation)
+    body, _ = open_jaxpr(inner)
+    if len(body.eqns) != 1 or recursion(body.eqns[0]) != "remat":
+        return None
+    (one,) = body.eqns
+    if one.params["policy"] is not None:
+        return None
+    parts = scan_parts(equation)
+    flowing = body.invars[parts.num_consts :]
+    carries = [v for v in flowing[: parts.num_carries] if v in one.invars]
+    flows = [not is_literal(a) and a in flowing for a in one.invars]
+    for carry in carries:
+        mine = [a is carry for a in one.invars]
+        if not is_inexact(carry.aval.dtype) or not _multiplies(one, mine, flows):
+            return None
+    readers = _readers(inner)
+    return [
+        (tuple(v.aval.shape), v.aval.dtype, readers[v] <= _PRODUCTS) for v in carries
+    ]
+
+
+def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool:
+    """Whether a call multiplies what depends on some operands with what does on others.
+
+    Args:
+        one: a call-like equation; calls inside are not looked into.
+        flags, others: of each operand.
+    """
+    body, _ = open_jaxpr(inner_jaxprs(one)[0])
+    sets = [
+        {v for v, flag in zip(body.invars, given, strict=True) if flag}
+        for given in (flags, others)
+    ]
+    for inside in body.eqns:
+        read = {a for a in inside.invars if not is_literal(a)}
+        if inside.primitive.name in _PRODUCTS and sets[0] & read and read <= sets[1]:
+            return True
+        for found in sets:
+            if found & read:
+                found.update(inside.outvars)
+    return False
+
+
+def residuals_by_vjp(
+    equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+) -> list[Kept]:
+    """``scan_residuals``, by a derivative in any case."""
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
     flows = [
@@ -186,12 +252,11 @@ def scan_residuals(
     outs = body.outvars[parts.num_carries + given :]
     moved = depending(inner, flags)[-len(outs) :] if outs else []
     readers = _readers(inner)
-    products = {"dot_general", "conv_general_dilated"}
     return [
         (
             tuple(var.aval.shape),
             var.aval.dtype,
-            bool(readers.get(var)) and readers[var] <= products,
+            bool(readers.get(var)) and readers[var] <= _PRODUCTS,
         )
         for var, depends in zip(outs, moved, strict=True)
         if depends
