@@ -175,7 +175,7 @@ def _regions(plan: Plan, width: int | None) -> Iterator[Line]:
         axes = [f"{axis}: {', '.join(roles)}" for axis, roles in region.axes if roles]
         marks = " > ".join(region.marks) or "unmarked"
         pieces = [f"{region.task_graph} ({marks})", " · ".join(axes) or "whole"]
-        yield from paragraph("compute", pieces, width)
+        yield from paragraph("axes", pieces, width)
 
 
 def _stages(plan: Plan, width: int | None) -> Iterator[Line]:

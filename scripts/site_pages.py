@@ -1,7 +1,8 @@
 """What the site shows otherwise than the repository: mkdocs calls this as a hook.
 
-README, CONTRIBUTING and CHANGELOG become pages where they stand, so that none of them
-has a second copy; links to files that are no page (scripts, the licence) become words.
+README, CONTRIBUTING, CHANGELOG and the notebooks' text become pages where they stand, so
+that none of them has a second copy; links to files that are no page (scripts, the
+licence) become words.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ PAGES: Final = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "notebooks/explore_plans.ipynb": "explore_plans.md",
+    "notebooks/mixed_gpus.ipynb": "mixed_gpus.md",
+    "notebooks/pipeline_schedules.ipynb": "pipeline_schedules.md",
 }
-"""Files of the root and the pages that they become."""
+"""Files outside the folder of documents and the pages that they become."""
 
 _CODE: Final = r"^```.*?^```|`[^`\n]+`"
 _LINK: Final = r"(?<!!)\[((?:`[^`\n]+`|[^]`])*)\]\(([^)#\s]*)(#[^)\s]*)?\)"
@@ -49,12 +53,13 @@ def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages; called by mkdocs once it has listed the folder of documents."""
     generated = importlib.import_module("mkdocs.structure.files").File.generated
     for name, page in PAGES.items():
-        text = as_page((ROOT / name).read_text())
+        path = (ROOT / name).with_suffix(".md")  # notebooks have their text beside them
+        text = as_page(re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.DOTALL))
         files.append(generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Turn the links of a page; called by mkdocs for each. The root's are turned."""
-    is_of_the_root = page.file.src_uri in PAGES.values()
-    return markdown if is_of_the_root else as_page(markdown, "docs")
+    """Turn the links of a page; called by mkdocs for each. Those added are turned."""
+    is_turned = page.file.src_uri in PAGES.values()
+    return markdown if is_turned else as_page(markdown, "docs")
