@@ -30,6 +30,10 @@ from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
 
 
+ALIKE = "one program runs all stages in lockstep: their layers are one scan"
+"""Why a plan has this executor."""
+
+
 def decider(
     programs: Programs,
     request: Request,
@@ -95,7 +99,8 @@ class _Staging:
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if not why:
-            return decide_stages(graph, cluster, request, piped=asked, **options)
+            plan = decide_stages(graph, cluster, request, piped=asked, **options)
+            return dataclasses.replace(plan, notes=(*plan.notes, ALIKE))
         try:
             plan = decide_mpmd(
                 graph,

@@ -15,9 +15,7 @@ import numpy as np
 from whalejax import _compat, rebuild
 from whalejax.capture.stack import Stack
 from whalejax.lowering.counted import Turns, counted
-from whalejax.lowering.lockstep import (
-    chosen,
-)
+from whalejax.lowering.lockstep import chosen
 from whalejax.lowering.spmd import Program, Sums, sums_of, wide
 from whalejax.planner.shared import STAGE, of_stage
 
