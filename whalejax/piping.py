@@ -207,7 +207,11 @@ def _why_apart(captured: Captured, asked: Asked, marked: bool, cluster: Cluster)
     if not cluster.is_uniform:
         return "devices are of several kinds, and one program runs on one kind"
     if asked.schedule not in (None, *LOCKSTEP):
-        return f"one program for all stages does not follow {asked.schedule}"
+        return (
+            f"one program for all stages does not follow {asked.schedule}, only "
+            f"{' and '.join(LOCKSTEP)}, which share out the layers of a scan; other "
+            "schedules take layers that are not in one"
+        )
     if _compat.open_jaxpr(captured.jaxpr)[0].effects:
         return (
             "the loss prints or calls back, which one program for all stages would do "
