@@ -311,6 +311,7 @@ class _Weighed:
         chosen: the layout of each stage.
         turns: of each, what a micro-batch takes.
         time, memory: predictions of a step.
+        fullest: the stage whose memory it is, that of all which lacks most.
         fits: every stage's memory is within its device's.
     """
 
@@ -325,12 +326,12 @@ class _Weighed:
             _measured(turn_of(one.search, one.scored), ground.ratio)
             for one, ground in zip(chosen, found.grounds, strict=True)
         ]
-        self.memory, self.room_bytes = max(
-            (
-                (one.scored.memory, ground.cluster.memory_bytes)
-                for one, ground in zip(chosen, found.grounds, strict=True)
-            ),
-            key=lambda pair: pair[0].total_bytes / pair[1],
+        needs = [
+            (one.scored.memory, ground.cluster.memory_bytes)
+            for one, ground in zip(chosen, found.grounds, strict=True)
+        ]
+        self.fullest, (self.memory, self.room_bytes) = max(
+            enumerate(needs), key=lambda pair: pair[1][0].total_bytes / pair[1][1]
         )
         self.fits = self.memory.total_bytes <= self.room_bytes
         self.time = self._time()
@@ -579,7 +580,8 @@ def _too_large(one: _Weighed) -> NothingFits:
     name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
     return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
-        f"{gigabytes(room)}, {gigabytes(need - room)} short; "
+        f"{gigabytes(room)}, {gigabytes(need - room)} short, on stage {one.fullest} "
+        "(they count from 0); "
         f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
         "shard more inside a stage (fsdp, tensor)",
         lacks_bytes=need - room,

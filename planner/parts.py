@@ -178,14 +178,28 @@ class Units:
         return list(itertools.accumulate(steps))
 
     def labels(self, graph: Graph) -> tuple[int | None, ...]:
-        """For each unit the number of the stage that marks put it into, if any does."""
-        found: list[int | None] = [None] * len(self.units)
+        """For each unit the number of the stage that marks put it into, if any does.
+
+        Raises:
+            PlanError: several stages are marked inside one loop; its line is named.
+        """
+        found: list[set[int]] = [set() for _ in self.units]
         for op in graph.ops:
             index = self.unit_at(op.position)
             for mark in graph.task_graphs[op.task_graph].marks:
                 if mark.kind == "stage" and index is not None:
-                    found[index] = int(mark.get("i") or 0)
-        return tuple(found)
+                    found[index].add(int(mark.get("i") or 0))
+        problems = Problems("stages are marked inside a loop", PlanError)
+        for unit, numbers in zip(self.units, found, strict=True):
+            if len(numbers) > 1:
+                problems.add(
+                    f"{unit.line} holds the marks of stages "
+                    f"{', '.join(map(str, sorted(numbers)))}. A loop or checkpointed "
+                    "region lies on one stage: put marks around it, unroll it, or "
+                    "leave the marks out and give num_stages"
+                )
+        problems.raise_if_any()
+        return tuple(next(iter(numbers), None) for numbers in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

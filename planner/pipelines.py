@@ -89,7 +89,7 @@ def decide_stages(
     _check(shared, stages, request)
     own = functools.cache(lambda layers: shared.of_stage(graph, layers))
     found = []
-    problem: PlanError | None = None
+    problems: list[PlanError] = []
     for count in _counts(graph, request, stages):
         asked = _of_one_stage(graph, shared, stages, request, count)
         dealt = Dealt(length=shared.length, stages=stages)
@@ -103,14 +103,13 @@ def decide_stages(
             try:
                 decided = decided_on(own(most), part, one, program)
             except PlanError as error:
-                problem = problem or error
+                problems.append(error)
                 continue
             found.append(_Weighed(decided, cluster, piped, dealt, stash))
             if found[-1].fits:
                 break  # Those behind it compute more.
     if not found:
-        assert problem is not None
-        raise problem
+        raise _nothing(problems, stages)
     fitting = [one for one in found if one.fits]
     if not fitting:
         raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
@@ -445,6 +444,12 @@ class _Weighed:
             product_flops=self._product_flops(),
         )
 
+    @property
+    def kept_words(self) -> str:
+        """What stages keep of a micro-batch in flight."""
+        given = self.stash == "inputs"
+        return "what they were given" if given else "what their derivative reads"
+
     def _layer_roles(self) -> set[str]:
         """Names of the dimension of the layers."""
         leaves = (x for x in self.best.leaves if x.path in self.shared.paths)
@@ -518,13 +523,33 @@ class _Weighed:
         return int(sum(kept_bytes(found, self.best.tables, self._setting())))
 
 
+def _nothing(problems: Sequence[PlanError], stages: int) -> PlanError:
+    """Why there is no plan: what is nearest to one, where all lack memory."""
+    lacking = [error for error in problems if isinstance(error, NothingFits)]
+    if len(lacking) < len(problems):
+        return next(error for error in problems if error not in lacking)
+    nearest = min(lacking, key=lambda error: error.lacks_bytes)
+    layout = f"stage {stages} × {nearest.nearest}"
+    need = nearest.of_bytes + nearest.lacks_bytes
+    return NothingFits(
+        f"{layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(nearest.of_bytes)}, {gigabytes(nearest.lacks_bytes)} short, "
+        "before activations of micro-batches in flight. Use more stages or "
+        "micro-batches, or shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=nearest.lacks_bytes,
+        of_bytes=nearest.of_bytes,
+        nearest=layout,
+        what=nearest.what,
+    )
+
+
 def _too_large(one: _Weighed) -> NothingFits:
     need, room = one.memory.total_bytes, one.cluster.memory_bytes
     return NothingFits(
         f"{one.layout} needs {gigabytes(need)} on a device and there are "
         f"{gigabytes(room)}, {gigabytes(need - room)} short: "
         f"{gigabytes(one.memory.activations_bytes)} are activations, of which "
-        "stages keep what they were given of every micro-batch in flight. Use more "
+        f"stages keep {one.kept_words} of every micro-batch in flight. Use more "
         "micro-batches or stages, or shard more inside a stage (fsdp, tensor)",
         lacks_bytes=need - room,
         of_bytes=room,

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -185,7 +186,7 @@ class _Run:
                 found[site.number, action] = [jax.numpy.copy(x) for x in values]
                 return piece.run(values, added)
 
-            return dataclasses.replace(piece, run=run)
+            return SimpleNamespace(reads=piece.reads, gives=piece.gives, run=run)
 
         self.runner.sites[:] = [
             dataclasses.replace(

@@ -49,7 +49,7 @@ from flax import nnx  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
-from whalejax.lowering import pipelined  # noqa: E402
+from whalejax.lowering import one_stage  # noqa: E402
 from whalejax.lowering.counted import Turns  # noqa: E402
 from whalejax.lowering.dealt import places_of  # noqa: E402
 from whalejax.planner.unequal import with_layers  # noqa: E402
@@ -68,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layers = tuple(arguments.layers)
     uneven = _Training(layers)
-    with mock.patch.object(pipelined, "counted", _masked):
+    with mock.patch.object(one_stage, "counted", _masked):
         alike = _Training(layers)
     found: dict[str, Any] = {}
     for key, masked in (("", _ByHand(layers)), ("_alike", alike)):

@@ -53,14 +53,32 @@ class Aux:
         metrics: values to report, by name, best as scalars. With several micro-batches
             floating-point ones are averaged over them (by weight, beside a
             ``WeightedLoss``) and integers, such as counts, are added up.
+        sums: such values that are added up over the micro-batches, whatever their type.
+        samples: such values with a row for each sample, which are put together in the
+            order of the global batch.
         variables: updated Linen collections such as ``{"batch_stats": ...}``.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    sums: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _register_pytrees()
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What is reported of several micro-batches otherwise than as a mean.
+
+    Attributes:
+        value: of one, or of several.
+        how: ``"sum"``, or ``"concat"`` along the samples.
+    """
+
+    value: Any
+    how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +89,7 @@ class LossResult:
         total: real floating-point scalar.
         weight: real scalar; 1.0 where the loss is a plain mean over samples.
         weighted: the user gave the weight.
-        metrics: values to report, by name.
+        metrics: values to report, by name; ``Merged`` where they are no means.
         variables: updated collections; empty where none were returned.
         rest: the model's untrained leaves after the call; set by the adapter.
     """
@@ -191,7 +209,7 @@ def _aux_parts(aux: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return {}, {}
     variables: Mapping[str, Any] = {}
     if isinstance(aux, Aux):
-        metrics, variables = aux.metrics, aux.variables
+        metrics, variables = _reported(aux), aux.variables
     elif isinstance(aux, Mapping):
         metrics = aux
     else:
@@ -203,6 +221,31 @@ def _aux_parts(aux: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
                 "loss itself. Give the metric another name."
             )
     return metrics, variables
+
+
+def _reported(aux: Aux) -> Mapping[str, Any]:
+    """All that is to be reported, each with how it is merged."""
+    import jax
+    import numpy as np
+
+    names = [*aux.metrics, *aux.sums, *aux.samples]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WhaleError(
+            f"wh.Aux has {', '.join(twice)} in several of metrics=, sums= and "
+            "samples=. Give each one name of its own."
+        )
+    for name, value in aux.samples.items():
+        if any(not np.shape(leaf) for leaf in jax.tree.leaves(value)):
+            raise WhaleError(
+                f"wh.Aux(samples=) has the scalar {name!r}; expected a row for each "
+                "sample along dimension 0. Report a scalar in metrics= or sums=."
+            )
+    return {
+        **aux.metrics,
+        **{name: Merged(value, "sum") for name, value in aux.sums.items()},
+        **{name: Merged(value, "concat") for name, value in aux.samples.items()},
+    }
 
 
 def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
@@ -235,7 +278,7 @@ def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
 
 @functools.cache
 def _register_pytrees() -> None:
-    """Make both return types pytrees, at the first instance of either."""
+    """Make what losses return pytrees, at the first instance of any."""
     import jax
 
     jax.tree_util.register_pytree_with_keys(
@@ -254,9 +297,21 @@ def _register_pytrees() -> None:
         lambda aux: (
             (
                 (jax.tree_util.GetAttrKey("metrics"), aux.metrics),
+                (jax.tree_util.GetAttrKey("sums"), aux.sums),
+                (jax.tree_util.GetAttrKey("samples"), aux.samples),
                 (jax.tree_util.GetAttrKey("variables"), aux.variables),
             ),
             None,
         ),
-        lambda _, parts: Aux(**dict(zip(("metrics", "variables"), parts, strict=True))),
+        lambda _, parts: Aux(
+            metrics=parts[0], sums=parts[1], samples=parts[2], variables=parts[3]
+        ),
+    )
+    jax.tree_util.register_pytree_with_keys(
+        Merged,
+        lambda merged: (
+            ((jax.tree_util.GetAttrKey("value"), merged.value),),
+            merged.how,
+        ),
+        lambda how, parts: Merged(parts[0], how),
     )

@@ -30,6 +30,10 @@ from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
 
 
+ALIKE = "one program runs all stages in lockstep: their layers are one scan"
+"""Why a plan has this executor."""
+
+
 def decider(
     programs: Programs,
     request: Request,
@@ -95,7 +99,8 @@ class _Staging:
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if not why:
-            return decide_stages(graph, cluster, request, piped=asked, **options)
+            plan = decide_stages(graph, cluster, request, piped=asked, **options)
+            return dataclasses.replace(plan, notes=(*plan.notes, ALIKE))
         try:
             plan = decide_mpmd(
                 graph,
@@ -202,7 +207,11 @@ def _why_apart(captured: Captured, asked: Asked, marked: bool, cluster: Cluster)
     if not cluster.is_uniform:
         return "devices are of several kinds, and one program runs on one kind"
     if asked.schedule not in (None, *LOCKSTEP):
-        return f"one program for all stages does not follow {asked.schedule}"
+        return (
+            f"one program for all stages does not follow {asked.schedule}, only "
+            f"{' and '.join(LOCKSTEP)}, which share out the layers of a scan; other "
+            "schedules take layers that are not in one"
+        )
     if _compat.open_jaxpr(captured.jaxpr)[0].effects:
         return (
             "the loss prints or calls back, which one program for all stages would do "

@@ -20,7 +20,8 @@ from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.executor import gradients_of, losses_of
-from whalejax.lowering.spmd import Program, Sums, update, wide
+from whalejax.lowering.reported import reported, wide
+from whalejax.lowering.spmd import Program, Sums, update
 from whalejax.lowering.watch import Watch
 from whalejax.optimizers import kin_of, owners_of
 from whalejax.planner.decide import analysed_for
@@ -335,7 +336,7 @@ def finished(
 
 
 def metrics_of(program: Program, sums: Sums) -> Metrics:
-    """The loss and what is reported beside it, as means over the global batch.
+    """The loss and what is reported beside it, of the global batch.
 
     Args:
         program: what is run.
@@ -343,13 +344,7 @@ def metrics_of(program: Program, sums: Sums) -> Metrics:
     """
     weighted = program.captured.graph.weighted
     count = sums.weight if weighted else program.plan.num_micro_batches
-
-    def mean(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return x / jnp.asarray(count, x.dtype)
-
-    return {**jax.tree.map(mean, sums.metrics), "loss": sums.total / sums.weight}
+    return {**reported(sums.metrics, count), "loss": sums.total / sums.weight}
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:

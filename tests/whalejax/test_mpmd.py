@@ -430,6 +430,17 @@ def three_marks(model: Any, x: Any) -> Any:
             return h.mean()
 
 
+def marks_in_a_loop(model: Any, x: Any) -> Any:
+    def body(x: Any, _: Any) -> tuple[Any, None]:
+        with wh.stage():
+            h = x @ model["a"]
+        with wh.stage():
+            return jnp.tanh(h @ model["b"]), None
+
+    with wh.pipeline():
+        return jax.lax.scan(body, x, length=3)[0].mean()
+
+
 def any_number(model: Any, x: Any) -> Any:
     with wh.pipeline():
         return plain(model, x)
@@ -460,6 +471,11 @@ def plain(model: Any, x: Any) -> Any:
             ("marks ask for 3 devices", "Mark at most 2 stages, or take 3 devices"),
         ),
         (wide_marks, {}, ("stages have equally many devices so far",)),
+        (
+            marks_in_a_loop,
+            {},
+            ("test_mpmd.py:", "the marks of stages 0, 1", "put marks around it"),
+        ),
         (nested_marks, {}, ("stands inside stage", "not allowed")),
         (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),
         (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
@@ -469,7 +485,7 @@ def plain(model: Any, x: Any) -> Any:
         (
             plain,
             {"mesh": {"stage": 2}, "cluster": wh.cluster("h100:8").with_memory(1000)},
-            ("needs", "on a device and there are"),
+            ("needs", "on a device and there are", "short, on stage "),
         ),
     ],
 )

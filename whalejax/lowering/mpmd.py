@@ -29,7 +29,8 @@ from whalejax.lowering.parted import Parted, Where
 from whalejax.lowering.passing import Pass
 from whalejax.lowering.pieces import Site, site_of
 from whalejax.lowering.places import ABSENT, Facts, place_of
-from whalejax.lowering.spmd import Program, Sums, sums_of, wide
+from whalejax.lowering.reported import wide
+from whalejax.lowering.spmd import Program, Sums, sums_of
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import Everywhere, absent, is_here, placed
 from whalejax.planner.decide import analyse_graph, analysed_for
@@ -486,7 +487,7 @@ class Apart:
         *told, _ = self.captured.out_tree.unflatten(results)
         sums: Sums = jax.eval_shape(
             lambda total, weight, metrics: sums_of(
-                self.program, total, weight, metrics, ()
+                self.program, total, weight, metrics, (), 0
             ),
             *told,
         )

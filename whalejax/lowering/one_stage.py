@@ -15,10 +15,9 @@ import numpy as np
 from whalejax import _compat, rebuild
 from whalejax.capture.stack import Stack
 from whalejax.lowering.counted import Turns, counted
-from whalejax.lowering.lockstep import (
-    chosen,
-)
-from whalejax.lowering.spmd import Program, Sums, sums_of, wide
+from whalejax.lowering.lockstep import chosen
+from whalejax.lowering.reported import wide
+from whalejax.lowering.spmd import Program, Sums, sums_of
 from whalejax.planner.shared import STAGE, of_stage
 
 
@@ -216,7 +215,7 @@ class OneStage:
         total, (weight, metrics, _) = self.program.loss(
             params, rest, batch, key, part=layers
         )
-        sums = sums_of(self.program, total, weight, metrics, ())
+        sums = sums_of(self.program, total, weight, metrics, (), number)
         scaled = total if self.scale is None else total * self.scale
         return (layers.results, scaled), sums
 

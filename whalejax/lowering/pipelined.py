@@ -4,9 +4,9 @@ Every stage holds some layers of a scan over stacked parameters, and all stages 
 loop: in each turn a stage takes one micro-batch forward through its layers and another
 one backward, as the rows of the schedule say, and hands results on to its neighbours.
 What stands before and behind the layers is computed by all stages and counts on the
-first and the last. Of a micro-batch in flight only what a stage was given is kept; its
-backward pass computes the layers again. Other mesh axes stay automatic inside. Where
-stages have unequal numbers of layers, each takes as many turns of a loop of its own.
+first and the last. What is kept of a micro-batch in flight ``stashed.py`` says. Other
+mesh axes stay automatic inside. Where stages have unequal numbers of layers, each takes
+as many turns of a loop of its own.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from whalejax import _compat
 from whalejax.adapters_leaves import fold_key
 from whalejax.cutting import Operand, Step, Steps
 from whalejax.lowering.evaluate import evaluate, named
-from whalejax.lowering.spmd import Program, sums_of, wide
+from whalejax.lowering.reported import wide
+from whalejax.lowering.spmd import Program, sums_of
 from whalejax.planner.layout import Spec
 from whalejax.planner.parts import Part, Position, Units, Value
 
@@ -358,7 +359,7 @@ class _Tracer:
         if not self.last:
             return exports, fresh, [], None
         total, weight, metrics, _ = program.captured.out_tree.unflatten(outputs)
-        sums = sums_of(program, total, weight, metrics, ())
+        sums = sums_of(program, total, weight, metrics, (), number)
         flat, self.sums_tree = jax.tree.flatten((sums.total, sums.weight, sums.metrics))
         return exports, fresh, flat, total
 

@@ -22,6 +22,7 @@ from whalejax import _compat
 from whalejax.lowering.away import Away
 from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import Here, Part, evaluate, named
+from whalejax.lowering.reported import summands, wide
 from whalejax.lowering.streamed import Follower, streamable, streamed
 from whalejax.optimizers import owners_of
 from whalejax.planner.layout import Spec
@@ -276,7 +277,7 @@ def differentiator(
             gradients = [wide(g) / scale for g in gradients]
         fresh = adapter.restore_keys(fresh, rest)
         gradients = program.constrain(program.constrain(gradients, stored), specs)
-        sums = sums_of(program, total, weight, metrics, tuple(gradients))
+        sums = sums_of(program, total, weight, metrics, tuple(gradients), index)
         return sums, fresh
 
     return one
@@ -289,7 +290,12 @@ def _seed(param: Any, spec: Spec, mesh: Mesh) -> Any:
 
 
 def sums_of(
-    program: Program, total: Any, weight: Any, metrics: Any, gradients: tuple[Any, ...]
+    program: Program,
+    total: Any,
+    weight: Any,
+    metrics: Any,
+    gradients: tuple[Any, ...],
+    number: Any,
 ) -> Sums:
     """One micro-batch's part of the sums, at float32 or more.
 
@@ -297,34 +303,12 @@ def sums_of(
     weighed alike, so that the whole batch's mean comes out.
     """
     total, weight = wide(total), wide(jnp.asarray(weight))
-    metrics = jax.tree.map(_summable, metrics)
-    if program.captured.graph.weighted:
-        metrics = jax.tree.map(lambda m: _weighed(m, weight), metrics)
-    several = program.plan.num_micro_batches > 1
-    if several:
+    count = program.plan.num_micro_batches
+    weighted = program.captured.graph.weighted
+    metrics = summands(metrics, weight if weighted else None, number, count)
+    if count > 1:
         gradients = tuple(wide(g) for g in gradients)
     return Sums(total=total, weight=weight, metrics=metrics, gradients=gradients)
-
-
-def wide(x: Any) -> Any:
-    """A number in at least 32 bits of floating point, or as complex as it is."""
-    narrow = not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4
-    return x.astype(jnp.float32) if narrow else x
-
-
-def _summable(metric: Any) -> Any:
-    """A metric in a type that holds the sum: at least 32 bits, and no truth value."""
-    metric = jnp.asarray(metric)
-    if jnp.issubdtype(metric.dtype, jnp.inexact):
-        return wide(metric)
-    narrow = metric.dtype == jnp.bool_ or metric.dtype.itemsize < 4
-    return metric.astype(jnp.int32) if narrow else metric
-
-
-def _weighed(metric: Any, weight: Any) -> Any:
-    if not jnp.issubdtype(metric.dtype, jnp.inexact):
-        return metric
-    return metric * weight.astype(metric.dtype)
 
 
 def losses_of(
@@ -368,7 +352,7 @@ def evaluator(
         key = None if rng is None else jax.random.fold_in(rng, index)
         folded = adapter.fold_rest(at_step, index)
         total, (weight, metrics, _) = program.loss(params, folded, batch, key)
-        return sums_of(program, total, weight, metrics, ())
+        return sums_of(program, total, weight, metrics, (), index)
 
     return one
 

@@ -1,0 +1,94 @@
+"""What a loss reports beside itself, summed over micro-batches by every executor.
+
+Executors know one way to put micro-batches together: they add them. Means are sums that
+are divided at the end, and rows of samples are sums of arrays that are zero where other
+micro-batches have theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from whalejax.losses import Merged
+
+
+def wide(x: Any) -> Any:
+    """A number in at least 32 bits of floating point, or as complex as it is."""
+    narrow = not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
+
+
+def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
+    """One micro-batch's part of the sums.
+
+    Args:
+        metrics: as the loss reports them.
+        weight: what means are weighed with; None if the loss has none.
+        number: of the micro-batch.
+        count: micro-batches of a step.
+    """
+
+    def summand(metric: Any) -> Any:
+        if not isinstance(metric, Merged):
+            metric = _summable(metric)
+            return metric if weight is None else _weighed(metric, weight)
+        if metric.how == "sum":
+            return Merged(jax.tree.map(_summable, metric.value), "sum")
+        rows = jax.tree.map(lambda x: _spread(x, number, count), metric.value)
+        return Merged(rows, metric.how)
+
+    return jax.tree.map(summand, metrics, is_leaf=_is_merged)
+
+
+def reported(metrics: Any, count: Any) -> Any:
+    """What is reported of the global batch.
+
+    Args:
+        metrics: sums over its micro-batches.
+        count: of micro-batches, or their weight.
+    """
+
+    def one(metric: Any) -> Any:
+        if isinstance(metric, Merged):
+            return metric.value
+        if not jnp.issubdtype(metric.dtype, jnp.inexact):
+            return metric
+        return metric / jnp.asarray(count, metric.dtype)
+
+    return jax.tree.map(one, metrics, is_leaf=_is_merged)
+
+
+def _is_merged(x: Any) -> bool:
+    return isinstance(x, Merged)
+
+
+def _summable(metric: Any) -> Any:
+    """A metric in a type that holds the sum: at least 32 bits, and no truth value."""
+    metric = jnp.asarray(metric)
+    if jnp.issubdtype(metric.dtype, jnp.inexact):
+        return wide(metric)
+    narrow = metric.dtype == jnp.bool_ or metric.dtype.itemsize < 4
+    return metric.astype(jnp.int32) if narrow else metric
+
+
+def _weighed(metric: Any, weight: Any) -> Any:
+    if not jnp.issubdtype(metric.dtype, jnp.inexact):
+        return metric
+    return metric * weight.astype(metric.dtype)
+
+
+def _spread(rows: Any, number: Any, count: int) -> Any:
+    """Rows of the micro-batch's samples in their places in the global batch.
+
+    Micro-batch ``m`` has samples ``m, m + count, m + 2 count …``.
+    """
+    rows = jnp.asarray(rows)
+    rows = rows.astype(jnp.int32) if rows.dtype == jnp.bool_ else rows
+    if count == 1:
+        return rows
+    whole = jnp.zeros((rows.shape[0], count, *rows.shape[1:]), rows.dtype)
+    whole = jax.lax.dynamic_update_index_in_dim(whole, rows, number, axis=1)
+    return whole.reshape(-1, *rows.shape[1:])
