@@ -8,6 +8,7 @@ other comes from the schedule's rows.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ OUTER = 3
 BLEND = 4.0
 """Exponent by which the device's and the host's time become one: a maximum whose
 corner is rounded, because neither is alike from operation to operation."""
+
+ALIGNED = 8
+"""Elements of 16 bits by which sizes of a product divide where it is fastest."""
 
 STATE_BYTES = 12
 """Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
@@ -93,9 +97,19 @@ class Runs:
             [(i, k) for i, work in enumerate(self.work) for k in work.kernels]
         )
         self.stretch = np.ones(len(self.runs))
+        self.halvings = self._halvings()
         self._devices()
         self._traffic()
         self._parameters()
+
+    def _halvings(self) -> Array:
+        """By how many halvings each product misses the alignment of its operands."""
+        k, found = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
+        for name in ("m", "k", "n"):
+            found = np.gcd(found, np.maximum(1, np.rint(k[name])).astype(int))
+        launched = ~np.array([r.framework.compiled for r in self.runs], dtype=bool)
+        counts = launched[k["run"]] & k["product"] & ~k["attention"]
+        return np.where(counts, np.log2(ALIGNED / found), 0.0)
 
     def _column(self, values: Any) -> Array:
         return np.array([float(v) for v in values])
@@ -108,7 +122,16 @@ class Runs:
         self.memory = self._column(k.memory_bytes_per_second for k in kinds)
         self.cores = self._column(k.cores for k in kinds)
         self.gpu = np.array([k.platform == "gpu" for k in kinds])
-        self.platform = [k.platform for k in kinds]
+        types = [(k.family, r.dtype) for r, k in pairs]
+        self._types = sorted(set(types))
+        self._type = np.array([self._types.index(key) for key in types])
+        self.eight = np.array([r.dtype == "f8" for r in self.runs])
+        self._platforms = sorted({k.platform for k in kinds})
+        self._platform = np.array([self._platforms.index(k.platform) for k in kinds])
+        self.behind = self._column(
+            max(0, k.attention_generation - r.framework.attention_generation)
+            for r, k in pairs
+        )
         self.compiled = np.array([r.framework.compiled for r in self.runs])
         self.overlaps = np.array([r.framework.overlaps_gradients for r in self.runs])
         node, network = [], []
@@ -161,34 +184,40 @@ class Runs:
             ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
         self.dense = self._column(dense) + self._column(ends)
         self.expert = self._column(expert)
-        self.data = [levels_of(r, ("fsdp", "data")) for r in self.runs]
-        self.fsdp = [levels_of(r, ("fsdp",)) for r in self.runs]
+        self.data = self._levels(("fsdp", "data"))
+        self.fsdp = self._levels(("fsdp",))
         self.ranks = self._column(r.ranks for r in self.runs)
         self.shards = self._column(r.fsdp for r in self.runs)
         self.parts = self._column(r.num_micro_batches for r in self.runs)
         self.zero = self._column(r.zero for r in self.runs)
         self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
         self.gradient *= 1 - self.frozen
+        self.stages = self._column(r.stages for r in self.runs)
+        self.layers = self._column(r.layers_per_stage for r in self.runs)
+        self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
+        self.replicas = self._column(r.data for r in self.runs)
+        self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
+        self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
+
+    def _levels(self, axes: tuple[str, ...]) -> Array:
+        """Ranks of some axes inside a node, and over how many nodes they lie."""
+        return np.array([levels_of(r, axes) for r in self.runs], dtype=float).T
 
     # Pricing.
 
     def shares(self, constants: Constants, name: str) -> Array:
         """One constant of every run's platform."""
-        return self._column(
-            getattr(constants.platforms[platform], name) for platform in self.platform
-        )
+        known = [getattr(constants.platforms[p], name) for p in self._platforms]
+        found: Array = np.array(known, dtype=float)[self._platform]
+        return found
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward of each kernel, all its repetitions."""
         k, run = self.kernels, self.kernels["run"]
-        pairs = list(zip(self.runs, self.entries, strict=True))
-        families = [e.kind.family for _, e in pairs]
-        whole = self._column(
-            constants.of(f, r.dtype) for f, (r, _) in zip(families, pairs, strict=True)
-        )
-        half = self._column(constants.of(f, "bf16") for f in families)
+        whole = np.array([constants.of(*key) for key in self._types])[self._type]
+        half = np.array([constants.of(f, "bf16") for f, _ in self._types])[self._type]
         # Attention's products stay in 16 bits where the rest multiplies in 8.
-        eight = np.array([r.dtype == "f8" for r in self.runs])[run]
+        eight = self.eight[run]
         inside = k["product"] & (k["batch"] > 1) & eight
         rate = np.where(inside, (self.half_peak * half)[run], (self.peak * whole)[run])
         get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
@@ -196,9 +225,11 @@ class Runs:
         forward_share = shape_share(k["m"], k["k"], k["n"], k["batch"], cores, curve)
         left = shape_share(k["m"], k["n"], k["k"], k["batch"], cores, curve)
         right = shape_share(k["k"], k["m"], k["n"], k["batch"], cores, curve)
-        backward_share = 0.5 * (left + right)
+        aligned = get["unaligned"] ** self.halvings
+        forward_share = forward_share * aligned
+        backward_share = 0.5 * (left + right) * aligned
         longest = np.maximum(k["m"], k["n"])
-        kernel = get["attention"] * get["attention_before"] ** self._behind()[run]
+        kernel = get["attention"] * get["attention_before"] ** self.behind[run]
         kernel = kernel * longest / (longest + get["attention_half"])
         ahead = np.where(k["attention"], kernel, forward_share)
         behind = np.where(k["attention"], kernel / 1.25, backward_share)
@@ -227,18 +258,11 @@ class Runs:
         backward = backward + launched * gradients
         return forward * k["count"], backward * k["count"]
 
-    def _behind(self) -> Array:
-        """By how many generations attention's kernel is older than the device."""
-        return self._column(
-            max(0, e.kind.attention_generation - r.framework.attention_generation)
-            for r, e in zip(self.runs, self.entries, strict=True)
-        )
-
     def places(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward seconds of one micro-batch: (place, run)."""
         k, run = self.kernels, self.kernels["run"]
         forward, backward = self._kernel_seconds(constants)
-        remat = np.array([_REMATS.index(r.remat) for r in self.runs])[run]
+        remat = self.remat[run]
         unfused = k["scores"] & ~k["attention"]
         again = (remat == 3) | ((remat == 2) & ~k["product"]) | ((remat == 1) & unfused)
         again = again & (k["place"] == LAYER)
@@ -248,7 +272,7 @@ class Runs:
             self.node * self.shares(constants, "node"),
             self.network * self.shares(constants, "network"),
         )
-        whole = np.array([r.remat == "full" for r in self.runs])
+        whole = self.remat == _REMATS.index("full")
         exposed = 1.0 - self.shares(constants, "overlap_layers")
         ahead, behind = np.zeros((3, count)), np.zeros((3, count))
         for place in (EMBED, LAYER, HEAD):
@@ -294,14 +318,17 @@ class Runs:
                 time stands, which a fit uses between its rounds.
         """
         ahead, behind = self.places(constants)
-        layers = self._column(r.sizes.layers / r.stages for r in self.runs)
+        layers = self.mean_layers
         layer = ahead[LAYER] + behind[LAYER]
         ends = np.stack([ahead[p] + behind[p] for p in (EMBED, HEAD)])
-        alone = self._column(r.stages == 1 for r in self.runs)
+        alone = self.stages == 1
         slowest = layers * layer + np.where(alone, ends.sum(axis=0), ends.max(axis=0))
         if settle:
             self._settle(ahead, behind, slowest, constants)
         slowest = slowest + self._accumulated(constants)
+        slowest = slowest + np.where(
+            self.compiled, 0.0, self.shares(constants, "micro_seconds")
+        )
         busy = self.parts * slowest
         compute = busy * self.stretch
         exposed = self._exposed(compute, constants)
@@ -322,8 +349,7 @@ class Runs:
     def _accumulated(self, constants: Constants) -> Array:
         """Seconds in which a micro-batch's gradients are added to those before it."""
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
-        fused = np.array([run.framework.fused_accumulation for run in self.runs])
-        nbytes = nbytes * ((self.parts > 1) & ~fused & ~self.frozen)
+        nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
         found: Array = nbytes / (self.memory * self.shares(constants, "memory"))
         return found
 
@@ -354,9 +380,8 @@ class Runs:
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
-        def once(nbytes: Array, levels: list[tuple[int, int]], rounds: Array) -> Array:
-            inside = self._column(a for a, _ in levels)
-            nodes = self._column(b for _, b in levels)
+        def once(nbytes: Array, levels: Array, rounds: Array) -> Array:
+            inside, nodes = levels
             near = nbytes * (inside - 1) / inside / node
             far = nbytes / inside * (nodes - 1) / nodes / network
             found: Array = rounds * (near + far)
@@ -382,9 +407,8 @@ class Runs:
         # Parameters in shards are gathered twice and reduced once in a micro-batch.
         rounds = np.where(self.frozen, 2.0, 3.0)
         each = rounds * once(params * WEIGHT_BYTES, self.fsdp, one)
-        layers = self._column(r.layers_per_stage + 1 for r in self.runs)
-        each = each + rounds * hop * (self.shards - 1) * layers
-        replicas = self._column(r.data for r in self.runs)
+        each = each + rounds * hop * (self.shards - 1) * (self.layers + 1)
+        replicas = self.replicas
         across = 2.0 * sent / self.shards * (replicas - 1) / replicas / network
         total = each * self.parts + across
         share = self.shares(constants, "overlap_parameters")
@@ -394,6 +418,12 @@ class Runs:
 
     def peak_bytes(self, constants: Constants) -> Array:
         """Memory of the fullest device."""
+        total: Array = self._used_bytes + self.shares(constants, "reserve_bytes")
+        return total
+
+    @functools.cached_property
+    def _used_bytes(self) -> Array:
+        """Of it, what the program takes."""
         found = []
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
@@ -415,8 +445,7 @@ class Runs:
                 working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
             head = work.head_bytes if run.stages == 1 else 0.0
             found.append(static + saved + max(working, head))
-        total: Array = np.array(found) + self.shares(constants, "reserve_bytes")
-        return total
+        return np.array(found)
 
 
 _REMATS = ("none", "selective", "dots", "full")

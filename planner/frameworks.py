@@ -43,6 +43,8 @@ class Framework:
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
         fused_loss: the loss is one kernel that reads logits in their own type.
+        pads_vocabulary: to a multiple of 128 for every rank that shares it; otherwise
+            ranks have what is left of it by division.
         dropout: its models drop attention weights and what joins the residual stream.
         attention_generation: of devices that its attention kernel was written for:
             7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
@@ -63,6 +65,7 @@ class Framework:
     gradient_bytes: int = 2
     fused_accumulation: bool = False
     fused_loss: bool = True
+    pads_vocabulary: bool = True
     dropout: bool = False
     attention_generation: int = 8
 
@@ -75,6 +78,7 @@ FRAMEWORKS = (
         overlaps_gradients=False,
         remat="full",
         fused_loss=False,
+        pads_vocabulary=False,
         dropout=True,
     ),
     Framework(
@@ -84,6 +88,7 @@ FRAMEWORKS = (
         overlaps_gradients=False,
         remat="none",
         fused_loss=False,
+        pads_vocabulary=False,
         dtype="tf32",
     ),
     Framework(
@@ -122,6 +127,7 @@ FRAMEWORKS = (
         name="InternEvo",
         prefixes=("internevo", "internlm"),
         overlaps_gradients=False,
+        attention_generation=7,
         zero=1,
     ),
     Framework(

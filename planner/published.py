@@ -328,7 +328,7 @@ def _sizes(cells: _Cells, source: Framework, tensor: int) -> Decoder:
         kv_heads=groups,
         head_dim=head_dim,
         ffn=ffn,
-        vocab=math.ceil(vocab / (128 * tensor)) * 128 * tensor,
+        vocab=_shared(vocab, tensor, source),
         seq=cells.whole("seq") or 1,
         gated=gated,
         experts=experts if experts > 1 else 0,
@@ -340,6 +340,13 @@ def _sizes(cells: _Cells, source: Framework, tensor: int) -> Decoder:
         positions=not gated,
         tied=not gated,
     )
+
+
+def _shared(vocab: int, tensor: int, source: Framework) -> int:
+    """The vocabulary as ranks share it."""
+    if not source.pads_vocabulary:
+        return max(1, vocab // tensor) * tensor
+    return math.ceil(vocab / (128 * tensor)) * 128 * tensor
 
 
 def _micro_batch(cells: _Cells, per_rank: int, stages: int, seq: int) -> int:
