@@ -52,7 +52,7 @@ GPU = {
     "overlap_gradients": Range(0.8, 0.3, 0.98),
     "overlap_parameters": Range(0.8, 0.3, 0.98),
     "overlap_layers": Range(0.6, 0.2, 0.95),
-    "update_bytes": Range(24, 12, 60),
+    "update_bytes": Range(36, 28, 60),
     "step_seconds": Range(3e-3, 0.0, 3e-2),
 }
 """Constants of GPUs that step times can tell."""

@@ -42,6 +42,7 @@ class Framework:
         gradient_bytes: of one parameter's gradient, as it is reduced.
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
+        eager: where attention is no kernel, masks are operations of their own.
         fused_loss: the loss is one kernel that reads logits in their own type.
         pads_vocabulary: to a multiple of 128 for every rank that shares it; otherwise
             ranks have what is left of it by division.
@@ -64,6 +65,7 @@ class Framework:
     dtype: str = "bf16"
     gradient_bytes: int = 2
     fused_accumulation: bool = False
+    eager: bool = False
     fused_loss: bool = True
     pads_vocabulary: bool = True
     dropout: bool = False
@@ -87,6 +89,7 @@ FRAMEWORKS = (
         flash=False,
         overlaps_gradients=False,
         remat="none",
+        eager=True,
         fused_loss=False,
         pads_vocabulary=False,
         dtype="tf32",

@@ -334,6 +334,7 @@ def _sizes(cells: _Cells, source: Framework, tensor: int) -> Decoder:
         experts=experts if experts > 1 else 0,
         topk=min(cells.whole("topk") or 1, experts) if experts > 1 else 0,
         flash=fused,
+        eager=source.eager,
         fused_loss=source.fused_loss,
         dropout=source.dropout,
         norm_bias=not gated,
