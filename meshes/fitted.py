@@ -200,7 +200,26 @@ def read(data: Mapping[str, Any]) -> Constants:
     )
 
 
-def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> Any:
+CORE = 312e12 / 108
+"""FLOP/s of one core in the type for which sizes are given: an A100's in 16 bits."""
+
+
+def pace_of(peak_flops: Any, cores: Any) -> Any:
+    """How fast one core is, over that for which the curve's sizes are given.
+
+    What a core waits for at the start of a tile, and what it writes at its end, take
+    as long as ever, so that a faster core needs longer products for the same share.
+
+    Args:
+        peak_flops: of the device, in one type.
+        cores: as in ``shape_share``.
+    """
+    return np.where(cores > 0, peak_flops / np.maximum(1.0, cores) / CORE, 1.0)
+
+
+def shape_share(
+    m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any, pace: Any = 1.0
+) -> Any:
     """Part of the largest speed that a product of this shape reaches.
 
     Args:
@@ -208,6 +227,7 @@ def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> A
         batch: how many of them one operation does.
         cores: that take its tiles one by one; 0 where tiles do not matter.
         curve: the platform's ``Achieved``, or something with arrays for its fields.
+        pace: from ``pace_of``.
     """
     busy = tile_share(
         m,
@@ -220,7 +240,7 @@ def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> A
         curve.tile_idle,
     )
     size = 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
-    share = size / (size + curve.half_size) * k / (k + curve.half_depth)
+    share = size / (size + pace * curve.half_size) * k / (k + pace * curve.half_depth)
     return np.maximum(np.where(cores > 0, busy, 1.0) * share, 1e-4)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.fitted import Achieved, Constants, shape_share
+from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
 from whalejax.planner.balance import even_shares
 from whalejax.planner.runs import Run
 from whalejax.planner.schedules import schedule
@@ -222,9 +222,11 @@ class Runs:
         rate = np.where(inside, (self.half_peak * half)[run], (self.peak * whole)[run])
         get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
         curve, cores = SimpleNamespace(**get), self.cores[run]
-        forward_share = shape_share(k["m"], k["k"], k["n"], k["batch"], cores, curve)
-        left = shape_share(k["m"], k["n"], k["k"], k["batch"], cores, curve)
-        right = shape_share(k["k"], k["m"], k["n"], k["batch"], cores, curve)
+        pace = pace_of(np.where(inside, self.half_peak[run], self.peak[run]), cores)
+        m, depth, n, batch = (k[name] for name in ("m", "k", "n", "batch"))
+        forward_share = shape_share(m, depth, n, batch, cores, curve, pace)
+        left = shape_share(m, n, depth, batch, cores, curve, pace)
+        right = shape_share(depth, m, n, batch, cores, curve, pace)
         aligned = get["unaligned"] ** self.halvings
         forward_share = forward_share * aligned
         backward_share = 0.5 * (left + right) * aligned
