@@ -27,6 +27,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 
 
 LIKE = {
+    "b200": "h100",
     "p100": "v100",
     "t4": "v100",
     "titanrtx": "v100",
@@ -38,8 +39,8 @@ LIKE = {
 }
 """Families without a published run of a type, and whose efficiency stands in."""
 
-ASSUMED = 0.75
-"""Efficiency of a family that is like none."""
+ASSUMED = 0.7
+"""Efficiency of a family that is like none: that of most that are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Achieved:
         tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
             shares of that of the first two.
         tile_idle: part of the cores that the last round of tiles leaves idle.
-        attention: of a product's speed, in a fused attention kernel.
+        attention: of the peak, in a fused attention kernel.
         attention_before: of that, for each generation by which the kernel is older than
             the device.
         attention_half: sequence at which such a kernel reaches half of that.

@@ -160,7 +160,7 @@ class _Writer:
         p = self.p
         scores = p.einsum("bsgrd,btgd->bgrst", q, k)
         if self.sizes.eager and not self.sizes.flash:
-            scores = p.unary("mask", p.unary("bound", scores))
+            scores = p.add(p.add(scores, kind="mask"), kind="bound")
         with p.kernel(fused=not self.sizes.flash):
             top = p.einsum("bgrst->bgrs", scores)
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")

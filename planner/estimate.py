@@ -219,10 +219,13 @@ class Runs:
         # Attention's products stay in 16 bits where the rest multiplies in 8.
         eight = self.eight[run]
         inside = k["product"] & (k["batch"] > 1) & eight
-        rate = np.where(inside, (self.half_peak * half)[run], (self.peak * whole)[run])
+        peak = np.where(inside, self.half_peak[run], self.peak[run])
+        # An attention kernel's speed is a share of the peak itself.
+        most = np.where(inside, half[run], whole[run])
+        rate = peak * np.where(k["attention"], 1.0, most)
         get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
         curve, cores = SimpleNamespace(**get), self.cores[run]
-        pace = pace_of(np.where(inside, self.half_peak[run], self.peak[run]), cores)
+        pace = pace_of(peak, cores)
         m, depth, n, batch = (k[name] for name in ("m", "k", "n", "batch"))
         forward_share = shape_share(m, depth, n, batch, cores, curve, pace)
         left = shape_share(m, n, depth, batch, cores, curve, pace)

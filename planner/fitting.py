@@ -35,7 +35,7 @@ GPU = {
     "tile_small": Range(0.72, 0.5, 0.95),
     "tile_smallest": Range(0.45, 0.3, 0.8),
     "tile_idle": Range(0.6, 0.0, 1.0),
-    "attention": Range(0.75, 0.65, 0.85),
+    "attention": Range(0.57, 0.4, 0.75),
     "attention_before": Range(0.6, 0.5, 0.7),
     "attention_half": Range(300, 100, 600),
     "unaligned": Range(0.7, 0.4, 1.0),
@@ -59,7 +59,7 @@ GPU = {
 
 TPU = {
     "half_size": Range(100, 1, 400),
-    "attention": Range(0.6, 0.25, 1.0),
+    "attention": Range(0.45, 0.2, 0.75),
     "memory": Range(0.8, 0.5, 0.92),
     "node": Range(0.6, 0.3, 0.9),
     "network": Range(0.5, 0.2, 0.9),

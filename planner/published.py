@@ -79,11 +79,13 @@ class Reading:
         run: what it describes, or None where something needed is missing.
         notes: what was inferred or mapped, or why there is no run.
         open_remat: neither the row nor the framework says what is computed again.
+        open_micro_batch: nor does the row give the micro-batch.
     """
 
     run: Run | None
     notes: tuple[str, ...]
     open_remat: bool = False
+    open_micro_batch: bool = False
 
 
 def read_table(path: str | Path) -> Table:
@@ -190,7 +192,12 @@ def read_row(row: Mapping[str, str]) -> Reading:
     except WhaleError as error:
         return Reading(run=None, notes=(str(error), *cells.notes))
     silent = not cells.text("remat") and run.framework.remat is None
-    return Reading(run=run, notes=tuple(cells.notes), open_remat=silent)
+    return Reading(
+        run=run,
+        notes=tuple(cells.notes),
+        open_remat=silent,
+        open_micro_batch=cells.whole("micro_batch") is None,
+    )
 
 
 def _run(cells: _Cells) -> Run:
@@ -506,25 +513,22 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
         rows: column to cell, as ``read_table`` gives them.
     """
     found = [read_row(row) for row in rows]
-    waiting = [
-        i for i, one in enumerate(found) if one.open_remat and one.run is not None
-    ]
-    for remat in _OFFERED:
-        if not waiting:
+    offers = {
+        i: _offers(one)
+        for i, one in enumerate(found)
+        if one.open_remat and one.run is not None
+    }
+    for place in range(max(map(len, offers.values()), default=0)):
+        tried = {i: one[place] for i, one in offers.items() if place < len(one)}
+        runs = [one.run for one in tried.values() if one.run is not None]
+        if not runs:
             break
-        offered = [_with_remat(found[i], remat) for i in waiting]
-        peaks = Runs([r.run for r in offered if r.run is not None]).peak_bytes(
-            constants()
-        )
-        left = []
-        for index, one, peak in zip(waiting, offered, peaks, strict=True):
-            assert one.run is not None
-            if peak <= one.run.device.kind.memory_bytes * SLACK:
+        peaks = Runs(runs).peak_bytes(constants())
+        for (index, one), run, peak in zip(tried.items(), runs, peaks, strict=True):
+            if peak <= run.device.kind.memory_bytes * SLACK:
                 found[index] = one
-            else:
-                left.append(index)
-        waiting = left
-    for index in waiting:
+                del offers[index]
+    for index in offers:
         note = f"remat {found[index].run.remat} (nothing fits)"  # type: ignore[union-attr]
         found[index] = replace(found[index], notes=(*found[index].notes, note))
     return tuple(found)
@@ -537,10 +541,22 @@ estimate of activations errs by so much."""
 _OFFERED: tuple[Remat, ...] = ("none", "selective", "full")
 
 
-def _with_remat(one: Reading, remat: Remat) -> Reading:
+def _offers(one: Reading) -> list[Reading]:
+    """What a row may mean, the likeliest first.
+
+    A smaller micro-batch costs less time than computing again, where the row leaves
+    both open.
+    """
     assert one.run is not None
-    return replace(
-        one,
-        run=replace(one.run, remat=remat),
-        notes=(*one.notes, f"remat {remat} (the least that fits)"),
-    )
+    sizes = [one.run.micro_batch]
+    while one.open_micro_batch and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    found = []
+    for remat in _OFFERED:
+        for size in sizes:
+            notes = (*one.notes, f"remat {remat} (the least that fits)")
+            if size < sizes[0]:
+                notes += (f"micro_batch {size} (the largest that fits)",)
+            run = replace(one.run, remat=remat, micro_batch=size)
+            found.append(replace(one, run=run, notes=notes))
+    return found
