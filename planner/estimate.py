@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,14 +93,26 @@ class Runs:
         self.work: tuple[Work, ...] = tuple(work_of(run) for run in runs)
         self.entries: tuple[Entry, ...] = tuple(run.device for run in runs)
         self.frozen = np.array([run.frozen for run in runs], dtype=bool)
+        self.like = self._like()
         self.kernels = arrays(
-            [(i, k) for i, work in enumerate(self.work) for k in work.kernels]
+            [(i, k) for i in np.unique(self.like) for k in self.work[i].kernels]
         )
         self.stretch = np.ones(len(self.runs))
         self.halvings = self._halvings()
         self._devices()
         self._traffic()
         self._parameters()
+
+    def _like(self) -> Array:
+        """For each run, the first whose micro-batches are the same in every layer."""
+        found: dict[Run, int] = {}
+        first = []
+        for i, run in enumerate(self.runs):
+            sizes = replace(run.sizes, layers=1)
+            alike = replace(run, sizes=sizes, num_devices=1, data=1, stages=1)
+            alike = replace(alike, chunks=1, zero=0, global_batch=1, unlike=())
+            first.append(found.setdefault(alike, i))
+        return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
         """By how many halvings each product misses the alignment of its operands."""
@@ -154,9 +166,9 @@ class Runs:
         self.beside = np.zeros((3, 2, 2, count))
         self.latency = np.zeros((3, 2, count))
         self.meetings = np.zeros(count)
-        for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
-            hops = _hops(self.entries[i])
-            for t in work.traffic:
+        for i in np.unique(self.like):
+            run, hops = self.runs[i], _hops(self.entries[i])
+            for t in self.work[i].traffic:
                 sizes = levels_of(run, t.axes)
                 beside = run.framework.overlaps_layers and t.place == LAYER
                 beside = beside and "expert" not in t.axes
@@ -292,6 +304,7 @@ class Runs:
                 wire = self.wire[place, 1] + exposed * self.beside[place, 1]
                 seconds = wire[0] / links[0] + wire[1] / links[1]
                 behind[place] += whole * (seconds + self.latency[place, 1])
+        ahead, behind = ahead[:, self.like], behind[:, self.like]
         self._dispatch(ahead, behind, again, constants)
         return ahead, behind
 
@@ -303,13 +316,13 @@ class Runs:
         count = len(self.runs)
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
-        number = np.bincount(run, weights=launches, minlength=count)
+        number = np.bincount(run, weights=launches, minlength=count)[self.like]
         host = number * self.shares(constants, "dispatch_seconds")
         host = np.where(self.compiled | ~self.gpu, 0.0, host)
         device = ahead[LAYER] + behind[LAYER]
         both = (device**BLEND + host**BLEND) ** (1.0 / BLEND)
         waits = np.maximum(0.0, 1.0 - device / np.where(host > 0, host, np.inf))
-        jitter = self.shares(constants, "jitter_seconds") * self.meetings
+        jitter = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
         both = both + np.where(host > 0, jitter * waits, 0.0)
         ahead[LAYER] *= both / device
         behind[LAYER] *= both / device

@@ -38,7 +38,7 @@ GPU = {
     "attention": Range(0.57, 0.4, 0.75),
     "attention_before": Range(0.6, 0.5, 0.7),
     "attention_half": Range(300, 100, 600),
-    "unaligned": Range(0.7, 0.4, 1.0),
+    "unaligned": Range(0.7, 0.5, 0.9),
     "memory": Range(0.8, 0.5, 0.92),
     "kernel_seconds": Range(2e-6, 0.2e-6, 8e-6),
     "launch_seconds": Range(3e-6, 0.2e-6, 10e-6),
