@@ -24,7 +24,8 @@ from whalejax.meshes.fitted import Constants, constants
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.estimate import Array, Runs
 from whalejax.planner.fitting import fit, source_weights
-from whalejax.planner.published import measured_seconds, read_table, readings
+from whalejax.planner.inferred import readings
+from whalejax.planner.published import measured_seconds, read_table
 from whalejax.planner.runs import Run
 
 

@@ -457,7 +457,8 @@ class Runs:
             held = float(min(run.num_micro_batches, run.stages))
             if run.chunks > 1:
                 held += (run.stages - 1) / run.chunks
-            saved = work.saved_bytes[run.remat] * run.layers_per_stage * held
+            kept = "full" if run.offloaded else run.remat
+            saved = work.saved_bytes[kept] * run.layers_per_stage * held
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
             if zero >= 3:
                 working += 2 * WEIGHT_BYTES * params / run.layers_per_stage

@@ -229,7 +229,7 @@ def _solve(
         for group in groups:
             step = np.zeros(len(places))
             step[group] = np.where(unit[group] + STEP > 1, -STEP, STEP)
-            moved = (differences(unit + step) - before)[:-len(places)]
+            moved = (differences(unit + step) - before)[: -len(places)]
             for index in group:
                 felt = _feels(target.runs, places[index])[kept]
                 found[: len(felt), index] = moved * felt / step[index]

@@ -37,6 +37,7 @@ class Framework:
         sequence_parallel: beside tensor parallelism, where the row does not say.
         zero: what it shards over data-parallel devices, where the row does not say.
         remat: what it computes again, where the row does not say; None: what fits.
+        selective: what its word "selective" comes to.
         flops: how it counts.
         dtype: that its products multiply in, where the row does not say.
         gradient_bytes: of one parameter's gradient, as it is reduced.
@@ -61,6 +62,7 @@ class Framework:
     sequence_parallel: bool = False
     zero: int = 0
     remat: Remat | None = None
+    selective: Remat = "selective"
     flops: Convention = "model"
     dtype: str = "bf16"
     gradient_bytes: int = 2
@@ -132,6 +134,16 @@ FRAMEWORKS = (
         overlaps_gradients=False,
         attention_generation=7,
         zero=1,
+    ),
+    Framework(
+        name="TorchTitan",
+        prefixes=("torchtitan", "pytorch-fsdp"),
+        compiled=True,
+        sequence_parallel=True,
+        zero=3,
+        remat="dots",
+        selective="dots",
+        gradient_bytes=4,
     ),
     Framework(
         name="PaxML and T5X",
