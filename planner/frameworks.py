@@ -97,9 +97,18 @@ FRAMEWORKS = (
         dtype="tf32",
     ),
     Framework(
-        name="Megatron-LM of 2020 to 2022",
+        # Its scaling was measured with PyTorch's own data parallelism, which overlaps.
+        name="Megatron-LM of 2020",
+        prefixes=("megatron-lm-2019", "megatron-lm-2020"),
+        flash=False,
+        remat="full",
+        flops="hardware",
+        fused_loss=False,
+        dropout=True,
+    ),
+    Framework(
+        name="Megatron-LM of 2021 and 2022",
         prefixes=(
-            "megatron-lm-2020",
             "megatron-lm-a100-2021",
             "megatron-lm-2021",
             "korthikanti",
