@@ -285,28 +285,31 @@ class Runs:
         again = again & (k["place"] == LAYER)
         backward = backward + forward * again
         count = len(self.runs)
-        links = (
-            self.node * self.shares(constants, "node"),
-            self.network * self.shares(constants, "network"),
-        )
-        whole = self.remat == _REMATS.index("full")
-        exposed = 1.0 - self.shares(constants, "overlap_layers")
         ahead, behind = np.zeros((3, count)), np.zeros((3, count))
         for place in (EMBED, LAYER, HEAD):
             here = k["place"] == place
             ahead[place] = np.bincount(run, weights=forward * here, minlength=count)
             behind[place] = np.bincount(run, weights=backward * here, minlength=count)
-            for phase, found in ((1, ahead), (0, behind)):
-                wire = self.wire[place, phase] + exposed * self.beside[place, phase]
-                found[place] += wire[0] / links[0] + wire[1] / links[1]
-                found[place] += self.latency[place, phase]
-            if place == LAYER:
-                wire = self.wire[place, 1] + exposed * self.beside[place, 1]
-                seconds = wire[0] / links[0] + wire[1] / links[1]
-                behind[place] += whole * (seconds + self.latency[place, 1])
         ahead, behind = ahead[:, self.like], behind[:, self.like]
         self._dispatch(ahead, behind, again, constants)
-        return ahead, behind
+        # Ranks meet when the slowest host has come, so that what they exchange adds to
+        # the host's time as it does to the device's.
+        sent = self._wires(constants)
+        return ahead + sent[0], behind + sent[1]
+
+    def _wires(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward seconds of collectives inside a micro-batch."""
+        links = (
+            self.node * self.shares(constants, "node"),
+            self.network * self.shares(constants, "network"),
+        )
+        exposed = 1.0 - self.shares(constants, "overlap_layers")
+        wire = self.wire + exposed * self.beside
+        seconds = wire[:, :, 0] / links[0] + wire[:, :, 1] / links[1] + self.latency
+        ahead, behind = seconds[:, 1], seconds[:, 0].copy()
+        whole = self.remat == _REMATS.index("full")
+        behind[LAYER] += whole * ahead[LAYER]
+        return ahead[:, self.like], behind[:, self.like]
 
     def _dispatch(
         self, ahead: Array, behind: Array, again: Array, constants: Constants

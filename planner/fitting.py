@@ -74,7 +74,7 @@ PULL = 0.8
 """Weight of the most likely values: that of so much relative error in a run, where a
 constant lies at the other end of its range."""
 
-SCALE = 0.035
+SCALE = 0.05
 """Relative error from which a run counts as an outlier."""
 
 STEP = 1e-6
@@ -130,7 +130,7 @@ def source_weights(sources: Sequence[str]) -> Array:
     not in proportion.
     """
     counts = Counter(sources)
-    return np.array([counts[source] ** -0.12 for source in sources])
+    return np.array([counts[source] ** -0.25 for source in sources])
 
 
 def fit(
@@ -244,7 +244,7 @@ def _solve(
             unit,
             jac=slopes,
             bounds=(0, 1),
-            loss="cauchy",
+            loss="soft_l1",
             f_scale=SCALE,
             max_nfev=30,
         )
