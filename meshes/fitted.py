@@ -27,6 +27,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 
 
 LIKE = {
+    "b200": "h100",
     "p100": "v100",
     "t4": "v100",
     "titanrtx": "v100",
@@ -38,8 +39,8 @@ LIKE = {
 }
 """Families without a published run of a type, and whose efficiency stands in."""
 
-ASSUMED = 0.75
-"""Efficiency of a family that is like none."""
+ASSUMED = 0.7
+"""Efficiency of a family that is like none: that of most that are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +52,18 @@ class Achieved:
         half_size: the same for ``effective_size``.
         tile_medium, tile_small, tile_smallest: speed of the last three of ``TILES``, as
             shares of that of the first two.
-        attention: of a product's speed, in a fused attention kernel.
+        tile_idle: part of the cores that the last round of tiles leaves idle.
+        attention: of the peak, in a fused attention kernel.
         attention_before: of that, for each generation by which the kernel is older than
             the device.
         attention_half: sequence at which such a kernel reaches half of that.
+        unaligned: speed of a product in an eager framework, for each halving of the
+            16 bytes by which its sizes should divide.
         memory: of the bandwidth of memory.
         kernel_seconds: cost of every kernel of a compiled program.
         launch_seconds: the same where a host launches operations one by one.
         dispatch_seconds: of the host for one operation, where it launches them.
+        micro_seconds: of the host between two micro-batches, where it launches them.
         jitter_seconds: how much later the slowest of two hosts comes to a collective.
         node: of the bandwidth inside a node, or of a torus.
         network: of the bandwidth between nodes or slices.
@@ -79,13 +84,16 @@ class Achieved:
     tile_medium: float
     tile_small: float
     tile_smallest: float
+    tile_idle: float
     attention: float
     attention_before: float
     attention_half: float
+    unaligned: float
     memory: float
     kernel_seconds: float
     launch_seconds: float
     dispatch_seconds: float
+    micro_seconds: float
     jitter_seconds: float
     node: float
     network: float
@@ -106,13 +114,16 @@ WHOLE = Achieved(
     tile_medium=1.0,
     tile_small=1.0,
     tile_smallest=1.0,
+    tile_idle=0.0,
     attention=1.0,
     attention_before=1.0,
     attention_half=0.0,
+    unaligned=1.0,
     memory=1.0,
     kernel_seconds=0.0,
     launch_seconds=0.0,
     dispatch_seconds=0.0,
+    micro_seconds=0.0,
     jitter_seconds=0.0,
     node=1.0,
     network=1.0,
@@ -151,15 +162,16 @@ class Constants:
         """
         wanted = width_of(dtype)
         for name in (family, LIKE.get(family, family)):
-            for kind in (wanted, "bf16"):
+            for kind in (wanted, "bf16", "f16"):
                 if (name, kind) in self.efficiency:
                     return self.efficiency[name, kind]
         return ASSUMED if default is None else default
 
 
 def width_of(dtype: str) -> str:
-    """The type that stands for all of its width: f8, bf16 or f32."""
-    return {"f8": "f8", "f32": "f32", "tf32": "f32", "f64": "f32"}.get(dtype, "bf16")
+    """The type whose efficiency counts: f8, f16, bf16, or f32 for all wider ones."""
+    wide = {"f32": "f32", "tf32": "f32", "f64": "f32"}
+    return wide.get(dtype, dtype if dtype in ("f8", "f16") else "bf16")
 
 
 @functools.cache
@@ -189,7 +201,26 @@ def read(data: Mapping[str, Any]) -> Constants:
     )
 
 
-def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> Any:
+CORE = 312e12 / 108
+"""FLOP/s of one core in the type for which sizes are given: an A100's in 16 bits."""
+
+
+def pace_of(peak_flops: Any, cores: Any) -> Any:
+    """How fast one core is, over that for which the curve's sizes are given.
+
+    What a core waits for at the start of a tile, and what it writes at its end, take
+    as long as ever, so that a faster core needs longer products for the same share.
+
+    Args:
+        peak_flops: of the device, in one type.
+        cores: as in ``shape_share``.
+    """
+    return np.where(cores > 0, peak_flops / np.maximum(1.0, cores) / CORE, 1.0)
+
+
+def shape_share(
+    m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any, pace: Any = 1.0
+) -> Any:
     """Part of the largest speed that a product of this shape reaches.
 
     Args:
@@ -197,6 +228,7 @@ def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> A
         batch: how many of them one operation does.
         cores: that take its tiles one by one; 0 where tiles do not matter.
         curve: the platform's ``Achieved``, or something with arrays for its fields.
+        pace: from ``pace_of``.
     """
     busy = tile_share(
         m,
@@ -206,14 +238,22 @@ def shape_share(m: Any, k: Any, n: Any, batch: Any, cores: Any, curve: Any) -> A
         curve.tile_medium,
         curve.tile_small,
         curve.tile_smallest,
+        curve.tile_idle,
     )
     size = 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
-    share = size / (size + curve.half_size) * k / (k + curve.half_depth)
+    share = size / (size + pace * curve.half_size) * k / (k + pace * curve.half_depth)
     return np.maximum(np.where(cores > 0, busy, 1.0) * share, 1e-4)
 
 
 def tile_share(
-    m: Any, n: Any, batch: Any, cores: Any, small: Any, smaller: Any, smallest: Any
+    m: Any,
+    n: Any,
+    batch: Any,
+    cores: Any,
+    small: Any,
+    smaller: Any,
+    smallest: Any,
+    idle: Any = 1.0,
 ) -> Any:
     """Part of a GPU's cores that a product of this shape keeps busy.
 
@@ -224,13 +264,17 @@ def tile_share(
         m, n, batch: rows, columns and count of the products.
         cores: streaming multiprocessors of the device.
         small, smaller, smallest: speed of the last three of ``TILES``.
+        idle: part of the last round's idle cores that stays idle; other operations and
+            splits of long products fill the rest.
     """
     best: Any = 0.0
     for (rows, columns), speed in zip(
         TILES, (1.0, 1.0, small, smaller, smallest), strict=True
     ):
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
-        rounds = np.ceil(tiles / cores)
+        whole = np.ceil(tiles / cores)
+        rounds = np.maximum(1.0, tiles / cores)
+        rounds = rounds + idle * (whole - rounds)
         done = m * n * batch / (rounds * cores * rows * columns)
         best = np.maximum(best, done * speed)
     return best

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
-from whalejax.meshes.fitted import constants, shape_share
+from whalejax.meshes.fitted import constants, pace_of, shape_share
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -277,7 +277,8 @@ class DeviceKind:
         peak = self.peak_flops(dtype)
         if self.curve:
             known = constants()
-            share = shape_share(m, k, n, batch, self.cores, known.platforms[self.curve])
+            curve, pace = known.platforms[self.curve], pace_of(peak, self.cores)
+            share = shape_share(m, k, n, batch, self.cores, curve, pace)
             most = known.of(self.family, dtype_name(dtype), self.efficiency)
             return peak * most * (share if np.ndim(share) else float(share))
         return peak * self.efficiency * size / (size + self.matmul_half_size)

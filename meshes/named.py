@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
-from whalejax.meshes.problems import WhaleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +34,14 @@ _FAMILIES = (
     ("b200", ("b200", "gb200")),
     ("h200", ("h200",)),
     ("h100", ("h100", "h800", "a3", "p5.")),
-    ("a100", ("a100", "a800", "a2-")),
+    ("a100", ("a100", "a800", "a2-", "p4d")),
     ("v100", ("v100", "dgx-2", "dgx-1")),
     ("p100", ("p100",)),
     ("titanrtx", ("titan",)),
     ("rtx3090", ("3090",)),
     ("rtx2080", ("2080",)),
     ("t4", ("t4",)),
-    ("v7x", ("v7x", "tpu7x", "ironwood")),
+    ("v7x", ("v7", "tpu7", "ironwood")),
     ("v6e", ("v6e", "trillium")),
     ("v5p", ("v5p",)),
     ("v5e", ("v5e", "v5litepod", "v5 lite")),
@@ -50,6 +49,49 @@ _FAMILIES = (
 )
 """Families of the catalogue and words of a name that mean one, the longer first."""
 
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """A device that the catalogue lacks, by its datasheet, without sparsity.
+
+    Attributes:
+        words: of a name, that mean it.
+        like: entry whose family's efficiency, node and network stand in.
+        half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
+        memory: gigabytes, and how many of them a second.
+        cores: streaming multiprocessors or compute units.
+    """
+
+    words: tuple[str, ...]
+    like: str
+    half: float
+    eight: float
+    single: float
+    memory: tuple[int, int]
+    cores: int
+
+
+_OTHERS = (
+    # NVIDIA's datasheets of L40S, L40 and L4 (2023), A10, A30, A40 and RTX A6000
+    # (2021), the Ada architecture's white paper (RTX 4090, 2022), and H20's listing.
+    _Card(("l40s",), "rtx3090", 362, 733, 91.6, (48, 864), 142),
+    _Card(("l40",), "rtx3090", 181, 362, 90.5, (48, 864), 142),
+    _Card(("l4",), "rtx3090", 121, 242, 30.3, (24, 300), 58),
+    _Card(("a10g",), "rtx3090", 70, 0, 35.0, (24, 600), 80),
+    _Card(("a10",), "rtx3090", 125, 0, 31.2, (24, 600), 72),
+    _Card(("a30",), "rtx3090", 165, 0, 10.3, (24, 933), 56),
+    _Card(("a40",), "rtx3090", 149.7, 0, 37.4, (48, 696), 84),
+    _Card(("a6000", "rtx6000"), "rtx3090", 154.8, 0, 38.7, (48, 768), 84),
+    _Card(("4090",), "rtx3090", 165.2, 330.3, 82.6, (24, 1008), 128),
+    _Card(("h20",), "h100", 148, 296, 44.0, (96, 4000), 78),
+    # AMD's datasheets of Instinct MI250X (2021) and MI300X (2023).
+    _Card(("mi250",), "a100-80", 383, 0, 47.9, (128, 3277), 220),
+    _Card(("mi300",), "h100", 1307, 2614, 163.4, (192, 5300), 304),
+)
+"""Longer names first."""
+
+UNKNOWN = "a100-80"
+"""What a device is taken for that nothing else is known of."""
 
 _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000, "v100": 300, "p100": 300}
 """Board power of the form factor that the catalogue has (SXM)."""
@@ -69,9 +111,6 @@ def read_device(text: str) -> Device:
         text: such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``,
             ``"TPU v5e"`` or ``"4xV100-16+4xT4"``.
 
-    Raises:
-        WhaleError: no family of the catalogue is in it.
-
     >>> read_device("a100_40gb").entry.kind.name
     'a100-40'
     """
@@ -86,10 +125,7 @@ def _one_device(text: str) -> Device:
     name = counted[2] if counted else lowered
     family = next((f for f, words in _FAMILIES if any(w in name for w in words)), None)
     if family is None:
-        raise WhaleError(
-            f"device {text.strip()!r} names no family of the catalogue; it has "
-            f"{', '.join(f for f, _ in _FAMILIES)}"
-        )
+        return _other(text.strip(), name, count)
     kinds = [one for one in entries().values() if one.kind.family == family]
     notes: list[str] = []
     memory = _memory_of(name)
@@ -102,6 +138,35 @@ def _one_device(text: str) -> Device:
             found = _with_link(found, bandwidth)
             notes.append(f"{word.upper()} is {of.upper()} with 400 GB/s of NVLink")
     return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _other(text: str, name: str, count: int | None) -> Device:
+    """A device of no family of the catalogue."""
+    card = next((c for c in _OTHERS if any(w in name for w in c.words)), None)
+    if card is None:
+        found, notes = entries()[UNKNOWN], [f"device {text!r} is unknown: as {UNKNOWN}"]
+        memory = _memory_of(name)
+        if memory is not None:
+            found = _with_memory([found], found, memory, notes)
+        return Device(entry=found, count=count, notes=tuple(notes))
+    base = entries()[card.like]
+    # TensorFloat-32 takes twice the time of 16 bits, where there is any.
+    peaks = {"f32": card.single, "tf32": max(card.single, card.half / 2)}
+    peaks |= {"bf16": card.half, "f16": card.half}
+    peaks |= {"f8": card.eight} if card.eight else {}
+    gigabytes, bandwidth = card.memory
+    kind = dataclasses.replace(
+        base.kind,
+        label=text,
+        memory_bytes=gigabytes * 2**30,
+        memory_bytes_per_second=bandwidth * 1e9,
+        flops_per_second=tuple((t, peak * 1e12) for t, peak in peaks.items()),
+        cores=card.cores,
+        sources=(),
+    )
+    note = f"{text} by its datasheet, as efficient as {base.kind.display_name()}"
+    entry = dataclasses.replace(base, kind=kind)
+    return Device(entry=entry, count=count, notes=(note,))
 
 
 def _memory_of(name: str) -> int | None:

@@ -24,7 +24,8 @@ from whalejax.meshes.fitted import Constants, constants
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.estimate import Array, Runs
 from whalejax.planner.fitting import fit, source_weights
-from whalejax.planner.published import measured_seconds, read_table, readings
+from whalejax.planner.inferred import readings
+from whalejax.planner.published import measured_seconds, read_table
 from whalejax.planner.runs import Run
 
 
@@ -103,10 +104,14 @@ _PROFILE = re.compile(r"PROFILE ms per microbatch .*?block ([\d.]+)")
 
 
 def _profile_cells(row: Mapping[str, str]) -> dict[str, str]:
-    """What a profile leaves out: it is a layer of samples of 2,048 tokens."""
+    """What a profile leaves out: it is a layer of samples as long as the model takes.
+
+    Llama 3 takes 8,192 tokens, OPT and GPT-Neo take 2,048.
+    """
     if not _PROFILE.search(row.get("notes") or ""):
         return {}
-    cells = {"seq": row.get("seq") or "2048"}
+    longest = "8192" if "llama-3" in (row.get("model") or "").lower() else "2048"
+    cells = {"seq": row.get("seq") or longest}
     cells["global_batch"] = row.get("global_batch") or row.get("micro_batch") or "1"
     return cells
 

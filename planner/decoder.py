@@ -33,6 +33,8 @@ class Decoder:
             0 where there are none.
         flash: attention is one kernel that keeps its scores on chip and skips what the
             causal mask hides; otherwise scores and their softmax go to memory.
+        eager: where attention is no kernel, its mask is added to the scores and bounds
+            them by operations of their own; otherwise the softmax does both.
         fused_loss: one kernel from logits to loss, in their own type; otherwise they
             are cast to float32 first.
         dropout: on attention's weights and on what joins the residual stream.
@@ -53,6 +55,7 @@ class Decoder:
     experts: int = 0
     topk: int = 0
     flash: bool = True
+    eager: bool = False
     fused_loss: bool = True
     dropout: bool = False
     norm_bias: bool = True
@@ -156,6 +159,8 @@ class _Writer:
         """Scores, their softmax, and what they mix."""
         p = self.p
         scores = p.einsum("bsgrd,btgd->bgrst", q, k)
+        if self.sizes.eager and not self.sizes.flash:
+            scores = p.add(p.add(scores, kind="mask"), kind="bound")
         with p.kernel(fused=not self.sizes.flash):
             top = p.einsum("bgrst->bgrs", scores)
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")

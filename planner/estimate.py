@@ -8,16 +8,17 @@ other comes from the schedule's rows.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.fitted import Achieved, Constants, shape_share
+from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
 from whalejax.planner.balance import even_shares
 from whalejax.planner.runs import Run
 from whalejax.planner.schedules import schedule
@@ -41,6 +42,9 @@ OUTER = 3
 BLEND = 4.0
 """Exponent by which the device's and the host's time become one: a maximum whose
 corner is rounded, because neither is alike from operation to operation."""
+
+ALIGNED = 8
+"""Elements of 16 bits by which sizes of a product divide where it is fastest."""
 
 STATE_BYTES = 12
 """Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
@@ -89,13 +93,35 @@ class Runs:
         self.work: tuple[Work, ...] = tuple(work_of(run) for run in runs)
         self.entries: tuple[Entry, ...] = tuple(run.device for run in runs)
         self.frozen = np.array([run.frozen for run in runs], dtype=bool)
+        self.like = self._like()
         self.kernels = arrays(
-            [(i, k) for i, work in enumerate(self.work) for k in work.kernels]
+            [(i, k) for i in np.unique(self.like) for k in self.work[i].kernels]
         )
         self.stretch = np.ones(len(self.runs))
+        self.halvings = self._halvings()
         self._devices()
         self._traffic()
         self._parameters()
+
+    def _like(self) -> Array:
+        """For each run, the first whose micro-batches are the same in every layer."""
+        found: dict[Run, int] = {}
+        first = []
+        for i, run in enumerate(self.runs):
+            sizes = replace(run.sizes, layers=1)
+            alike = replace(run, sizes=sizes, num_devices=1, data=1, stages=1)
+            alike = replace(alike, chunks=1, zero=0, global_batch=1, unlike=())
+            first.append(found.setdefault(alike, i))
+        return np.array(first, dtype=int)
+
+    def _halvings(self) -> Array:
+        """By how many halvings each product misses the alignment of its operands."""
+        k, found = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
+        for name in ("m", "k", "n"):
+            found = np.gcd(found, np.maximum(1, np.rint(k[name])).astype(int))
+        launched = ~np.array([r.framework.compiled for r in self.runs], dtype=bool)
+        counts = launched[k["run"]] & k["product"] & ~k["attention"]
+        return np.where(counts, np.log2(ALIGNED / found), 0.0)
 
     def _column(self, values: Any) -> Array:
         return np.array([float(v) for v in values])
@@ -108,7 +134,16 @@ class Runs:
         self.memory = self._column(k.memory_bytes_per_second for k in kinds)
         self.cores = self._column(k.cores for k in kinds)
         self.gpu = np.array([k.platform == "gpu" for k in kinds])
-        self.platform = [k.platform for k in kinds]
+        types = [(k.family, r.dtype) for r, k in pairs]
+        self._types = sorted(set(types))
+        self._type = np.array([self._types.index(key) for key in types])
+        self.eight = np.array([r.dtype == "f8" for r in self.runs])
+        self._platforms = sorted({k.platform for k in kinds})
+        self._platform = np.array([self._platforms.index(k.platform) for k in kinds])
+        self.behind = self._column(
+            max(0, k.attention_generation - r.framework.attention_generation)
+            for r, k in pairs
+        )
         self.compiled = np.array([r.framework.compiled for r in self.runs])
         self.overlaps = np.array([r.framework.overlaps_gradients for r in self.runs])
         node, network = [], []
@@ -131,9 +166,9 @@ class Runs:
         self.beside = np.zeros((3, 2, 2, count))
         self.latency = np.zeros((3, 2, count))
         self.meetings = np.zeros(count)
-        for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
-            hops = _hops(self.entries[i])
-            for t in work.traffic:
+        for i in np.unique(self.like):
+            run, hops = self.runs[i], _hops(self.entries[i])
+            for t in self.work[i].traffic:
                 sizes = levels_of(run, t.axes)
                 beside = run.framework.overlaps_layers and t.place == LAYER
                 beside = beside and "expert" not in t.axes
@@ -161,44 +196,57 @@ class Runs:
             ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
         self.dense = self._column(dense) + self._column(ends)
         self.expert = self._column(expert)
-        self.data = [levels_of(r, ("fsdp", "data")) for r in self.runs]
-        self.fsdp = [levels_of(r, ("fsdp",)) for r in self.runs]
+        self.data = self._levels(("fsdp", "data"))
+        self.fsdp = self._levels(("fsdp",))
         self.ranks = self._column(r.ranks for r in self.runs)
         self.shards = self._column(r.fsdp for r in self.runs)
         self.parts = self._column(r.num_micro_batches for r in self.runs)
         self.zero = self._column(r.zero for r in self.runs)
         self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
         self.gradient *= 1 - self.frozen
+        self.stages = self._column(r.stages for r in self.runs)
+        self.layers = self._column(r.layers_per_stage for r in self.runs)
+        self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
+        self.replicas = self._column(r.data for r in self.runs)
+        self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
+        self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
+
+    def _levels(self, axes: tuple[str, ...]) -> Array:
+        """Ranks of some axes inside a node, and over how many nodes they lie."""
+        return np.array([levels_of(r, axes) for r in self.runs], dtype=float).T
 
     # Pricing.
 
     def shares(self, constants: Constants, name: str) -> Array:
         """One constant of every run's platform."""
-        return self._column(
-            getattr(constants.platforms[platform], name) for platform in self.platform
-        )
+        known = [getattr(constants.platforms[p], name) for p in self._platforms]
+        found: Array = np.array(known, dtype=float)[self._platform]
+        return found
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward of each kernel, all its repetitions."""
         k, run = self.kernels, self.kernels["run"]
-        pairs = list(zip(self.runs, self.entries, strict=True))
-        families = [e.kind.family for _, e in pairs]
-        whole = self._column(
-            constants.of(f, r.dtype) for f, (r, _) in zip(families, pairs, strict=True)
-        )
-        half = self._column(constants.of(f, "bf16") for f in families)
+        whole = np.array([constants.of(*key) for key in self._types])[self._type]
+        half = np.array([constants.of(f, "bf16") for f, _ in self._types])[self._type]
         # Attention's products stay in 16 bits where the rest multiplies in 8.
-        eight = np.array([r.dtype == "f8" for r in self.runs])[run]
+        eight = self.eight[run]
         inside = k["product"] & (k["batch"] > 1) & eight
-        rate = np.where(inside, (self.half_peak * half)[run], (self.peak * whole)[run])
+        peak = np.where(inside, self.half_peak[run], self.peak[run])
+        # An attention kernel's speed is a share of the peak itself.
+        most = np.where(inside, half[run], whole[run])
+        rate = peak * np.where(k["attention"], 1.0, most)
         get = {name: self.shares(constants, name)[run] for name in Achieved.__slots__}
         curve, cores = SimpleNamespace(**get), self.cores[run]
-        forward_share = shape_share(k["m"], k["k"], k["n"], k["batch"], cores, curve)
-        left = shape_share(k["m"], k["n"], k["k"], k["batch"], cores, curve)
-        right = shape_share(k["k"], k["m"], k["n"], k["batch"], cores, curve)
-        backward_share = 0.5 * (left + right)
+        pace = pace_of(peak, cores)
+        m, depth, n, batch = (k[name] for name in ("m", "k", "n", "batch"))
+        forward_share = shape_share(m, depth, n, batch, cores, curve, pace)
+        left = shape_share(m, n, depth, batch, cores, curve, pace)
+        right = shape_share(depth, m, n, batch, cores, curve, pace)
+        aligned = get["unaligned"] ** self.halvings
+        forward_share = forward_share * aligned
+        backward_share = 0.5 * (left + right) * aligned
         longest = np.maximum(k["m"], k["n"])
-        kernel = get["attention"] * get["attention_before"] ** self._behind()[run]
+        kernel = get["attention"] * get["attention_before"] ** self.behind[run]
         kernel = kernel * longest / (longest + get["attention_half"])
         ahead = np.where(k["attention"], kernel, forward_share)
         behind = np.where(k["attention"], kernel / 1.25, backward_share)
@@ -227,44 +275,41 @@ class Runs:
         backward = backward + launched * gradients
         return forward * k["count"], backward * k["count"]
 
-    def _behind(self) -> Array:
-        """By how many generations attention's kernel is older than the device."""
-        return self._column(
-            max(0, e.kind.attention_generation - r.framework.attention_generation)
-            for r, e in zip(self.runs, self.entries, strict=True)
-        )
-
     def places(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward seconds of one micro-batch: (place, run)."""
         k, run = self.kernels, self.kernels["run"]
         forward, backward = self._kernel_seconds(constants)
-        remat = np.array([_REMATS.index(r.remat) for r in self.runs])[run]
+        remat = self.remat[run]
         unfused = k["scores"] & ~k["attention"]
         again = (remat == 3) | ((remat == 2) & ~k["product"]) | ((remat == 1) & unfused)
         again = again & (k["place"] == LAYER)
         backward = backward + forward * again
         count = len(self.runs)
-        links = (
-            self.node * self.shares(constants, "node"),
-            self.network * self.shares(constants, "network"),
-        )
-        whole = np.array([r.remat == "full" for r in self.runs])
-        exposed = 1.0 - self.shares(constants, "overlap_layers")
         ahead, behind = np.zeros((3, count)), np.zeros((3, count))
         for place in (EMBED, LAYER, HEAD):
             here = k["place"] == place
             ahead[place] = np.bincount(run, weights=forward * here, minlength=count)
             behind[place] = np.bincount(run, weights=backward * here, minlength=count)
-            for phase, found in ((1, ahead), (0, behind)):
-                wire = self.wire[place, phase] + exposed * self.beside[place, phase]
-                found[place] += wire[0] / links[0] + wire[1] / links[1]
-                found[place] += self.latency[place, phase]
-            if place == LAYER:
-                wire = self.wire[place, 1] + exposed * self.beside[place, 1]
-                seconds = wire[0] / links[0] + wire[1] / links[1]
-                behind[place] += whole * (seconds + self.latency[place, 1])
+        ahead, behind = ahead[:, self.like], behind[:, self.like]
         self._dispatch(ahead, behind, again, constants)
-        return ahead, behind
+        # Ranks meet when the slowest host has come, so that what they exchange adds to
+        # the host's time as it does to the device's.
+        sent = self._wires(constants)
+        return ahead + sent[0], behind + sent[1]
+
+    def _wires(self, constants: Constants) -> tuple[Array, Array]:
+        """Forward and backward seconds of collectives inside a micro-batch."""
+        links = (
+            self.node * self.shares(constants, "node"),
+            self.network * self.shares(constants, "network"),
+        )
+        exposed = 1.0 - self.shares(constants, "overlap_layers")
+        wire = self.wire + exposed * self.beside
+        seconds = wire[:, :, 0] / links[0] + wire[:, :, 1] / links[1] + self.latency
+        ahead, behind = seconds[:, 1], seconds[:, 0].copy()
+        whole = self.remat == _REMATS.index("full")
+        behind[LAYER] += whole * ahead[LAYER]
+        return ahead[:, self.like], behind[:, self.like]
 
     def _dispatch(
         self, ahead: Array, behind: Array, again: Array, constants: Constants
@@ -274,13 +319,13 @@ class Runs:
         count = len(self.runs)
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
-        number = np.bincount(run, weights=launches, minlength=count)
+        number = np.bincount(run, weights=launches, minlength=count)[self.like]
         host = number * self.shares(constants, "dispatch_seconds")
         host = np.where(self.compiled | ~self.gpu, 0.0, host)
         device = ahead[LAYER] + behind[LAYER]
         both = (device**BLEND + host**BLEND) ** (1.0 / BLEND)
         waits = np.maximum(0.0, 1.0 - device / np.where(host > 0, host, np.inf))
-        jitter = self.shares(constants, "jitter_seconds") * self.meetings
+        jitter = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
         both = both + np.where(host > 0, jitter * waits, 0.0)
         ahead[LAYER] *= both / device
         behind[LAYER] *= both / device
@@ -294,14 +339,17 @@ class Runs:
                 time stands, which a fit uses between its rounds.
         """
         ahead, behind = self.places(constants)
-        layers = self._column(r.sizes.layers / r.stages for r in self.runs)
+        layers = self.mean_layers
         layer = ahead[LAYER] + behind[LAYER]
         ends = np.stack([ahead[p] + behind[p] for p in (EMBED, HEAD)])
-        alone = self._column(r.stages == 1 for r in self.runs)
+        alone = self.stages == 1
         slowest = layers * layer + np.where(alone, ends.sum(axis=0), ends.max(axis=0))
         if settle:
             self._settle(ahead, behind, slowest, constants)
         slowest = slowest + self._accumulated(constants)
+        slowest = slowest + np.where(
+            self.compiled, 0.0, self.shares(constants, "micro_seconds")
+        )
         busy = self.parts * slowest
         compute = busy * self.stretch
         exposed = self._exposed(compute, constants)
@@ -322,8 +370,7 @@ class Runs:
     def _accumulated(self, constants: Constants) -> Array:
         """Seconds in which a micro-batch's gradients are added to those before it."""
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
-        fused = np.array([run.framework.fused_accumulation for run in self.runs])
-        nbytes = nbytes * ((self.parts > 1) & ~fused & ~self.frozen)
+        nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
         found: Array = nbytes / (self.memory * self.shares(constants, "memory"))
         return found
 
@@ -354,9 +401,8 @@ class Runs:
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
-        def once(nbytes: Array, levels: list[tuple[int, int]], rounds: Array) -> Array:
-            inside = self._column(a for a, _ in levels)
-            nodes = self._column(b for _, b in levels)
+        def once(nbytes: Array, levels: Array, rounds: Array) -> Array:
+            inside, nodes = levels
             near = nbytes * (inside - 1) / inside / node
             far = nbytes / inside * (nodes - 1) / nodes / network
             found: Array = rounds * (near + far)
@@ -382,9 +428,8 @@ class Runs:
         # Parameters in shards are gathered twice and reduced once in a micro-batch.
         rounds = np.where(self.frozen, 2.0, 3.0)
         each = rounds * once(params * WEIGHT_BYTES, self.fsdp, one)
-        layers = self._column(r.layers_per_stage + 1 for r in self.runs)
-        each = each + rounds * hop * (self.shards - 1) * layers
-        replicas = self._column(r.data for r in self.runs)
+        each = each + rounds * hop * (self.shards - 1) * (self.layers + 1)
+        replicas = self.replicas
         across = 2.0 * sent / self.shards * (replicas - 1) / replicas / network
         total = each * self.parts + across
         share = self.shares(constants, "overlap_parameters")
@@ -394,6 +439,12 @@ class Runs:
 
     def peak_bytes(self, constants: Constants) -> Array:
         """Memory of the fullest device."""
+        total: Array = self._used_bytes + self.shares(constants, "reserve_bytes")
+        return total
+
+    @functools.cached_property
+    def _used_bytes(self) -> Array:
+        """Of it, what the program takes."""
         found = []
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
@@ -409,14 +460,14 @@ class Runs:
             held = float(min(run.num_micro_batches, run.stages))
             if run.chunks > 1:
                 held += (run.stages - 1) / run.chunks
-            saved = work.saved_bytes[run.remat] * run.layers_per_stage * held
+            kept = "full" if run.offloaded else run.remat
+            saved = work.saved_bytes[kept] * run.layers_per_stage * held
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
             if zero >= 3:
                 working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
             head = work.head_bytes if run.stages == 1 else 0.0
             found.append(static + saved + max(working, head))
-        total: Array = np.array(found) + self.shares(constants, "reserve_bytes")
-        return total
+        return np.array(found)
 
 
 _REMATS = ("none", "selective", "dots", "full")

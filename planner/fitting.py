@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from whalejax.meshes.fitted import Achieved, Constants, width_of
+from whalejax.meshes.fitted import LIKE, Achieved, Constants, width_of
 from whalejax.planner.estimate import Array, Runs
 
 
@@ -34,13 +34,16 @@ GPU = {
     "tile_medium": Range(0.92, 0.8, 1.0),
     "tile_small": Range(0.72, 0.5, 0.95),
     "tile_smallest": Range(0.45, 0.3, 0.8),
-    "attention": Range(0.75, 0.65, 0.85),
+    "tile_idle": Range(0.6, 0.0, 1.0),
+    "attention": Range(0.57, 0.4, 0.75),
     "attention_before": Range(0.6, 0.5, 0.7),
     "attention_half": Range(300, 100, 600),
+    "unaligned": Range(0.7, 0.5, 0.9),
     "memory": Range(0.8, 0.5, 0.92),
     "kernel_seconds": Range(2e-6, 0.2e-6, 8e-6),
     "launch_seconds": Range(3e-6, 0.2e-6, 10e-6),
     "dispatch_seconds": Range(50e-6, 5e-6, 150e-6),
+    "micro_seconds": Range(1e-3, 0.0, 5e-3),
     "jitter_seconds": Range(10e-6, 0.0, 60e-6),
     "node": Range(0.72, 0.45, 0.85),
     "network": Range(0.75, 0.5, 0.9),
@@ -49,14 +52,14 @@ GPU = {
     "overlap_gradients": Range(0.8, 0.3, 0.98),
     "overlap_parameters": Range(0.8, 0.3, 0.98),
     "overlap_layers": Range(0.6, 0.2, 0.95),
-    "update_bytes": Range(24, 12, 60),
+    "update_bytes": Range(36, 28, 60),
     "step_seconds": Range(3e-3, 0.0, 3e-2),
 }
 """Constants of GPUs that step times can tell."""
 
 TPU = {
     "half_size": Range(100, 1, 400),
-    "attention": Range(0.6, 0.25, 1.0),
+    "attention": Range(0.45, 0.2, 0.75),
     "memory": Range(0.8, 0.5, 0.92),
     "node": Range(0.6, 0.3, 0.9),
     "network": Range(0.5, 0.2, 0.9),
@@ -73,6 +76,9 @@ constant lies at the other end of its range."""
 
 SCALE = 0.05
 """Relative error from which a run counts as an outlier."""
+
+STEP = 1e-6
+"""Part of a constant's range by which it is moved to see what depends on it."""
 
 ROUNDS = 2
 """How often the pipelines' waiting is worked out anew."""
@@ -176,6 +182,31 @@ class _Target:
         return off
 
 
+def _feels(runs: Runs, place: _Place) -> Array:
+    """Whether each run depends on a constant."""
+    kinds = (one.kind for one in runs.entries)
+    if place.platform in ("gpu", "tpu"):
+        return np.array([kind.platform == place.platform for kind in kinds])
+    return np.array(
+        [place.platform in (k.family, LIKE.get(k.family)) for k in kinds], dtype=bool
+    )
+
+
+def _together(runs: Runs, places: Sequence[_Place]) -> list[list[int]]:
+    """Constants in groups in which no run depends on two."""
+    groups: list[tuple[list[int], Array]] = []
+    for index, place in enumerate(places):
+        felt = _feels(runs, place)
+        for members, taken in groups:
+            if not (taken & felt).any():
+                members.append(index)
+                taken |= felt
+                break
+        else:
+            groups.append(([index], felt))
+    return [members for members, _ in groups]
+
+
 def _solve(
     target: _Target, places: Sequence[_Place], base: Constants, kept: Array
 ) -> Constants:
@@ -189,11 +220,33 @@ def _solve(
         constants = _with(base, places, low + unit * (high - low))
         return np.concatenate([target.off(constants, kept), pull * (unit - likely)])
 
+    groups = _together(target.runs, places)
+
+    def slopes(unit: Array) -> Array:
+        """Differences by each constant; those that meet in no run move at once."""
+        before = differences(unit)
+        found = np.zeros((len(before), len(places)))
+        for group in groups:
+            step = np.zeros(len(places))
+            step[group] = np.where(unit[group] + STEP > 1, -STEP, STEP)
+            moved = (differences(unit + step) - before)[: -len(places)]
+            for index in group:
+                felt = _feels(target.runs, places[index])[kept]
+                found[: len(felt), index] = moved * felt / step[index]
+        found[-len(places) :] = np.diag(np.full(len(places), pull))
+        return found
+
     unit = np.clip(likely, 0.01, 0.99)
     for _ in range(ROUNDS):
         target.runs.price(_with(base, places, low + unit * (high - low)))
         solved = least_squares(
-            differences, unit, bounds=(0, 1), loss="soft_l1", f_scale=SCALE, max_nfev=30
+            differences,
+            unit,
+            jac=slopes,
+            bounds=(0, 1),
+            loss="soft_l1",
+            f_scale=SCALE,
+            max_nfev=30,
         )
         unit = np.clip(solved.x, 1e-4, 1 - 1e-4)
     return _with(base, places, low + unit * (high - low))

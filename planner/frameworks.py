@@ -37,12 +37,16 @@ class Framework:
         sequence_parallel: beside tensor parallelism, where the row does not say.
         zero: what it shards over data-parallel devices, where the row does not say.
         remat: what it computes again, where the row does not say; None: what fits.
+        selective: what its word "selective" comes to.
         flops: how it counts.
         dtype: that its products multiply in, where the row does not say.
         gradient_bytes: of one parameter's gradient, as it is reduced.
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
+        eager: where attention is no kernel, masks are operations of their own.
         fused_loss: the loss is one kernel that reads logits in their own type.
+        pads_vocabulary: to a multiple of 128 for every rank that shares it; otherwise
+            ranks have what is left of it by division.
         dropout: its models drop attention weights and what joins the residual stream.
         attention_generation: of devices that its attention kernel was written for:
             7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
@@ -58,11 +62,14 @@ class Framework:
     sequence_parallel: bool = False
     zero: int = 0
     remat: Remat | None = None
+    selective: Remat = "selective"
     flops: Convention = "model"
     dtype: str = "bf16"
     gradient_bytes: int = 2
     fused_accumulation: bool = False
+    eager: bool = False
     fused_loss: bool = True
+    pads_vocabulary: bool = True
     dropout: bool = False
     attention_generation: int = 8
 
@@ -75,6 +82,7 @@ FRAMEWORKS = (
         overlaps_gradients=False,
         remat="full",
         fused_loss=False,
+        pads_vocabulary=False,
         dropout=True,
     ),
     Framework(
@@ -83,13 +91,24 @@ FRAMEWORKS = (
         flash=False,
         overlaps_gradients=False,
         remat="none",
+        eager=True,
         fused_loss=False,
+        pads_vocabulary=False,
         dtype="tf32",
     ),
     Framework(
-        name="Megatron-LM of 2020 to 2022",
+        # Its scaling was measured with PyTorch's own data parallelism, which overlaps.
+        name="Megatron-LM of 2020",
+        prefixes=("megatron-lm-2019", "megatron-lm-2020"),
+        flash=False,
+        remat="full",
+        flops="hardware",
+        fused_loss=False,
+        dropout=True,
+    ),
+    Framework(
+        name="Megatron-LM of 2021 and 2022",
         prefixes=(
-            "megatron-lm-2020",
             "megatron-lm-a100-2021",
             "megatron-lm-2021",
             "korthikanti",
@@ -122,7 +141,18 @@ FRAMEWORKS = (
         name="InternEvo",
         prefixes=("internevo", "internlm"),
         overlaps_gradients=False,
+        attention_generation=7,
         zero=1,
+    ),
+    Framework(
+        name="TorchTitan",
+        prefixes=("torchtitan", "pytorch-fsdp"),
+        compiled=True,
+        sequence_parallel=True,
+        zero=3,
+        remat="dots",
+        selective="dots",
+        gradient_bytes=4,
     ),
     Framework(
         name="PaxML and T5X",

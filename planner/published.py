@@ -10,16 +10,14 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.fitted import constants
 from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.decoder import Decoder
-from whalejax.planner.estimate import Runs
 from whalejax.planner.frameworks import Framework, Remat, framework
 from whalejax.planner.runs import Replica, Run, StageOf
 
@@ -78,12 +76,17 @@ class Reading:
     Attributes:
         run: what it describes, or None where something needed is missing.
         notes: what was inferred or mapped, or why there is no run.
-        open_remat: neither the row nor the framework says what is computed again.
+        policies: what may be computed again, the likeliest first; several where
+            neither the row nor the framework says it, or the row has a name of its own.
+        open_micro_batch, open_zero: the row does not give the micro-batch, or what is
+            sharded.
     """
 
     run: Run | None
     notes: tuple[str, ...]
-    open_remat: bool = False
+    policies: tuple[Remat, ...] = ()
+    open_micro_batch: bool = False
+    open_zero: bool = False
 
 
 def read_table(path: str | Path) -> Table:
@@ -189,8 +192,20 @@ def read_row(row: Mapping[str, str]) -> Reading:
         run = _run(cells)
     except WhaleError as error:
         return Reading(run=None, notes=(str(error), *cells.notes))
-    silent = not cells.text("remat") and run.framework.remat is None
-    return Reading(run=run, notes=tuple(cells.notes), open_remat=silent)
+    text = cells.text("remat").lower()
+    policies: tuple[Remat, ...] = (run.remat,)
+    if not text and run.framework.remat is None:
+        policies = ("none", "selective", "full")
+    elif run.remat == "dots" and text not in WORDS and not run.offloaded:
+        # A policy by a name of its own keeps something, at most what fits.
+        policies = ("dots", "full")
+    return Reading(
+        run=run,
+        notes=tuple(cells.notes),
+        policies=policies,
+        open_micro_batch=cells.whole("micro_batch") is None,
+        open_zero=cells.whole("zero_stage") is None and cells.whole("fsdp") is None,
+    )
 
 
 def _run(cells: _Cells) -> Run:
@@ -251,6 +266,7 @@ def _run(cells: _Cells) -> Run:
         remat=_remat(cells, source, sizes),
         dtype=precision,
         unlike=unlike,
+        offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
     )
 
@@ -328,18 +344,26 @@ def _sizes(cells: _Cells, source: Framework, tensor: int) -> Decoder:
         kv_heads=groups,
         head_dim=head_dim,
         ffn=ffn,
-        vocab=math.ceil(vocab / (128 * tensor)) * 128 * tensor,
+        vocab=_shared(vocab, tensor, source),
         seq=cells.whole("seq") or 1,
         gated=gated,
         experts=experts if experts > 1 else 0,
         topk=min(cells.whole("topk") or 1, experts) if experts > 1 else 0,
         flash=fused,
+        eager=source.eager,
         fused_loss=source.fused_loss,
         dropout=source.dropout,
         norm_bias=not gated,
         positions=not gated,
         tied=not gated,
     )
+
+
+def _shared(vocab: int, tensor: int, source: Framework) -> int:
+    """The vocabulary as ranks share it."""
+    if not source.pads_vocabulary:
+        return max(1, vocab // tensor) * tensor
+    return math.ceil(vocab / (128 * tensor)) * 128 * tensor
 
 
 def _micro_batch(cells: _Cells, per_rank: int, stages: int, seq: int) -> int:
@@ -385,13 +409,19 @@ def _sequence_parallel(cells: _Cells, source: Framework, tensor: int) -> bool:
     return source.sequence_parallel and tensor > 1
 
 
+WORDS = ("none", "full", "dots")
+"""What a row says of rematerialization in our own words."""
+
+
 def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> Remat:
     text = cells.text("remat").lower()
-    if text in ("none", "full", "selective", "dots"):
+    if text in WORDS:
         return text  # type: ignore[return-value]
+    if text == source.selective:
+        return source.selective
     if "selective" in text:
-        cells.notes.append(f"remat selective (for {text!r})")
-        return "selective"
+        cells.notes.append(f"remat {source.selective} (for {text!r})")
+        return source.selective
     if text:
         cells.notes.append(f"remat dots (the nearest to {text!r})")
         return "dots"
@@ -401,12 +431,16 @@ def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> Remat:
     return "none" if sizes.flash else "selective"
 
 
+EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8")
+"""Words of a precision in 8 bits."""
+
+
 def _precision(cells: _Cells, source: Framework, device: Entry) -> str:
     text = cells.text("precision").lower()
     if not text:
         cells.notes.append(f"precision {source.dtype} ({source.name}'s default)")
         return source.dtype
-    if "fp8" in text or "f8" in text:
+    if any(word in text for word in EIGHT):
         found = "f8"
     elif "bf16" in text or "bfloat16" in text:
         found = "bf16"
@@ -489,50 +523,3 @@ def measured_seconds(row: Mapping[str, str], run: Run) -> float | None:
         return run.tokens / (tokens * run.num_devices)
     rate = positive("tflops_per_device")
     return None if rate is None else run.model_flops() / (rate * 1e12 * run.num_devices)
-
-
-def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
-    """Every row's reading; where nobody says what is computed again, what fits is.
-
-    Args:
-        rows: column to cell, as ``read_table`` gives them.
-    """
-    found = [read_row(row) for row in rows]
-    waiting = [
-        i for i, one in enumerate(found) if one.open_remat and one.run is not None
-    ]
-    for remat in _OFFERED:
-        if not waiting:
-            break
-        offered = [_with_remat(found[i], remat) for i in waiting]
-        peaks = Runs([r.run for r in offered if r.run is not None]).peak_bytes(
-            constants()
-        )
-        left = []
-        for index, one, peak in zip(waiting, offered, peaks, strict=True):
-            assert one.run is not None
-            if peak <= one.run.device.kind.memory_bytes * SLACK:
-                found[index] = one
-            else:
-                left.append(index)
-        waiting = left
-    for index in waiting:
-        note = f"remat {found[index].run.remat} (nothing fits)"  # type: ignore[union-attr]
-        found[index] = replace(found[index], notes=(*found[index].notes, note))
-    return tuple(found)
-
-
-SLACK = 1.15
-"""By how much an estimate may exceed a device's memory and the row still have run: the
-estimate of activations errs by so much."""
-
-_OFFERED: tuple[Remat, ...] = ("none", "selective", "full")
-
-
-def _with_remat(one: Reading, remat: Remat) -> Reading:
-    assert one.run is not None
-    return replace(
-        one,
-        run=replace(one.run, remat=remat),
-        notes=(*one.notes, f"remat {remat} (the least that fits)"),
-    )

@@ -59,6 +59,7 @@ class Run:
         remat: what the backward pass computes again.
         dtype: that products multiply in: ``bf16``, ``f16``, ``f32``, ``tf32``, ``f8``.
         unlike: the stages where devices are mixed, or empty.
+        offloaded: what the backward pass does not compute again waits in host memory.
         frozen: parameters stay as they are, and small adapters beside them are trained.
     """
 
@@ -81,6 +82,7 @@ class Run:
     remat: Remat
     dtype: str
     unlike: tuple[StageOf, ...] = ()
+    offloaded: bool = False
     frozen: bool = False
 
     @property

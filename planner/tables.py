@@ -11,7 +11,8 @@ from pathlib import Path
 from whalejax.meshes.fitted import constants
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.estimate import Runs
-from whalejax.planner.published import Reading, Table, read_table, readings
+from whalejax.planner.inferred import readings
+from whalejax.planner.published import Reading, Table, read_table
 from whalejax.planner.unlike import price_unlike
 
 

@@ -50,6 +50,8 @@ def price_unlike(run: Run, constants: Constants) -> UnlikeEstimate:
         need <= runs.entries[index].kind.memory_bytes for index, need in peaks.items()
     )
     fixed = float(runs.shares(constants, "step_seconds").max())
+    between = float(runs.shares(constants, "micro_seconds").max())
+    fixed += run.num_micro_batches * between * (not run.framework.compiled)
     return UnlikeEstimate(
         step_seconds=step + exposed + update + fixed,
         peak_bytes=max(peaks.values()),

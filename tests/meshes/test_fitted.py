@@ -9,11 +9,22 @@ import numpy as np
 import pytest
 
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.fitted import ASSUMED, Achieved, constants, read, tile_share, write
+from whalejax.meshes.fitted import (
+    ASSUMED,
+    CORE,
+    Achieved,
+    constants,
+    pace_of,
+    read,
+    shape_share,
+    tile_share,
+    write,
+)
 
 
 SHARES = (
-    "tile_medium tile_small tile_smallest attention attention_before memory node "
+    "tile_medium tile_small tile_smallest tile_idle attention attention_before "
+    "unaligned memory node "
     "network point overlap_gradients overlap_parameters"
 ).split()
 
@@ -56,6 +67,9 @@ def test_a_product_that_fills_its_tiles_keeps_every_core_busy() -> None:
     # One tile too many takes a second round, which smaller tiles shorten.
     more = tile_share(256 * 109, 128.0, 1.0, 108.0, **shares)
     assert 0.5 < more < 0.95
+    # Where other work fills the last round, it costs in proportion.
+    filled = tile_share(256 * 109, 128.0, 1.0, 108.0, **shares, idle=0.0)
+    assert filled == pytest.approx(1.0)
 
 
 def test_a_narrow_product_leaves_cores_idle() -> None:
@@ -63,3 +77,15 @@ def test_a_narrow_product_leaves_cores_idle() -> None:
     widths = np.array([16.0, 64.0, 256.0, 4096.0])
     found = tile_share(256.0, widths, np.ones(4), np.full(4, 108.0), **shares)
     assert (np.diff(found) > 0).all()
+
+
+def test_a_faster_core_needs_longer_products() -> None:
+    curve = constants().platforms["gpu"]
+    slow, same, fast = (pace_of(CORE * 108 * times, 108) for times in (0.5, 1, 2))
+    assert (slow, same, fast) == (0.5, 1.0, 2.0)
+    assert pace_of(1e15, 0) == 1.0
+    sizes = (4096.0, 1024.0, 4096.0, 1.0, 108.0)
+    shares = [float(shape_share(*sizes, curve, p)) for p in (slow, same, fast)]
+    assert shares == sorted(shares, reverse=True)
+    longer = (4096.0, 2048.0, 4096.0, 1.0, 108.0)
+    assert shape_share(*longer, curve, fast) > shares[2]

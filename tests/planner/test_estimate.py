@@ -155,7 +155,7 @@ def test_each_generation_makes_attention_slower() -> None:
     # The same kernel is one generation behind on one device, and two on the other.
     before = constants().platforms["gpu"].attention_before
     kernels = [Runs([one]) for one in several]
-    behind = [float(r._behind()[0]) for r in kernels]
+    behind = [float(r.behind[0]) for r in kernels]
     assert behind == [0.0, 1.0, 2.0]
     assert 0.0 < before < 1.0
 
@@ -210,3 +210,36 @@ def test_predictions_are_finite_for_every_kind() -> None:
     found = Runs(several).price(constants())
     assert np.isfinite(found.step_seconds).all()
     assert (found.peak_bytes > 0).all()
+
+
+def test_sizes_that_do_not_divide_by_sixteen_bytes_slow_products_down() -> None:
+    def head(vocab: int, source: str) -> float:
+        one = run("a100-80", source=source, sizes={"vocab": vocab}, zero=0)
+        ahead, behind = Runs([one]).places(constants())
+        return float((ahead + behind)[estimate.HEAD, 0])
+
+    assert head(50257, "vtrain") > 1.05 * head(50264, "vtrain")
+    # Compilers pad operands.
+    assert head(50257, "pax") == pytest.approx(head(50264, "pax"), rel=0.01)
+
+
+def test_micro_batches_cost_a_host_that_launches_them() -> None:
+    several = [run(micro_batch=size, global_batch=8) for size in (8, 1)]
+    found = Runs(several)
+    none = dataclasses.replace(constants().platforms["gpu"], micro_seconds=0.0)
+    without = dataclasses.replace(
+        constants(), platforms={**constants().platforms, "gpu": none}
+    )
+    costs = found.price(constants()).step_seconds - found.price(without).step_seconds
+    each = constants().platforms["gpu"].micro_seconds
+    assert costs == pytest.approx([each, 8 * each])
+
+
+def test_what_waits_in_host_memory_takes_none_of_the_device() -> None:
+    kept, moved, again = peaks(
+        run(remat="dots", sizes={"layers": 48}),
+        run(remat="dots", offloaded=True, sizes={"layers": 48}),
+        run(remat="full", sizes={"layers": 48}),
+    )
+    assert kept > moved
+    assert moved == again

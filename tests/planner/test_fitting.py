@@ -60,6 +60,24 @@ def test_a_fit_explains_what_its_own_formulas_made(
     assert np.abs(before / truth - 1).mean() > 0.08
 
 
+def test_constants_move_together_that_no_run_feels_two_of() -> None:
+    several = [*sweep()[:2], run("v5p", source="maxtext"), run("a100-80"), run("h200")]
+    runs = Runs(several)
+    places, _ = fitting._places(runs)
+    groups = fitting._together(runs, places)
+    assert sorted(i for group in groups for i in group) == list(range(len(places)))
+    assert len(groups) < len(places)
+    for group in groups:
+        felt = [fitting._feels(runs, places[i]) for i in group]
+        assert np.sum(felt, axis=0).max() <= 1
+    # What is said not to be felt is not.
+    for place in places:
+        changed = fitting._with(constants(), [place], np.array([place.range.low]))
+        before = runs.price(constants(), settle=False).step_seconds
+        after = runs.price(changed, settle=False).step_seconds
+        assert (before == after)[~fitting._feels(runs, place)].all()
+
+
 def test_a_source_of_many_rows_weighs_more_but_not_in_proportion() -> None:
     weights = source_weights(["many"] * 100 + ["few"])
     assert weights[0] < weights[-1] == 1.0

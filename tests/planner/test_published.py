@@ -13,7 +13,6 @@ from whalejax.planner.published import (
     measured_seconds,
     read_row,
     read_table,
-    readings,
 )
 from whalejax.planner.runs import Run
 
@@ -77,28 +76,20 @@ def test_llamas_have_gates_and_gpts_have_none() -> None:
 def test_the_vocabulary_is_padded_for_the_ranks_that_share_it() -> None:
     assert read().sizes.vocab == 50176
     assert read(tp="1").sizes.vocab == 50048
+    bare = {"source": "vtrain", "vocab": "50257"}
+    assert read(tp="1", **bare).sizes.vocab == 50257
+    assert read(tp="2", **bare).sizes.vocab == 2 * 25128
 
 
 def test_words_for_rematerialization_are_mapped_to_the_nearest() -> None:
     assert read(remat="selective_attn").remat == "selective"
     assert read(remat="save_qkv_proj").remat == "dots"
     assert "remat dots (the nearest to 'save_qkv_proj')" in note(remat="save_qkv_proj")
+    assert read(remat="selective op", source="torchtitan").remat == "dots"
     assert read(remat="", source="vtrain").remat == "full"
     assert "remat full (Megatron-DeepSpeed's default)" in note(
         remat="", source="vtrain"
     )
-
-
-def test_where_nobody_says_what_is_computed_again_the_least_that_fits_is() -> None:
-    small = {**ROW, "remat": ""}
-    large = {**small, "layers": "96", "hidden": "12288", "heads": "96", "tp": "8"}
-    large |= {"num_devices": "128", "pp": "8", "seq": "8192"}
-    found = readings([small, large])
-    assert found[0].run is not None
-    assert found[0].run.remat == "none"
-    assert found[0].notes[-1] == "remat none (the least that fits)"
-    assert found[1].run is not None
-    assert found[1].run.remat in ("selective", "full")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +100,7 @@ def test_where_nobody_says_what_is_computed_again_the_least_that_fits_is() -> No
         ("fp8 rowwise", "f8"),
         ("fp16", "f16"),
         ("tf32", "tf32"),
+        ("float8", "f8"),
         ("float32", "f32"),
     ],
 )
@@ -172,10 +164,20 @@ def test_cards_and_export_models_are_slower() -> None:
     assert export.entry.node.bandwidth_bytes_per_second == 200e9
 
 
-def test_an_unknown_device_is_said_and_the_known_ones_are_listed() -> None:
-    found = read_row({**ROW, "device": "Cerebras WSE-3"})
-    assert found.run is None
-    assert "names no family of the catalogue; it has gh200, b200" in found.notes[0]
+def test_a_device_that_the_catalogue_lacks_is_taken_by_its_datasheet() -> None:
+    card = read_device("NVIDIA L40S")
+    assert card.notes == ("NVIDIA L40S by its datasheet, as efficient as RTX 3090",)
+    kind = card.entry.kind
+    assert (kind.peak_flops("bf16"), kind.memory_bytes) == (362e12, 48 * 2**30)
+    assert read_device("A10G").entry.kind.peak_flops("bf16") == 70e12
+
+
+def test_an_unknown_device_is_said() -> None:
+    found = read_row({**ROW, "device": "Cerebras WSE-3 96GB"})
+    assert found.run is not None
+    assert found.run.device.kind.memory_bytes == 96 * 2**30
+    said = "device 'Cerebras WSE-3 96GB' is unknown: as a100-80"
+    assert said in found.notes
 
 
 def test_a_mixed_pipeline_stands_in_the_notes() -> None:

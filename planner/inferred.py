@@ -1,0 +1,78 @@
+"""What rows of a table leave open, settled by what fits into a device's memory.
+
+A row that says neither its micro-batch, nor what is computed again or sharded, was run
+in some way that fitted. The ways are tried from the likeliest on, all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from whalejax.meshes.fitted import constants
+from whalejax.planner.estimate import Runs
+from whalejax.planner.published import Reading, read_row
+
+
+SLACK = 1.15
+"""By how much an estimate may exceed a device's memory and the row still have run: the
+estimate of activations errs by so much."""
+
+
+def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
+    """Every row's reading, with what it leaves open as it fits.
+
+    Args:
+        rows: column to cell, as ``read_table`` gives them.
+    """
+    found = [read_row(row) for row in rows]
+    offers = {i: several for i, one in enumerate(found) if (several := _offers(one))}
+    for place in range(max(map(len, offers.values()), default=0)):
+        tried = {i: one[place] for i, one in offers.items() if place < len(one)}
+        runs = [one.run for one in tried.values() if one.run is not None]
+        if not runs:
+            break
+        peaks = Runs(runs).peak_bytes(constants())
+        for (index, one), run, peak in zip(tried.items(), runs, peaks, strict=True):
+            if peak <= run.device.kind.memory_bytes * SLACK:
+                found[index] = one
+                del offers[index]
+    for index in offers:
+        one = found[index]
+        assert one.run is not None
+        note = f"remat {one.run.remat} (nothing fits)"
+        found[index] = replace(one, notes=(*one.notes, note))
+    return tuple(found)
+
+
+def _offers(one: Reading) -> list[Reading]:
+    """What a row may mean, the likeliest first; nothing where it leaves nothing open.
+
+    A smaller micro-batch costs less time than computing again, and both are likelier
+    than other shards than the framework's usual.
+    """
+    run = one.run
+    if run is None or run.unlike:
+        return []
+    sizes = [run.micro_batch]
+    while one.open_micro_batch and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    layouts = [run]
+    if one.open_zero and run.zero < 3 and run.ranks > 1:
+        layouts.append(replace(run, zero=3, fsdp=run.ranks, data=1))
+    if len(one.policies) * len(sizes) * len(layouts) == 1:
+        return []
+    found = []
+    for layout in layouts:
+        for remat in one.policies:
+            for size in sizes:
+                notes = list(one.notes)
+                if len(one.policies) > 1:
+                    notes.append(f"remat {remat} (the least that fits)")
+                if size < sizes[0]:
+                    notes.append(f"micro_batch {size} (the largest that fits)")
+                if layout is not run:
+                    notes.append(f"zero_stage 3 over {run.ranks} (nothing else fits)")
+                meant = replace(layout, remat=remat, micro_batch=size)
+                found.append(replace(one, run=meant, notes=tuple(notes)))
+    return found
