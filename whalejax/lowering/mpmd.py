@@ -255,12 +255,29 @@ class Apart:
         for event in self.moves.order:
             self.watch.doing = event
             run.do(event)
+        return self.finished(state, run.losses(), run.summed(), run.rest_after())
+
+    def finished(
+        self,
+        state: TrainState,
+        losses: Sums | None,
+        gradients: Sequence[Any],
+        rest: Any,
+    ) -> tuple[TrainState, Metrics]:
+        """The end of a step, once all micro-batches are done.
+
+        Args:
+            state: before the step; it is consumed.
+            losses: what their losses add up to; None if that is not here.
+            gradients: the sum for each parameter, or ``ABSENT``.
+            rest: what is not trained, after them.
+        """
         sums = replace(
-            run.losses() or jax.tree.map(lambda _: ABSENT, self.sums),
-            gradients=tuple(run.summed()),
+            losses or jax.tree.map(lambda _: ABSENT, self.sums),
+            gradients=tuple(gradients),
         )
         before = jax.tree.leaves(state)
-        given = [*before, *jax.tree.leaves((sums, run.rest_after()))]
+        given = [*before, *jax.tree.leaves((sums, rest))]
         with consuming(state):
             results = self.finish(given)
         # Of what lies elsewhere there is nothing to change.
@@ -285,7 +302,14 @@ class Apart:
                 self.watch.doing = event
                 run.do(event)
         self.moves.settle()
-        sums = run.losses()
+        return self.reported(run.losses())
+
+    def reported(self, sums: Sums | None) -> Metrics:
+        """What an evaluation gives.
+
+        Args:
+            sums: what the losses add up to; None if that is not here.
+        """
         metrics = self._told if sums is None else self._metrics(sums)
         return self._evaluated(jax.tree.leaves(metrics))
 
@@ -416,7 +440,7 @@ class Apart:
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
         """For each stage, the numbers of the micro-batches."""
-        every = range(self.table.num_micro_batches)
+        every = range(self._plan.num_micro_batches)
         return [[placed(np.int32(m), whole) for m in every] for whole in self.whole]
 
     @functools.cached_property
