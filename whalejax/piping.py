@@ -25,6 +25,7 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
+from whalejax.planner.side_by_side import decide_pipelines
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
@@ -62,10 +63,11 @@ def decider(
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )
-    if (found or stages > 1) and isinstance(uneven, tuple):
+    if found and isinstance(uneven, tuple):
         raise PlanError(
-            f"shares is {list(uneven)} and stages are asked for: replicas that take "
-            "unlike shares have no stages. Drop shares, or the stages"
+            f"shares is {list(uneven)}, and how many stages there are is to be found: "
+            "micro-batches are shared out between pipelines of a known number of "
+            "stages. Give num_stages, or the axis stage in mesh"
         )
     if found:
         return _Staging(programs.captured, asked).of_any_number, request
@@ -77,7 +79,57 @@ def decider(
         )
     if stages == 1:
         return functools.partial(decide, known=known), request
-    return _Staging(programs.captured, asked), request
+    staging = _Staging(programs.captured, asked)
+    if not uneven:
+        return staging, request
+    given = uneven if isinstance(uneven, tuple) else None
+    return functools.partial(_beside, staging, stages, given), request
+
+
+def _beside(
+    staging: _Staging,
+    stages: int,
+    shares: tuple[int, ...] | None,
+    graph: Graph,
+    cluster: Cluster,
+    request: Request,
+    **options: Any,
+) -> Plan:
+    """One pipeline, or several side by side with shares of their own: the faster.
+
+    Args:
+        staging: makes the plan of one.
+        stages: of each.
+        shares: micro-batches of each of several that are asked for, or None.
+        graph, cluster, request, options: as for ``decide``.
+    """
+
+    def one(part: Cluster, asked: Request) -> Plan:
+        return staging.apart(graph, part, asked, **options)
+
+    several = functools.partial(
+        decide_pipelines,
+        graph,
+        cluster,
+        request,
+        stages=stages,
+        asked=shares,
+        decide=one,
+    )
+    if shares is not None:
+        return several()
+    found: list[Plan] = []
+    problem: PlanError | None = None
+    alone = functools.partial(staging, graph, cluster, request, **options)
+    for made in (alone, several):
+        try:
+            found.append(made())
+        except PlanError as error:
+            problem = problem or error
+    if not found:
+        assert problem is not None
+        raise problem
+    return min(found, key=lambda plan: plan.time.step_seconds)
 
 
 class _Staging:
@@ -96,6 +148,31 @@ class _Staging:
         why = _why_apart(self.captured, asked, marked, cluster)
         if not why:
             return decide_stages(graph, cluster, request, piped=asked, **options)
+        return self._with_programs(why, graph, cluster, request, asked, **options)
+
+    def apart(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """The plan of one of several pipelines side by side."""
+        asked = dataclasses.replace(self.asked, schedule=self.asked.schedule or "1f1b")
+        if asked.schedule == "interleaved":
+            raise PlanError(
+                "the schedule interleaved takes whole rounds of micro-batches, and "
+                "pipelines side by side take any number. Take another schedule"
+            )
+        why = "pipelines side by side take micro-batches of their own"
+        return self._with_programs(why, graph, cluster, request, asked, **options)
+
+    def _with_programs(
+        self,
+        why: str,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        asked: Asked,
+        **options: Any,
+    ) -> Plan:
+        """The plan of stages with programs of their own, for some reason."""
         try:
             plan = decide_mpmd(
                 graph,
@@ -103,7 +180,7 @@ class _Staging:
                 request,
                 piped=asked,
                 traced=self.traced,
-                marked=marked,
+                marked=bool(_marked(self.captured.graph)),
                 **options,
             )
         except TooFewParts as error:

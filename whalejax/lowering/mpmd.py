@@ -209,10 +209,10 @@ class Apart:
         return self.owner(len(self._owners) + number)
 
     def _batch_owner(self, number: int) -> int:
-        return self.owner(self._first_batch + number)
+        return self.owner(self.first_batch + number)
 
     @functools.cached_property
-    def _first_batch(self) -> int:
+    def first_batch(self) -> int:
         """The number of the first input of the loss that is of the batch."""
         return len(self._owners) + len(jax.tree.leaves(self.captured.adapter.rest))
 
@@ -227,9 +227,9 @@ class Apart:
         """Where an input of the loss lies on a stage."""
         if number < len(self._owners):
             return self._of_param(number, "param_spec", stage)
-        if number < self._first_batch:
+        if number < self.first_batch:
             return self.whole[stage]
-        planned = self._plan.batch[number - self._first_batch]
+        planned = self._plan.batch[number - self.first_batch]
         leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
         return named(next(leaves, planned).spec, self.meshes[stage])
 
@@ -332,8 +332,8 @@ class Apart:
         return told
 
     @functools.cached_property
-    def _evaluated(self) -> _Report:
-        return _Report(self._told, self.whole)
+    def _evaluated(self) -> Report:
+        return Report(self._told, self.whole)
 
     # Compiling.
 
@@ -516,7 +516,7 @@ class Apart:
         )
         return sums
 
-    def _finishing(self) -> tuple[Parted, _Report]:
+    def _finishing(self) -> tuple[Parted, Report]:
         """The update, cut by stages, and what gives its report."""
         state = self.abstract
         sums = replace(self.sums, gradients=tuple(self.wide_params))
@@ -550,7 +550,7 @@ class Apart:
             self._options,
         )
         avals = [_aval(steps, x) for x in steps.outputs]
-        return parted, _Report(shape.unflatten(avals)[1], self.whole)
+        return parted, Report(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
         """Where the state, the sums and what is not trained lie."""
@@ -572,7 +572,7 @@ class Apart:
         return state, sums, state.rest
 
 
-class _Report:
+class Report:
     """Metrics of the last stage, which all processes can read."""
 
     def __init__(self, avals: Metrics, whole: Sequence[NamedSharding]) -> None:
@@ -596,6 +596,13 @@ def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
         devices: in node order.
     """
     assert plan.stages is not None
+    if plan.pipelines:
+        each = len(devices) // len(plan.pipelines)
+        several = [
+            stages_mesh(own, devices[r * each : (r + 1) * each]).devices
+            for r, own in enumerate(plan.pipelines)
+        ]
+        return Mesh(np.concatenate(several), ("stage", "device"))
     rows = np.array(devices).reshape(len(plan.apart), -1)
     return Mesh(rows[list(plan.stages.blocks or range(len(rows)))], ("stage", "device"))
 
