@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +177,8 @@ class Plan(Pictured):
         stages: the pipeline, if there is one.
         shares: micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.
-        pipelines: where such ranks are pipelines, the plan of each on its own devices,
-            with all micro-batches; ``stages`` are then those of the first.
+        pipelines: where such ranks are pipelines, the plan of each, with all
+            micro-batches; ``stages`` are then those of the first.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: options of the compiler that the step is compiled with, as
@@ -251,9 +252,9 @@ class Plan(Pictured):
     @property
     def room_bytes(self) -> int:
         """Memory of a device of those that ``memory`` is predicted for."""
-        each = (plan for one in self.pipelines or (self,) for plan in one.apart)
-        own = (plan for plan in each if plan.memory == self.memory)
-        return next(own, self).cluster.memory_bytes
+        each = [plan for one in self.pipelines or (self,) for plan in one.apart]
+        own = next((plan for plan in each if plan.memory == self.memory), self)
+        return own.cluster.memory_bytes
 
     @property
     def replica(self) -> Plan:
@@ -283,10 +284,7 @@ class Plan(Pictured):
         """Devices the plan uses."""
         if self.pipelines or self.apart:
             return sum(plan.num_devices for plan in self.pipelines or self.apart)
-        count = 1
-        for _, size in self.axes:
-            count *= size
-        return count
+        return math.prod(size for _, size in self.axes)
 
     def times(self, collective: Collective) -> int:
         """How often a collective of the plan runs in one step.

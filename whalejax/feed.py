@@ -113,9 +113,10 @@ class Feed:
             return {"step": self.step}
         if self._iterator is None:
             return {"step": self.step, "epoch": 0, "read": 0, "source": None}
-        if not hasattr(self._iterator, "get_state"):
+        iterator: Any = self._iterator
+        if not hasattr(iterator, "get_state"):
             raise WhaleError(
-                f"a {type(self._iterator).__name__} cannot say where it stands: it has "
+                f"a {type(iterator).__name__} cannot say where it stands: it has "
                 "no get_state. Give Feed(..., first=int(state.step)), which reads the "
                 "source again up to there, or samples by number"
             )
@@ -123,7 +124,7 @@ class Feed:
             "step": self.step,
             "epoch": self._epoch,
             "read": self._read,
-            "source": self._iterator.get_state(),
+            "source": iterator.get_state(),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:

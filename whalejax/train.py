@@ -19,11 +19,11 @@ from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.following import Following
-from whalejax.lowering.mpmd import Apart, stages_mesh
+from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.rehearsed import Rehearsal, rehearsed
 from whalejax.lowering.uneven import Uneven
-from whalejax.lowering.ways import is_here
+from whalejax.lowering.ways import is_here, stages_mesh
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes

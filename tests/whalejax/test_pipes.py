@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from tests.cases import Dtype
 from tests.processes import finish, start
 from tests.whalejax.test_mpmd import Marked
 from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
@@ -27,7 +28,7 @@ UNLIKE: Final = "v100-32:1+p100-16:1+v100-32:2"
 """The first pipeline lies on two kinds, the second on one: they are cut elsewhere."""
 
 
-def job_of(name: str, dtype: str = "float64") -> Job:
+def job_of(name: str, dtype: Dtype = "float64") -> Job:
     job = MODELS[name].job(dtype, annotated=False)
     clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
     return dataclasses.replace(job, optimizer=clipped)

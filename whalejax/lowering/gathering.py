@@ -97,7 +97,9 @@ class Group:
         """
         if not arrays:
             return {}
-        places = {r: [NamedSharding(self.rows[r], s) for s in specs] for r in arrays}
+        places: Any = {
+            r: [NamedSharding(self.rows[r], s) for s in specs] for r in arrays
+        }
         seen: Any = self._seen(arrays, specs)
         found: Any = as_first(seen, places, self._mesh, self.rows)
         return {

@@ -31,7 +31,7 @@ from whalejax.lowering.pieces import Site, site_of
 from whalejax.lowering.places import ABSENT, Facts, place_of
 from whalejax.lowering.spmd import Program, Sums, sums_of, wide
 from whalejax.lowering.watch import Watch
-from whalejax.lowering.ways import Everywhere, absent, is_here, placed
+from whalejax.lowering.ways import Report, absent, is_here, placed, stages_mesh
 from whalejax.planner.decide import analyse_graph, analysed_for
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.parts import Division, Value, divided, divided_by_marks
@@ -570,41 +570,6 @@ class Apart:
             gradients=tuple(owned),
         )
         return state, sums, state.rest
-
-
-class Report:
-    """Metrics of the last stage, which all processes can read."""
-
-    def __init__(self, avals: Metrics, whole: Sequence[NamedSharding]) -> None:
-        leaves, self._tree = jax.tree.flatten(avals)
-        self._alone = all(sharding.is_fully_addressable for sharding in whole)
-        last = [len(whole) - 1] * len(leaves)
-        self._everywhere = Everywhere(whole, last, leaves)
-
-    def __call__(self, leaves: Sequence[Any]) -> Metrics:
-        if not self._alone:
-            leaves = self._everywhere.tell(leaves)
-        found: Metrics = jax.tree.unflatten(self._tree, leaves)
-        return found
-
-
-def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """All devices of a plan in stages, each of which has a mesh of its own.
-
-    Args:
-        plan: one whose stages have programs of their own.
-        devices: in node order.
-    """
-    assert plan.stages is not None
-    if plan.pipelines:
-        each = len(devices) // len(plan.pipelines)
-        several = [
-            stages_mesh(own, devices[r * each : (r + 1) * each]).devices
-            for r, own in enumerate(plan.pipelines)
-        ]
-        return Mesh(np.concatenate(several), ("stage", "device"))
-    rows = np.array(devices).reshape(len(plan.apart), -1)
-    return Mesh(rows[list(plan.stages.blocks or range(len(rows)))], ("stage", "device"))
 
 
 def _division(plan: Plan, captured: Captured) -> Division:

@@ -24,19 +24,21 @@ from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.alike import several_kinds
 from whalejax.lowering.following import Following
 from whalejax.lowering.gathering import Group, groups_of, together
-from whalejax.lowering.mpmd import Apart, Report, stages_mesh
+from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.passing import Pass
 from whalejax.lowering.places import ABSENT
 from whalejax.lowering.spmd import Sums
 from whalejax.lowering.statistics import Untrained, slopes
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import (
+    Report,
     absent,
     impl_of,
     is_here,
     joined,
     placed,
     seen_on,
+    stages_mesh,
     wrapped,
 )
 from whalejax.planner.balance import dealt
@@ -118,7 +120,8 @@ class Pipes(Following):
         if several_kinds(self.mesh):
             self._agree()
             copies = self._as_first(copies)
-        return self._joined(copies)
+        found: TrainState = self._joined(copies)
+        return found
 
     def _as_first(self, copies: Mapping[int, TrainState]) -> dict[int, TrainState]:
         """States with the values of the first pipeline, but for what is counted."""
@@ -133,10 +136,8 @@ class Pipes(Following):
             for r, same in found.items():
                 for i, leaf in zip(several, same, strict=True):
                     leaves[r][i] = leaf
-        return {
-            r: jax.tree.unflatten(jax.tree.structure(copies[r]), several)
-            for r, several in leaves.items()
-        }
+        trees: Any = {r: jax.tree.structure(copy) for r, copy in copies.items()}
+        return {r: trees[r].unflatten(several) for r, several in leaves.items()}
 
     def _agree(self) -> None:
         """Compare plans and shares with those of the others, the first time."""

@@ -57,7 +57,7 @@ def _spread(array: Any, target: NamedSharding) -> Any:
 
 def _is_copied(source: Any, mesh: Mesh) -> bool:
     """Several pipelines hold the array, and not all devices do."""
-    return source.mesh.axis_names[:1] == (DATA,) and source.mesh.size < mesh.size
+    return bool(source.mesh.axis_names[:1] == (DATA,) and source.mesh.size < mesh.size)
 
 
 def dealt(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
