@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ from whalejax.planner.terms import TimeTerms as TimeTerms
 if TYPE_CHECKING:
     from whalejax.planner.differences import PlanDiff
 
-PLAN_VERSION = 12
+PLAN_VERSION = 13
 """Version of the file format."""
 
 
@@ -176,6 +177,8 @@ class Plan(Pictured):
         stages: the pipeline, if there is one.
         shares: micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.
+        pipelines: where such ranks are pipelines, the plan of each, with all
+            micro-batches; ``stages`` are then those of the first.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
         compiler_options: options of the compiler that the step is compiled with, as
@@ -214,6 +217,7 @@ class Plan(Pictured):
     product_flops: int = 0
     stages: Stages | None = None
     shares: tuple[int, ...] = ()
+    pipelines: tuple[Plan, ...] = ()
     runnable: bool = True
     beyond: Beyond | None = None
     compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
@@ -226,10 +230,11 @@ class Plan(Pictured):
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         data = encode(self)
-        stages = data["stages"] or {}
-        for one in (data, stages, *stages.get("plans", ())):
-            for prediction in _NOT_THE_PROGRAM:
-                one.pop(prediction, None)
+        for whole in (data, *data["pipelines"]):
+            stages = whole["stages"] or {}
+            for one in (whole, stages, *stages.get("plans", ())):
+                for prediction in _NOT_THE_PROGRAM:
+                    one.pop(prediction, None)
         data["cluster"] = self.cluster.hash
         text = json.dumps(data, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -247,8 +252,9 @@ class Plan(Pictured):
     @property
     def room_bytes(self) -> int:
         """Memory of a device of those that ``memory`` is predicted for."""
-        own = (plan for plan in self.apart if plan.memory == self.memory)
-        return next(own, self).cluster.memory_bytes
+        each = [plan for one in self.pipelines or (self,) for plan in one.apart]
+        own = next((plan for plan in each if plan.memory == self.memory), self)
+        return own.cluster.memory_bytes
 
     @property
     def replica(self) -> Plan:
@@ -276,12 +282,9 @@ class Plan(Pictured):
     @property
     def num_devices(self) -> int:
         """Devices the plan uses."""
-        if self.apart:
-            return sum(plan.num_devices for plan in self.apart)
-        count = 1
-        for _, size in self.axes:
-            count *= size
-        return count
+        if self.pipelines or self.apart:
+            return sum(plan.num_devices for plan in self.pipelines or self.apart)
+        return math.prod(size for _, size in self.axes)
 
     def times(self, collective: Collective) -> int:
         """How often a collective of the plan runs in one step.

@@ -161,6 +161,8 @@ def decide_shares(
     problem: PlanError | None = None
     options = {"known": {}, **options}
     for size in _sizes(cluster, request, asked):
+        if size > _within(cluster) and any(one.fits for one in found):
+            break  # Links between nodes are slower than those inside.
         for count in _counts(graph, cluster.num_devices // size, request, asked):
             for zero in (0, 1) if request.zero is None else (request.zero,):
                 case = Case(size=size, count=count, zero=zero)
@@ -191,8 +193,8 @@ def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
             f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0"
         )
     size = plan.num_devices // len(plan.shares)
-    first = sum(counts[:node]) // size
-    mine = dealt(plan.shares)[first : first + counts[node] // size]
+    start, end = sum(counts[:node]), sum(counts[: node + 1])
+    mine = dealt(plan.shares)[start // size : -(-end // size)]
     total = plan.num_micro_batches
     return tuple(slice(m, None, total) for numbers in mine for m in numbers)
 
@@ -234,25 +236,42 @@ def _roomy(found: Sequence[_Shared], case: Case, request: Request) -> bool:
     return any(one.fits and not (one.plan.remat or one.plan.offload) for one in plans)
 
 
+def _within(cluster: Cluster) -> int:
+    """Devices of the largest replica that lies inside a node, on every node."""
+    return math.gcd(*(node.count for node in cluster.nodes))
+
+
+def _kinds(cluster: Cluster) -> list[DeviceKind]:
+    """Of each device, in node order."""
+    return [node.kind for node in cluster.nodes for _ in range(node.count)]
+
+
 def _sizes(
     cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> Iterator[int]:
-    """Devices of a replica: no replica lies on two nodes."""
-    within = math.gcd(*(node.count for node in cluster.nodes))
+    """Devices of a replica, the fewest first: of one kind, and part of a node or nodes.
+
+    A replica lies inside a node, or on whole ones.
+    """
     mesh = dict(request.mesh or {})
     data = mesh.pop(DATA, None)
     fixed = math.prod(mesh.values())
+    kinds = [kind.name for kind in _kinds(cluster)]
     sizes = [
         size
-        for size in divisors(within)
+        for size in divisors(cluster.num_devices)
         if size % fixed == 0
         and (data is None or cluster.num_devices == data * size)
         and (asked is None or cluster.num_devices == len(asked) * size)
+        and all(
+            node.count % size == 0 or size % node.count == 0 for node in cluster.nodes
+        )
+        and all(len({*kinds[r : r + size]}) == 1 for r in range(0, len(kinds), size))
     ]
     if not sizes:
         raise PlanError(
-            f"replicas lie inside a node, and have the same number of devices: here 1 "
-            f"to {within} that divide {within}, in multiples of {fixed} as mesh asks"
+            f"replicas lie on one kind, inside a node or on whole ones, and have the "
+            f"same number of devices: none such has a multiple of {fixed} as mesh asks"
             + ("" if data is None else f", and data {data} needs another number")
             + '. Change mesh or shares, or give shares="even"'
         )
@@ -298,7 +317,7 @@ def _weigh(
         kind.name: decide(graph, part[kind.name], same, **options) for kind in kinds[1:]
     }
     plans[kinds[0].name] = first
-    on = tuple(node.kind for node in cluster.nodes for _ in range(node.count // size))
+    on = tuple(_kinds(cluster)[::size])
     ratios = corrections(on, weights_hash(graph.params))
     seconds = tuple(
         _pace(plans[kind.name], count) * ratio

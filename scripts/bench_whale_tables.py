@@ -134,12 +134,17 @@ BODY_BYTES, HEAD_BYTES = 90e6, 782e6
 FEATURES, CLASSES = 2048, 100_000
 
 
-def testbed(devices: int) -> Cluster:
-    """Whale's: nodes of eight V100-32, 50 Gb/s Ethernet."""
+ETHERNET: Final = 1460 / 1538
+"""Of the line rate: the payload of TCP over IPv4 in the bytes of a full frame on the
+wire, preamble and gap included (IEEE 802.3, 1500 bytes; RFC 9293)."""
+
+
+def testbed(devices: int, share: float) -> Cluster:
+    """Whale's: nodes of eight V100-32, so much of 50 Gb/s Ethernet."""
     nodes, kind = devices // 8, device_kind("v100-32")
     inside = parse("v100-32:8").levels[0]
     # Links count per device: the eight of a node share one.
-    speed = 50e9 / 8 / 8 * constants().platforms["gpu"].network
+    speed = 50e9 / 8 / 8 * share
     outside = Level(
         name="ethernet",
         size=nodes,
@@ -153,13 +158,14 @@ def testbed(devices: int) -> Cluster:
     )
 
 
-def split_head(devices: int) -> float:
+def split_head(devices: int, share: float = ETHERNET) -> float:
     """Backbone replicated and head split, over all of it replicated."""
-    machine = testbed(devices)
+    machine = testbed(devices, share)
     parts = axis_parts(("data",), {"data": devices}, machine)
-    hidden = constants().platforms["gpu"].overlap_gradients
+    kind, achieved = device_kind("v100-32"), constants().platforms["gpu"]
+    hidden = achieved.overlap_gradients
     flops = 3 * 2.0 * FEATURES * CLASSES * BATCH
-    head = flops / device_kind("v100-32").peak_flops("f32")
+    head = flops / kind.peak_flops("f32")
     compute = BATCH / RATIOS["resnet50"].v100 + head
 
     def reduced(nbytes: float) -> float:
@@ -167,12 +173,18 @@ def split_head(devices: int) -> float:
         whole = collective_seconds("all-reduce", nbytes, parts)
         return max(whole * (1 - hidden), whole - compute * hidden)
 
+    def updated(nbytes: float) -> float:
+        moved = nbytes / 4 * achieved.update_bytes
+        return moved / (achieved.memory * kind.memory_bytes_per_second)
+
     # Features go to every shard of the head and their gradients come back summed.
     features = 4.0 * BATCH * devices * FEATURES
     border = collective_seconds("all-gather", features, parts)
     border += collective_seconds("reduce-scatter", features, parts)
-    replicated = compute + reduced(BODY_BYTES + HEAD_BYTES)
-    return replicated / (compute + reduced(BODY_BYTES) + border)
+    both = BODY_BYTES + HEAD_BYTES
+    replicated = compute + reduced(both) + updated(both)
+    own = updated(BODY_BYTES + HEAD_BYTES / devices)
+    return replicated / (compute + reduced(BODY_BYTES) + border + own)
 
 
 def main() -> None:
@@ -210,6 +222,9 @@ def main() -> None:
         found[name] = round(predicted, 3)
         found[f"{name}_error"] = round(error, 3)
         found[f"{name}_sheet"] = round(by_sheet, 3)
+    fitted = constants().platforms["gpu"].network
+    for devices in HEAD:
+        found[f"head_{devices}_fitted"] = round(split_head(devices, fitted), 3)
     print(json.dumps(found))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import jax
 import numpy as np
@@ -28,12 +29,21 @@ class Source(Protocol):
 
 
 class Feed:
-    """This process's part of every global batch, from samples by number.
+    """This process's part of every global batch, from samples by number or in a row.
 
     Which samples make up a global batch depends on the seed and the step alone: not on
     the number of processes, nor on who takes how many of them. So each sample is seen
     once in an epoch, whatever shares do, and a run that is resumed goes on where it
     was: ``Feed(..., first=int(state.step))``.
+
+    A source without a length, such as a generator or one of grain's iterable datasets,
+    is read from its beginning by every process, which keeps its own samples; it must
+    give the same ones in the same order to all. To go on in the middle of it without
+    reading it again up to there, keep ``get_state()`` beside the checkpoint; that takes
+    an iterator with ``get_state`` and ``set_state``, as grain's have.
+
+    Attributes:
+        step: the number of the step that comes next.
 
     Example:
         >>> import numpy as np
@@ -45,7 +55,7 @@ class Feed:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Iterable[Any],
         batch_size: int,
         step: TrainStep | None = None,
         *,
@@ -56,73 +66,163 @@ class Feed:
         """Read nothing yet.
 
         Args:
-            source: the samples.
+            source: the samples, pytrees of arrays without a batch dimension: by number,
+                or any iterable of them.
             batch_size: of a global batch. What is left of an epoch when no whole batch
                 is left is not seen in that epoch.
             step: whose batches they are; None gives whole global batches. Take a batch
                 when the step is about to be called: shares may have changed.
-            seed: of the order, another one in every epoch; None keeps the order.
+            seed: of the order, another one in every epoch; None keeps the order. An
+                iterable's order is its own.
             first: the step that comes next, counted from 0.
-            epochs: after so many it ends; None goes on for ever.
+            epochs: after so many it ends; None goes on for ever, with an iterator that
+                can be read once until it ends.
 
         Raises:
             WhaleError: sizes that cannot be; every problem is listed.
         """
         problems = Problems("Feed")
-        if not 0 < batch_size <= len(source):
+        if batch_size < 1:
+            problems.add(f"batch_size is {batch_size}; expected 1 or more")
+        elif _numbered(source) and batch_size > len(source):
             problems.add(
                 f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
                 f"{len(source)}"
             )
         if first < 0:
             problems.add(f"first is {first}; expected the number of a step, from 0")
-        if step is not None and {*step.batch_axes} - {0}:
-            problems.add(
-                "samples are put together along dimension 0, and this step has batch "
-                f"dimensions {list(step.batch_axes)}. Give it global batches yourself"
-            )
-        elif step is not None:
-            planned = {
-                leaf.shape[axis]
-                for leaf, axis in zip(step.plan.batch, step.batch_axes, strict=True)
-                if axis is not None
-            }
-            if planned != {batch_size}:
-                problems.add(
-                    f"batch_size is {batch_size}; the plan is for "
-                    f"{', '.join(map(str, sorted(planned)))}"
-                )
+        for problem in () if step is None else _unlike(step, batch_size):
+            problems.add(problem)
         problems.raise_if_any(WhaleError)
         self._source, self._size, self._step = source, batch_size, step
         self._seed, self._epochs = seed, epochs
+        self._iterator: Iterator[Any] | None = None
+        self._epoch, self._read = 0, 0
         self.step = first
 
     def __iter__(self) -> Iterator[Any]:
-        batches = len(self._source) // self._size
-        order, epoch = np.arange(0), -1
+        return self._in_a_row() if not _numbered(self._source) else self._by_number()
+
+    def get_state(self) -> dict[str, Any]:
+        """Where it stands, for ``set_state``: numbers, and what the source's are.
+
+        Raises:
+            WhaleError: the source's iterator cannot say where it stands.
+        """
+        if _numbered(self._source):
+            return {"step": self.step}
+        if self._iterator is None:
+            return {"step": self.step, "epoch": 0, "read": 0, "source": None}
+        iterator: Any = self._iterator
+        if not hasattr(iterator, "get_state"):
+            raise WhaleError(
+                f"a {type(iterator).__name__} cannot say where it stands: it has "
+                "no get_state. Give Feed(..., first=int(state.step)), which reads the "
+                "source again up to there, or samples by number"
+            )
+        return {
+            "step": self.step,
+            "epoch": self._epoch,
+            "read": self._read,
+            "source": iterator.get_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where another feed of the same source stood.
+
+        Args:
+            state: from ``get_state``.
+        """
+        self.step = int(state["step"])
+        if state.get("source") is not None:
+            assert not _numbered(self._source)
+            iterator: Any = iter(self._source)
+            iterator.set_state(state["source"])
+            self._iterator = iterator
+            self._epoch, self._read = int(state["epoch"]), int(state["read"])
+
+    def _by_number(self) -> Iterator[Any]:
+        source = self._source
+        assert _numbered(source)
+        batches = len(source) // self._size
+        order: Sequence[int] | np.ndarray = range(len(source))
+        epoch = -1
         while True:
             now, place = divmod(self.step, batches)
             if self._epochs is not None and now >= self._epochs:
                 return
-            if now != epoch:
-                order, epoch = self._order(now), now
+            if now != epoch and self._seed is not None:
+                rng = np.random.default_rng([self._seed, now])
+                order, epoch = rng.permutation(len(source)), now
             numbers = order[place * self._size : (place + 1) * self._size]
-            if self._step is not None:
-                numbers = numbers[self._step.batch_rows()]
+            rows = self._rows()
             self.step += 1
-            yield self._batch(numbers)
+            samples = [source[int(numbers[row])] for row in rows]
+            yield _stacked(samples, source[0] if not samples else samples[0])
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """The samples of an epoch."""
-        count = len(self._source)
-        if self._seed is None:
-            return np.arange(count)
-        return np.random.default_rng([self._seed, epoch]).permutation(count)
+    def _rows(self) -> Sequence[int]:
+        """The samples of a global batch that this process gives, in order."""
+        if self._step is None:
+            return range(self._size)
+        rows: list[int] = self._step.batch_rows().tolist()
+        return rows
 
-    def _batch(self, numbers: np.ndarray) -> Any:
-        """Samples, along the batch dimensions of the step's leaves."""
-        samples = [self._source[int(n)] for n in numbers]
-        if not samples:  # This process takes none; their shapes are those of any.
-            like = self._source[0]
-            return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+    def _in_a_row(self) -> Iterator[Any]:
+        while self._epochs is None or self._epoch < self._epochs:
+            fresh, began = self._iterator is None, self._read
+            if self._iterator is None:
+                self._iterator = iter(self._source)
+            # A step that was done before is read over, and not given again.
+            while (wanted := self._global()) is not None:
+                self._read += 1
+                if self._read > self.step:
+                    self.step += 1
+                    rows = self._rows()
+                    samples = [wanted[row] for row in rows]
+                    yield _stacked(samples, wanted[0])
+            if fresh and self._read == began:
+                raise WhaleError(
+                    f"batch_size is {self._size}, and a {type(self._source).__name__} "
+                    "gave fewer samples, or was read before. Give a source that begins "
+                    "anew, or a smaller batch"
+                )
+            once = self._iterator is self._source
+            self._iterator, self._epoch = None, self._epoch + 1
+            if once:  # A generator, say: there is no more to be had of it.
+                return
+
+    def _global(self) -> list[Any] | None:
+        """The next global batch, or None where the source has no whole one."""
+        assert self._iterator is not None
+        found = [*itertools.islice(self._iterator, self._size)]
+        return found if len(found) == self._size else None
+
+
+def _numbered(source: Any) -> TypeGuard[Source]:
+    """Samples can be had by number."""
+    return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:
+    """What keeps a step from taking such batches."""
+    if {*step.batch_axes} - {0}:
+        yield (
+            "samples are put together along dimension 0, and this step has batch "
+            f"dimensions {list(step.batch_axes)}. Give it global batches yourself"
+        )
+        return
+    planned = {
+        leaf.shape[axis]
+        for leaf, axis in zip(step.plan.batch, step.batch_axes, strict=True)
+        if axis is not None
+    }
+    if planned != {batch_size}:
+        sizes = ", ".join(map(str, sorted(planned)))
+        yield f"batch_size is {batch_size}; the plan is for {sizes}"
+
+
+def _stacked(samples: Sequence[Any], like: Any) -> Any:
+    """Samples, one behind the other; of none, the shapes are those of any."""
+    if not samples:
+        return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)

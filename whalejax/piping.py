@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from whalejax import _compat
@@ -25,6 +27,7 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
+from whalejax.planner.side_by_side import decide_pipelines
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
@@ -66,41 +69,149 @@ def decider(
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )
-    if (found or stages > 1) and isinstance(uneven, tuple):
+    if found and isinstance(uneven, tuple):
         raise PlanError(
-            f"shares is {list(uneven)} and stages are asked for: replicas that take "
-            "unlike shares have no stages. Drop shares, or the stages"
+            f"shares is {list(uneven)}, and how many stages there are is to be found: "
+            "micro-batches are shared out between pipelines of a known number of "
+            "stages. Give num_stages, or the axis stage in mesh"
         )
+    staging = _Staging(programs.captured, asked, uneven)
     if found:
-        return _Staging(programs.captured, asked).of_any_number, request
-    if stages == 1 and uneven:
-        shares = None if isinstance(uneven, bool) else uneven
-        return (
-            functools.partial(decide_shares, asked=shares, decide=decide, known=known),
-            request,
-        )
-    if stages == 1:
+        return staging.of_any_number, request
+    if stages > 1:
+        return staging, request
+    if not uneven:
         return functools.partial(decide, known=known), request
-    return _Staging(programs.captured, asked), request
+    shares = functools.partial(
+        decide_shares,
+        asked=uneven if isinstance(uneven, tuple) else None,
+        decide=decide,
+        known=known,
+    )
+    fixed = asked.mesh or request.zero or request.offload
+    open_choice = uneven is True and not fixed
+    return (staging.or_shares(shares) if open_choice else shares), request
+
+
+MOST_STAGES = 16
+"""That are weighed where nobody asks for any."""
+
+SURE = 0.1
+"""By which part of its time a pipeline has to be faster than replicas, where nobody
+asks for one: predictions of the two are no closer to each other."""
 
 
 class _Staging:
-    """Plans in stages, by the executor that can run them."""
+    """Plans in stages, by the executor that can run them.
 
-    def __init__(self, captured: Captured, asked: Asked) -> None:
+    Attributes:
+        captured: the loss.
+        asked: the pipeline that is asked for.
+        uneven: whether several pipelines side by side may take unlike shares, or those
+            that are asked for.
+    """
+
+    def __init__(
+        self, captured: Captured, asked: Asked, uneven: bool | tuple[int, ...]
+    ) -> None:
         self.captured = captured
         self.asked = asked
+        self.uneven = uneven
         self.traced = functools.cache(self._traced)
 
     def __call__(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
-        """The plan of as many stages as are asked for."""
+        """The plan of as many stages as are asked for: the fastest of those there are.
+
+        Where devices are unlike, that is one pipeline or several side by side.
+        """
+        alone = functools.partial(self.alone, graph, cluster, request, **options)
+        if not self.uneven:
+            return alone()
+        several = functools.partial(
+            decide_pipelines,
+            graph,
+            cluster,
+            request,
+            stages=self.asked.mesh[STAGE],
+            asked=self.uneven if isinstance(self.uneven, tuple) else None,
+            decide=lambda part, one: self.apart(graph, part, one, **options),
+        )
+        if isinstance(self.uneven, tuple):
+            return several()
+        return _fastest(*_made(alone, several))
+
+    def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
+        """Replicas, or pipelines where these are clearly faster or all that fits.
+
+        Args:
+            shares: makes the plan of replicas.
+        """
+
+        def found(
+            graph: Graph, cluster: Cluster, request: Request, **options: Any
+        ) -> Plan:
+            given = graph, cluster, request
+            plans, problem = _made(functools.partial(shares, *given, **options))
+            if plans and not _may_gain(plans[0]):
+                return plans[0]
+            each = _whole_stages(cluster, request.num_devices)
+            staged, _ = _made(
+                *(functools.partial(self._of(n), *given, **options) for n in each)
+            )
+            clearly = [
+                plan
+                for plan in staged
+                if not plans
+                or plan.time.step_seconds * (1 + SURE) < plans[0].time.step_seconds
+            ]
+            best = min(clearly or plans, key=_seconds, default=None)
+            return _fastest([*plans, *staged], problem, best)
+
+        return found
+
+    def _of(self, stages: int) -> _Staging:
+        """The same, for a number of stages."""
+        asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
+        found = _Staging(self.captured, asked, self.uneven)
+        found.traced = self.traced
+        return found
+
+    def alone(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """One pipeline of all devices."""
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
         if not why:
             plan = decide_stages(graph, cluster, request, piped=asked, **options)
             return dataclasses.replace(plan, notes=(*plan.notes, ALIKE))
+        return self._with_programs(why, graph, cluster, request, asked, **options)
+
+    def apart(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> Plan:
+        """The plan of one of several pipelines side by side."""
+        asked = dataclasses.replace(self.asked, schedule=self.asked.schedule or "1f1b")
+        if asked.schedule == "interleaved":
+            raise PlanError(
+                "the schedule interleaved takes whole rounds of micro-batches, and "
+                "pipelines side by side take any number. Take another schedule"
+            )
+        why = "pipelines side by side take micro-batches of their own"
+        return self._with_programs(why, graph, cluster, request, asked, **options)
+
+    def _with_programs(
+        self,
+        why: str,
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        asked: Asked,
+        **options: Any,
+    ) -> Plan:
+        """The plan of stages with programs of their own, for some reason."""
         try:
             plan = decide_mpmd(
                 graph,
@@ -108,7 +219,7 @@ class _Staging:
                 request,
                 piped=asked,
                 traced=self.traced,
-                marked=marked,
+                marked=bool(_marked(self.captured.graph)),
                 **options,
             )
         except TooFewParts as error:
@@ -121,34 +232,84 @@ class _Staging:
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
         """The fastest plan of any number of stages."""
-        found: list[Plan] = []
-        problem: PlanError | None = None
-        for stages in divisors(request.num_devices):
-            if stages == 1:
-                continue
-            mesh = {**self.asked.mesh, STAGE: stages}
-            self.asked = dataclasses.replace(self.asked, mesh=mesh)
-            try:
-                found.append(self(graph, cluster, request, **options))
-            except PlanError as error:
-                problem = problem or error
+        counts = [n for n in divisors(request.num_devices) if n > 1]
+        each = [
+            functools.partial(self._of(n), graph, cluster, request, **options)
+            for n in counts
+        ]
+        found, problem = _made(*each)
         if not found:
             raise PlanError(
                 f"no number of stages that {request.num_devices} devices divide into "
                 f"can be had: {problem or 'a pipeline needs two'}"
             ) from problem
-        best = min(found, key=lambda plan: plan.time.step_seconds)
-        others = sorted(
-            (c for plan in found for c in plan.candidates),
-            key=lambda c: (c.verdict != "chosen", not c.fits, c.step_seconds),
-        )
-        chosen = next(c for c in best.candidates if c.verdict == "chosen")
-        kept = [c for c in others if c.verdict != "chosen"]
-        return dataclasses.replace(best, candidates=(chosen, *kept[:KEPT_CANDIDATES]))
+        return _fastest(found, problem)
 
     def _traced(self, remat: Remat) -> tuple[Graph, Units]:
         program = self.captured.with_remat(remat) if remat else self.captured
         return program.graph, units_of(program)
+
+
+def _made(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
+    """The plans that can be made, and the first reason why one cannot."""
+    found: list[Plan] = []
+    problem: PlanError | None = None
+    for make in each:
+        try:
+            found.append(make())
+        except PlanError as error:
+            problem = problem or error
+    return found, problem
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.time.step_seconds
+
+
+def _may_gain(replicas: Plan) -> bool:
+    """Whether a pipeline may be clearly faster: by what is no work of the model's."""
+    time = replicas.time
+    others = time.step_seconds - time.compute_seconds - time.launch_seconds
+    short = bool(replicas.remat or replicas.offload)
+    return short or others * (1 + SURE) > time.step_seconds * SURE
+
+
+def _fastest(
+    found: Sequence[Plan], problem: PlanError | None, best: Plan | None = None
+) -> Plan:
+    """The fastest plan, which remembers the others.
+
+    Args:
+        found: the plans.
+        problem: why there is none.
+        best: that is taken; the fastest if left out.
+    """
+    if not found:
+        assert problem is not None
+        raise problem
+    taken = best or min(found, key=_seconds)
+    others = sorted(
+        (
+            dataclasses.replace(c, verdict="slower") if c.verdict == "chosen" else c
+            for plan in found
+            for c in plan.candidates
+            if plan is not taken or c.verdict != "chosen"
+        ),
+        key=lambda c: (not c.fits, c.step_seconds),
+    )
+    chosen = [c for c in taken.candidates if c.verdict == "chosen"]
+    kept = (*chosen, *others[:KEPT_CANDIDATES])
+    return dataclasses.replace(taken, candidates=kept)
+
+
+def _whole_stages(cluster: Cluster, devices: int) -> list[int]:
+    """The fewest stages that each lie on one kind, and twice as many."""
+    sizes = [
+        sum(node.count for node in nodes)
+        for _, nodes in itertools.groupby(cluster.nodes, lambda node: node.kind.name)
+    ]
+    least = devices // math.gcd(*sizes)
+    return [n for n in (least, 2 * least) if devices % n == 0 and n <= MOST_STAGES]
 
 
 def _marked(graph: Graph) -> set[int]:

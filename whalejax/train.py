@@ -18,10 +18,12 @@ from whalejax.adapters import Adapter, adapt, wants_key
 from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
-from whalejax.lowering.mpmd import Apart, stages_mesh
+from whalejax.lowering.following import Following
+from whalejax.lowering.mpmd import Apart
+from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.rehearsed import Rehearsal, rehearsed
 from whalejax.lowering.uneven import Uneven
-from whalejax.lowering.ways import is_here
+from whalejax.lowering.ways import is_here, stages_mesh
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
@@ -67,7 +69,13 @@ class TrainStep:
             optax.identity() if optimizer is None else optimizer
         )
         make: Callable[..., Runner] = (
-            Apart if plan.apart else Uneven if plan.shares else OneProgram
+            Pipes
+            if plan.pipelines
+            else Apart
+            if plan.apart
+            else Uneven
+            if plan.shares
+            else OneProgram
         )
         self._runner: Runner = make(
             plan, captured, extended, devices, batch_axes, self._origin
@@ -166,7 +174,7 @@ class TrainStep:
         same in all processes, and change by themselves where ``rebalances`` is true.
         """
         runner = self._runner
-        return runner.shares if isinstance(runner, Uneven) else ()
+        return runner.shares if isinstance(runner, Following) else ()
 
     @shares.setter
     def shares(self, shares: Sequence[int]) -> None:
@@ -189,7 +197,7 @@ class TrainStep:
         if not sizes:
             return np.arange(0)
         rows = np.arange(sizes[0][2])
-        if isinstance(runner, Uneven):
+        if isinstance(runner, Following):
             count = plan.num_micro_batches
             return np.concatenate(
                 [rows[m::count] for m in runner.numbers()] or [rows[:0]]
@@ -208,21 +216,21 @@ class TrainStep:
     def seconds(self) -> tuple[float, ...]:
         """Of a micro-batch on each replica, as measured so far; 0 where not known."""
         runner = self._runner
-        return runner.seconds if isinstance(runner, Uneven) else ()
+        return runner.seconds if isinstance(runner, Following) else ()
 
     @property
     def rebalances(self) -> bool:
         """Shares follow what replicas are measured to take. May be set."""
         runner = self._runner
-        return isinstance(runner, Uneven) and runner.rebalances
+        return isinstance(runner, Following) and runner.rebalances
 
     @rebalances.setter
     def rebalances(self, wanted: bool) -> None:
         self._uneven.rebalances = wanted
 
     @property
-    def _uneven(self) -> Uneven:
-        if not isinstance(self._runner, Uneven):
+    def _uneven(self) -> Following:
+        if not isinstance(self._runner, Following):
             raise PlanError(
                 "the replicas of this plan have equal parts of every micro-batch. Plan "
                 "with shares=[...], micro-batches of each replica, to change them"
@@ -309,7 +317,7 @@ def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
         plan: its plan.
         structure: tree of a batch.
     """
-    if isinstance(runner, Uneven):
+    if isinstance(runner, Uneven | Pipes):
         return runner.layout(structure)
     return BatchLayout(
         structure=structure, leaves=plan.batch, shardings=runner.batch_shardings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import jax
@@ -74,6 +75,76 @@ def test_a_step_is_given_its_micro_batches_as_shares_are_now() -> None:
         same, wanted = plain(same, theirs)
         np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
     np.testing.assert_allclose(state.params["w"], same.params["w"], rtol=1e-6)
+
+
+class Stream:
+    """Samples in a row, as grain's iterable datasets give them."""
+
+    def __iter__(self) -> Standing:
+        return Standing()
+
+
+class Standing:
+    """An iterator that says where it stands."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Standing:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(SAMPLES):
+            raise StopIteration
+        self.at += 1
+        return SAMPLES[self.at - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_samples_in_a_row_are_seen_once_in_an_epoch_whatever_shares_do() -> None:
+    step = step_of([3, 1], 2)
+    feed = wh.Feed(Stream(), 8, step, epochs=2)
+    seen = []
+    for batch in feed:
+        seen.append(numbers(batch))
+        step.shares = step.shares[::-1]
+    assert len(seen) == 12 and seen[0] == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert sorted(sum(seen[:6], [])) == sorted(sum(seen[6:], [])) == list(range(48))
+    given = numbers(next(iter(wh.Feed(iter(SAMPLES), 8, first=3))))
+    assert given == list(range(24, 32))
+
+
+@pytest.mark.parametrize("done", [4, 6, 7])
+def test_a_stream_goes_on_where_it_stood(done: int) -> None:
+    feed = wh.Feed(Stream(), 8, epochs=2)
+    every = [numbers(batch) for batch in wh.Feed(Stream(), 8, epochs=2)]
+    for _ in itertools.islice(feed, done):
+        pass
+    kept = json.loads(json.dumps(feed.get_state()))
+    again = wh.Feed(Stream(), 8, epochs=2)
+    again.set_state(kept)
+    assert [numbers(batch) for batch in again] == every[done:]
+    by_number = wh.Feed(SAMPLES, 8)
+    by_number.set_state({"step": 5})
+    assert by_number.get_state() == {"step": 5}
+
+
+def test_streams_that_cannot_go_on_are_told_so() -> None:
+    feed = wh.Feed((sample for sample in SAMPLES), 8)
+    assert len([*feed]) == 6  # no more than there is, without epochs=
+    with pytest.raises(wh.WhaleError, match="was read before"):
+        next(iter(feed))
+    other = wh.Feed((sample for sample in SAMPLES), 8)
+    next(iter(other))
+    with pytest.raises(wh.WhaleError, match=r"a generator cannot say where it stands"):
+        other.get_state()
+    with pytest.raises(wh.WhaleError, match="gave fewer samples"):
+        next(iter(wh.Feed(Stream(), 51)))
 
 
 def test_nodes_of_a_plan_know_their_samples() -> None:

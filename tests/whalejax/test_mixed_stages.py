@@ -158,7 +158,7 @@ def test_a_fast_kind_with_little_memory_gets_what_fits() -> None:
     [
         (
             "v100-32:1+p100-16:3",
-            {"stage": 2},
+            {"stage": 2, "fsdp": 2},
             None,
             r"devices 0 to 1, which one stage would lie on, are .*every kind has whole",
         ),
@@ -184,6 +184,16 @@ def test_what_cannot_be_is_said(
         planned(cluster, dataclasses.replace(job, loss_fn=loss), mesh=mesh)
 
 
-def test_shares_beside_stages_are_refused() -> None:
-    with pytest.raises(wh.WhaleError, match=r"shares is \[3, 1\] and stages are asked"):
+def test_shares_are_those_of_whole_pipelines() -> None:
+    words = "2 devices make no 2 pipelines of 2 equal stages"
+    with pytest.raises(wh.WhaleError, match=words):
         planned(TWO, shares=[3, 1])
+    job = job_of()
+    pipeline = wh.pipeline()
+
+    def loss(model: Any, batch: Any) -> Any:
+        with pipeline:
+            return job.loss_fn(model, batch)
+
+    with pytest.raises(wh.WhaleError, match="how many stages there are is to be found"):
+        planned(TWO, dataclasses.replace(job, loss_fn=loss), shares=[3, 1], mesh=None)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from tests.processes import finish, start
 
 
@@ -104,6 +106,51 @@ for other in (sliced, step):
 results = worst, exact, losses, step.shares, step.seconds, begins
 print(json.dumps(results), flush=True)
 """
+
+
+SPANNING: Final = """
+import json
+jax.config.update("jax_enable_x64", True)
+import numpy as np
+import whalejax as wh
+from tests.whalejax.test_uneven import apart, dropping
+
+job = dropping()
+model = jax.eval_shape(job.make_model, jax.random.key(0))
+made = []
+for options, cluster, devices in [
+    ({"shares": [6, 2], "mesh": {"fsdp": 2}}, "h100:4x1", jax.devices()),
+    ({}, "cpu:1", jax.local_devices()[:1]),
+]:
+    plan = wh.plan(job.loss_fn, model, job.batch_at(0), optimizer=job.optimizer,
+                   cluster=cluster, num_micro_batches=8, **options)
+    made.append(wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer,
+                           devices=devices))
+step, single = made
+rows = [r for s in step.plan.batch_slices(index) for r in np.arange(16)[s]]
+assert rows == step.batch_rows().tolist()
+state, expected = (s.init(job.make_model, rng=jax.random.key(0)) for s in made)
+worst = 0.0
+for number in range(10):
+    batch = job.batch_at(number)
+    mine = {k: v[step.batch_rows()] for k, v in batch.items()}
+    state, metrics = step(state, mine)
+    expected, wanted = single(expected, batch)
+    here = jax.tree.map(lambda x: x.addressable_shards[0].data, metrics)
+    worst = max(worst, apart(here, wanted))
+print(json.dumps([worst, step.shares, step.seconds]), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_replicas_that_lie_on_several_nodes() -> None:
+    """Their processes measure differently, and come to the same shares."""
+    running = start(SPANNING, count=4)
+    found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
+    for worst, shares, seconds in found:
+        assert worst <= 1e-10
+        assert [shares, seconds] == found[0][1:]
+        assert sum(shares) == 8 and min(seconds) > 0
 
 
 def test_two_processes_with_three_replicas(tmp_path: Path) -> None:

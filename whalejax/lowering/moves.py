@@ -14,7 +14,7 @@ from whalejax.lowering.crossing import Aside, Coming, Way
 from whalejax.lowering.evaluate import named
 from whalejax.planner.issuing import Handing, issue_order
 from whalejax.planner.parts import Value
-from whalejax.planner.schedules import Action, Row
+from whalejax.planner.schedules import Action, Row, Schedule
 
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ class Moves:
         Raises:
             PlanError: they have other layouts, or another order.
         """
+        self._agreement.check(self.described)
+
+    @property
+    def described(self) -> object:
+        """All that processes must have alike."""
         layouts = [
             (
                 plan.model_hash,
@@ -56,7 +61,7 @@ class Moves:
             for plan in self._apart.plans
         ]
         places = [[d.id for d in row] for row in self._apart.mesh.devices]
-        self._agreement.check((self.order, layouts, places))
+        return self.order, layouts, places
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
         """An input of the loss on another stage; None if that is not here.
@@ -167,6 +172,14 @@ class Moves:
     @functools.cached_property
     def order(self) -> tuple[Row | Handing, ...]:
         """In which order everything is issued, in all processes."""
+        return self.order_of(self._apart.table)
+
+    def order_of(self, table: Schedule) -> tuple[Row | Handing, ...]:
+        """The same, with another number of micro-batches.
+
+        Args:
+            table: the schedule with it.
+        """
         apart = self._apart
         pairs = {
             action: [(a, b) for a, several in enumerate(places) for b in several]
@@ -176,7 +189,6 @@ class Moves:
         seconds = [
             apart.plans[p % count].time.step_seconds for p in range(len(apart.sites))
         ]
-        table = apart.table
         # A backward pass is twice a forward pass, and in halves where it is split.
         shares: dict[Action, float] = {"forward": 1.0, "backward": 2.0}
         if table.splits_backward:

@@ -32,7 +32,7 @@ from whalejax.lowering.places import ABSENT, Facts, place_of
 from whalejax.lowering.reported import wide
 from whalejax.lowering.spmd import Program, Sums, sums_of
 from whalejax.lowering.watch import Watch
-from whalejax.lowering.ways import Everywhere, absent, is_here, placed
+from whalejax.lowering.ways import Report, absent, is_here, placed, stages_mesh
 from whalejax.planner.decide import analyse_graph, analysed_for
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.parts import Division, Value, divided, divided_by_marks
@@ -210,10 +210,10 @@ class Apart:
         return self.owner(len(self._owners) + number)
 
     def _batch_owner(self, number: int) -> int:
-        return self.owner(self._first_batch + number)
+        return self.owner(self.first_batch + number)
 
     @functools.cached_property
-    def _first_batch(self) -> int:
+    def first_batch(self) -> int:
         """The number of the first input of the loss that is of the batch."""
         return len(self._owners) + len(jax.tree.leaves(self.captured.adapter.rest))
 
@@ -228,9 +228,9 @@ class Apart:
         """Where an input of the loss lies on a stage."""
         if number < len(self._owners):
             return self._of_param(number, "param_spec", stage)
-        if number < self._first_batch:
+        if number < self.first_batch:
             return self.whole[stage]
-        planned = self._plan.batch[number - self._first_batch]
+        planned = self._plan.batch[number - self.first_batch]
         leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
         return named(next(leaves, planned).spec, self.meshes[stage])
 
@@ -256,12 +256,29 @@ class Apart:
         for event in self.moves.order:
             self.watch.doing = event
             run.do(event)
+        return self.finished(state, run.losses(), run.summed(), run.rest_after())
+
+    def finished(
+        self,
+        state: TrainState,
+        losses: Sums | None,
+        gradients: Sequence[Any],
+        rest: Any,
+    ) -> tuple[TrainState, Metrics]:
+        """The end of a step, once all micro-batches are done.
+
+        Args:
+            state: before the step; it is consumed.
+            losses: what their losses add up to; None if that is not here.
+            gradients: the sum for each parameter, or ``ABSENT``.
+            rest: what is not trained, after them.
+        """
         sums = replace(
-            run.losses() or jax.tree.map(lambda _: ABSENT, self.sums),
-            gradients=tuple(run.summed()),
+            losses or jax.tree.map(lambda _: ABSENT, self.sums),
+            gradients=tuple(gradients),
         )
         before = jax.tree.leaves(state)
-        given = [*before, *jax.tree.leaves((sums, run.rest_after()))]
+        given = [*before, *jax.tree.leaves((sums, rest))]
         with consuming(state):
             results = self.finish(given)
         # Of what lies elsewhere there is nothing to change.
@@ -286,7 +303,14 @@ class Apart:
                 self.watch.doing = event
                 run.do(event)
         self.moves.settle()
-        sums = run.losses()
+        return self.reported(run.losses())
+
+    def reported(self, sums: Sums | None) -> Metrics:
+        """What an evaluation gives.
+
+        Args:
+            sums: what the losses add up to; None if that is not here.
+        """
         metrics = self._told if sums is None else self._metrics(sums)
         return self._evaluated(jax.tree.leaves(metrics))
 
@@ -309,8 +333,8 @@ class Apart:
         return told
 
     @functools.cached_property
-    def _evaluated(self) -> _Report:
-        return _Report(self._told, self.whole)
+    def _evaluated(self) -> Report:
+        return Report(self._told, self.whole)
 
     # Compiling.
 
@@ -417,7 +441,7 @@ class Apart:
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
         """For each stage, the numbers of the micro-batches."""
-        every = range(self.table.num_micro_batches)
+        every = range(self._plan.num_micro_batches)
         return [[placed(np.int32(m), whole) for m in every] for whole in self.whole]
 
     @functools.cached_property
@@ -493,7 +517,7 @@ class Apart:
         )
         return sums
 
-    def _finishing(self) -> tuple[Parted, _Report]:
+    def _finishing(self) -> tuple[Parted, Report]:
         """The update, cut by stages, and what gives its report."""
         state = self.abstract
         sums = replace(self.sums, gradients=tuple(self.wide_params))
@@ -527,7 +551,7 @@ class Apart:
             self._options,
         )
         avals = [_aval(steps, x) for x in steps.outputs]
-        return parted, _Report(shape.unflatten(avals)[1], self.whole)
+        return parted, Report(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
         """Where the state, the sums and what is not trained lie."""
@@ -547,34 +571,6 @@ class Apart:
             gradients=tuple(owned),
         )
         return state, sums, state.rest
-
-
-class _Report:
-    """Metrics of the last stage, which all processes can read."""
-
-    def __init__(self, avals: Metrics, whole: Sequence[NamedSharding]) -> None:
-        leaves, self._tree = jax.tree.flatten(avals)
-        self._alone = all(sharding.is_fully_addressable for sharding in whole)
-        last = [len(whole) - 1] * len(leaves)
-        self._everywhere = Everywhere(whole, last, leaves)
-
-    def __call__(self, leaves: Sequence[Any]) -> Metrics:
-        if not self._alone:
-            leaves = self._everywhere.tell(leaves)
-        found: Metrics = jax.tree.unflatten(self._tree, leaves)
-        return found
-
-
-def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """All devices of a plan in stages, each of which has a mesh of its own.
-
-    Args:
-        plan: one whose stages have programs of their own.
-        devices: in node order.
-    """
-    assert plan.stages is not None
-    rows = np.array(devices).reshape(len(plan.apart), -1)
-    return Mesh(rows[list(plan.stages.blocks or range(len(rows)))], ("stage", "device"))
 
 
 def _division(plan: Plan, captured: Captured) -> Division:

@@ -50,9 +50,20 @@ class Pass:
         batch: Sequence[Any],
         *,
         keeps: bool = True,
+        first_micro_batch: int = 0,
     ) -> None:
+        """Bring to every stage what it reads; run nothing yet.
+
+        Args:
+            apart: what runs.
+            state: before the step.
+            batch: flat leaves of the global batch.
+            keeps: the backward pass follows.
+            first_micro_batch: of the global batch, the number of the schedule's first.
+        """
         self.apart = apart
         self.keeps = keeps
+        self.first_micro_batch = first_micro_batch
         self.state = state
         self.live: dict[tuple[int, int], dict[int, Any]] = {}
         self.coming: dict[tuple[Action, int, int], list[tuple[list[Value], Coming]]]
@@ -133,9 +144,10 @@ class Pass:
         place, names, key = site.place, site.place.names, (number, micro_batch)
         values = dict(self.common[number])
         numbers = self.apart.numbers[site.stage]
-        values[names.number] = numbers[micro_batch]
+        global_number = self.first_micro_batch + micro_batch
+        values[names.number] = numbers[global_number]
         # Nothing is counted where nothing is trained.
-        values[names.counted] = numbers[micro_batch if self.keeps else 0]
+        values[names.counted] = numbers[global_number if self.keeps else 0]
         for n, at in zip(place.rest, names.rest, strict=True):
             values[at] = self._on(site.stage, n)
         handed = dict(self._came("forward", number, micro_batch))

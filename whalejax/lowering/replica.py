@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from whalejax.adapters_leaves import is_key
 from whalejax.capture.units import units_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import Buffers
 from whalejax.lowering.spmd import Program, Sums, differentiator, evaluator
+from whalejax.lowering.statistics import Untrained
 from whalejax.runner import Metrics, finished, metrics_of
 from whalejax.state import TrainState
 
@@ -34,8 +34,8 @@ class Replica:
         add: from sums, the rest, what ``inputs_of`` takes of the state, a micro-batch
             and its number to sums and the rest.
         pack: from sums, the rest before and after, how many micro-batches were run and
-            how many others run later, and paces to buffers for the exchange, and a
-            number that is there when all of them are.
+            how many others run later, and ``following.told_pace`` to buffers for the
+            exchange, and a number that is there when all of them are.
         finish: from the state and what the exchange gave to the next state, metrics and
             the paces of all replicas.
         evaluate: from sums, what ``inputs_of`` takes, a micro-batch and its number to
@@ -65,13 +65,17 @@ class Replica:
             options: of the compiler.
         """
         self.program = program
-        self._slopes = slopes
         first = len(jax.tree.leaves(state.params))
         # A stream of random keys counts micro-batches, whoever has run those before.
         self._counters = {
             number - first: added
             for number, added in units_of(program.captured).counters.items()
         }
+        self._untrained = Untrained(
+            slopes=slopes,
+            counters=self._counters,
+            count=program.plan.num_micro_batches,
+        )
         self._whole = NamedSharding(program.mesh, PartitionSpec())
         self._jit = functools.partial(jax.jit, compiler_options=options)
         given = (*inputs_of(program, state), batch, jnp.int32(0))
@@ -185,7 +189,7 @@ class Replica:
     def _pack(
         self, sums: Sums, before: Any, rest: Any, ran: Any, later: Any, paces: Any
     ) -> tuple[list[Any], Any]:
-        sent = sums, self._told(before, rest, ran, later), paces
+        sent = sums, self._told(before, rest, ran, later), paces.max(0)
         return self._buffers.pack(jax.tree.leaves(sent)), sums.weight
 
     def _finish(
@@ -197,50 +201,22 @@ class Replica:
         return *finished(self.program, state, sums, rest), paces
 
     def _told(self, before: Any, rest: Any, ran: Any, later: Any) -> list[Any]:
-        """A replica's part of what is not trained, to be added up over replicas.
-
-        Moving averages are brought to where all micro-batches, one after the other,
-        bring them; other statistics are averaged, with the micro-batches that each has
-        run as weights; what is counted in whole numbers is counted by all together.
-        """
+        """A replica's part of what is not trained, to be added up over replicas."""
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(rest), strict=True)
-        found = []
-        for i, (old, new) in enumerate(pairs):
-            if self._is_own(i, old):
-                continue
-            if i in self._slopes:
-                slope = jnp.asarray(self._slopes[i], new.dtype)
-                one, n = (slope ** x.astype(new.dtype) for x in (ran, later))
-                found.append((new - one * old) * n)
-            elif jnp.issubdtype(new.dtype, jnp.inexact):
-                share = ran / self.program.plan.num_micro_batches
-                found.append(new * share.astype(new.dtype))
-            else:
-                wide = new.astype(jnp.int32) if new.dtype == jnp.bool_ else new
-                found.append(wide - old.astype(wide.dtype))
-        return found
+        return [
+            self._untrained.told(i, old, new, ran, later)
+            for i, (old, new) in enumerate(pairs)
+            if not self._untrained.is_own(i, old)
+        ]
 
     def _after(self, before: Any, told: Sequence[Any]) -> Any:
         """What is not trained, after the step of all replicas."""
-        count, sums = self.program.plan.num_micro_batches, iter(told)
         structure: Any = jax.tree.structure(before)
-        found = []
+        sums, found = iter(told), []
         for i, old in enumerate(jax.tree.leaves(before)):
-            if self._is_own(i, old):
-                added = count * self._counters.get(i, 0)
-                found.append(old + jnp.asarray(added, old.dtype) if added else old)
-            elif i in self._slopes:
-                slope = jnp.asarray(self._slopes[i], old.dtype)
-                found.append(slope**count * old + next(sums))
-            elif jnp.issubdtype(old.dtype, jnp.inexact):
-                found.append(next(sums))
-            else:
-                found.append((old + next(sums)).astype(old.dtype))
+            total = None if self._untrained.is_own(i, old) else next(sums)
+            found.append(self._untrained.after(i, old, total))
         return structure.unflatten(found)
-
-    def _is_own(self, number: int, leaf: Any) -> bool:
-        """Every replica knows it after the step: a random key, or a counter."""
-        return is_key(leaf) or number in self._counters
 
     def _report(self, buffers: Sequence[Any]) -> Metrics:
         sums = self._reported.unflatten(self._told_buffers.unpack(buffers))

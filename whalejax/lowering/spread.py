@@ -10,12 +10,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters_leaves import is_key
+from whalejax.lowering.exchange import DATA
 from whalejax.lowering.ways import (
     absent,
     behind,
     is_here,
     rows_of,
     run_alone,
+    seen_on,
     shards_on,
     zeros_on,
 )
@@ -40,10 +42,22 @@ def spread(array: Any, mesh: Mesh) -> Any:
 def _spread(array: Any, target: NamedSharding) -> Any:
     mesh: Any = target.mesh
     rows = [{*row} for row in mesh.devices]
+    source: Any = array.sharding
+    if mesh.is_multi_process and _is_copied(source, mesh):
+        # Every pipeline holds it: that of the first is taken.
+        first = Mesh(source.mesh.devices[0], source.mesh.axis_names[1:])
+        source = NamedSharding(first, source.spec)
+        there = seen_on(array, source)
+        array = absent(array, source) if there is None else there
     if not mesh.is_multi_process or array.sharding.device_set not in rows:
         return jax.device_put(array, target)
     stage = rows.index(array.sharding.device_set)
     return _spreading(array.shape, array.dtype, array.sharding, stage, target)(array)
+
+
+def _is_copied(source: Any, mesh: Mesh) -> bool:
+    """Several pipelines hold the array, and not all devices do."""
+    return bool(source.mesh.axis_names[:1] == (DATA,) and source.mesh.size < mesh.size)
 
 
 def dealt(shape: Sequence[int], mesh: Mesh) -> NamedSharding:

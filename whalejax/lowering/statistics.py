@@ -8,7 +8,8 @@ comes after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +19,65 @@ import numpy as np
 from whalejax import _compat
 from whalejax.adapters_leaves import is_key
 from whalejax.capture import Captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untrained:
+    """What replicas tell each other of leaves that are not trained, and what follows.
+
+    Moving averages are brought to where all micro-batches, one after the other, bring
+    them; other statistics are averaged, with the micro-batches that each replica has
+    run as weights; what is counted in whole numbers is counted by all together.
+
+    Attributes:
+        slopes: of moving averages, by the number of the leaf.
+        counters: what each micro-batch adds, by the number of the leaf.
+        count: micro-batches of all.
+    """
+
+    slopes: Mapping[int, np.ndarray]
+    counters: Mapping[int, Any]
+    count: int
+
+    def is_own(self, number: int, leaf: Any) -> bool:
+        """Every replica knows it after the step: a random key, or a counter."""
+        return is_key(leaf) or number in self.counters
+
+    def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
+        """A replica's part of a leaf, to be added up over replicas.
+
+        Args:
+            number: of the leaf.
+            old, new: before and after the replica's micro-batches.
+            ran: how many these are.
+            later: how many others run behind them.
+        """
+        if number in self.slopes:
+            slope = jnp.asarray(self.slopes[number], new.dtype)
+            one, n = (slope ** x.astype(new.dtype) for x in (ran, later))
+            return (new - one * old) * n
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            return new * (ran / self.count).astype(new.dtype)
+        wide = new.astype(jnp.int32) if new.dtype == jnp.bool_ else new
+        return wide - old.astype(wide.dtype)
+
+    def after(self, number: int, old: Any, total: Any) -> Any:
+        """A leaf after the step of all replicas.
+
+        Args:
+            number: of the leaf.
+            old: before the step.
+            total: what all told of it; of those that ``is_own``, nothing.
+        """
+        if self.is_own(number, old):
+            added = self.count * self.counters.get(number, 0)
+            return old + jnp.asarray(added, old.dtype) if added else old
+        if number in self.slopes:
+            slope = jnp.asarray(self.slopes[number], old.dtype)
+            return slope**self.count * old + total
+        if jnp.issubdtype(old.dtype, jnp.inexact):
+            return total
+        return (old + total).astype(old.dtype)
 
 
 def slopes(captured: Captured) -> dict[int, np.ndarray]:

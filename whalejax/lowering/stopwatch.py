@@ -41,7 +41,7 @@ class Stopwatch:
         """They are issued.
 
         Args:
-            after: an array that is there when they are done; donated to nothing.
+            after: arrays that are there when they are done; donated to nothing.
             count: how many they are, 1 or more.
         """
         self._queue.put((after, count))

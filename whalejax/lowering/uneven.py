@@ -24,18 +24,17 @@ from whalejax.lowering.alike import as_first, several_kinds
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, Exchange
+from whalejax.lowering.following import Following
 from whalejax.lowering.replica import Replica, inputs_of
 from whalejax.lowering.sliced import OwningReplica, Slices
 from whalejax.lowering.spmd import Program
 from whalejax.lowering.statistics import slopes
-from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import is_here, joined, placed, seen_on
 from whalejax.planner.balance import dealt
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.rebalance import Rebalance
-from whalejax.portions import PortionLayout, checked_shares
+from whalejax.portions import PortionLayout
 from whalejax.runner import (
     Metrics,
     abstract_state,
@@ -50,13 +49,12 @@ MicroBatches = Mapping[int, Sequence[Any]]
 """Flat leaves of micro-batches, by their numbers."""
 
 
-class Uneven:
+class Uneven(Following):
     """Runs a plan whose replicas take unlike shares; see ``runner.Runner``.
 
     Attributes:
         program: on all devices.
         mesh: all devices, replicas along its first axis.
-        rebalances: shares follow what replicas are measured to take.
         exchange: what replicas add up together.
     """
 
@@ -69,17 +67,14 @@ class Uneven:
         batch_axes: tuple[int | None, ...],
         origin: Origin,
     ) -> None:
-        self._plan, self._origin = plan, origin
+        self._origin = origin
         self._options: Any = dict(plan.compiler_options) or None
         self.mesh: Mesh = plan.mesh(devices)
         self._meshes = _rows(self.mesh)
         self._wholes = [NamedSharding(mesh, PartitionSpec()) for mesh in self._meshes]
-        self._mine = [r for r, whole in enumerate(self._wholes) if is_here(whole)]
-        self.shares = plan.shares
-        self.rebalances = len(self._meshes) > 1
-        self._stopwatches = {r: Stopwatch() for r in self._mine}
-        self._begins: dict[int, Any] = {}
-        self._told: Any = None
+        super().__init__(
+            plan, [r for r, whole in enumerate(self._wholes) if is_here(whole)]
+        )
         inner = plan.replica
         analysed = analysed_for(inner, captured.graph)
         constraints = constraints_of(inner, analysed, captured)
@@ -126,10 +121,6 @@ class Uneven:
             count=self._plan.num_micro_batches,
             mine=self.numbers,
         )
-
-    def numbers(self) -> list[int]:
-        """The micro-batches that this process runs in the next step."""
-        return [m for r in self._mine for m in dealt(self.shares)[r]]
 
     # Starting.
 
@@ -246,9 +237,7 @@ class Uneven:
         self, seen: Mapping[int, TrainState], batch: MicroBatches
     ) -> dict[int, list[Any]]:
         """Run all micro-batches here; what each replica has for the exchange."""
-        timed = [r for r in self._mine if self.shares[r] and r in self._begins]
-        for r in timed:  # Issuing takes time too, and programs run meanwhile.
-            self._stopwatches[r].start(self._begins[r])
+        timed = self._start()
         sums = {r: self._replicas[r].begin() for r in self._mine}
         rest = {r: seen[r].rest for r in self._mine}
         for replica, number in self._turns():
@@ -264,39 +253,11 @@ class Uneven:
             count, later = self.shares[r], sum(self.shares[r + 1 :])
             numbers = [placed(np.float32(n), self._wholes[r]) for n in (count, later)]
             found[r], done = self._replicas[r].pack(
-                sums[r], seen[r].rest, rest[r], *numbers, self._paces(r)
+                sums[r], seen[r].rest, rest[r], *numbers, self._pace(r, self._meshes[r])
             )
             if r in timed:
                 self._stopwatches[r].stop(done, count)
         return found
-
-    def _paces(self, replica: int) -> Any:
-        """What this replica tells the others of its speed, each in its place."""
-        found = np.zeros(len(self._meshes), np.float32)
-        found[replica] = self._stopwatches[replica].seconds if self.rebalances else 0.0
-        return placed(found, self._wholes[replica])
-
-    def _settle(self, paces: Any) -> None:
-        """Take the shares of the next step from what was told in the last one."""
-        told, self._told = self._told, paces
-        if told is not None and self.rebalances:
-            # On devices of several processes, whose first shard is as all others.
-            seconds = np.asarray(told.addressable_shards[0].data)
-            self._balance.saw(seconds.tolist())
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Micro-batches of each replica in the next step."""
-        return self._balance.shares
-
-    @shares.setter
-    def shares(self, shares: Sequence[int]) -> None:
-        self._balance = Rebalance(checked_shares(shares, self._plan))
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Of a micro-batch on each replica, as measured; 0 where not known."""
-        return self._balance.seconds
 
     def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
         self._agree()

@@ -14,7 +14,27 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters_leaves import is_key
+from whalejax.planner.plan import Plan
 from whalejax.planner.shared import STAGE
+
+
+def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
+    """All devices of a plan in stages, each of which has a mesh of its own.
+
+    Args:
+        plan: one whose stages have programs of their own.
+        devices: in node order.
+    """
+    assert plan.stages is not None
+    if plan.pipelines:
+        each = len(devices) // len(plan.pipelines)
+        several = [
+            stages_mesh(own, devices[r * each : (r + 1) * each]).devices
+            for r, own in enumerate(plan.pipelines)
+        ]
+        return Mesh(np.concatenate(several), ("stage", "device"))
+    rows = np.array(devices).reshape(len(plan.apart), -1)
+    return Mesh(rows[list(plan.stages.blocks or range(len(rows)))], ("stage", "device"))
 
 
 def is_here(sharding: NamedSharding) -> bool:
@@ -154,6 +174,22 @@ class Everywhere:
             return [wrapped(x, i) for x, i in zip(told(xs), impls, strict=True)]
 
         return jax.jit(tell, out_shardings=self.whole)
+
+
+class Report:
+    """Metrics of the last stage, which all processes can read."""
+
+    def __init__(self, avals: Any, whole: Sequence[NamedSharding]) -> None:
+        leaves, self._tree = jax.tree.flatten(avals)
+        self._alone = all(sharding.is_fully_addressable for sharding in whole)
+        last = [len(whole) - 1] * len(leaves)
+        self._everywhere = Everywhere(whole, last, leaves)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        if not self._alone:
+            leaves = self._everywhere.tell(leaves)
+        found: Any = jax.tree.unflatten(self._tree, leaves)
+        return found
 
 
 def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:

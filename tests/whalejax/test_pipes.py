@@ -1,0 +1,261 @@
+"""Pipelines side by side that take unlike shares compute what one device does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.cases import Dtype
+from tests.processes import finish, start
+from tests.whalejax.test_mpmd import Marked
+from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
+from whalejax import jobs, models
+from whalejax.losses import Job
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
+
+UNLIKE: Final = "v100-32:1+p100-16:1+v100-32:2"
+"""The first pipeline lies on two kinds, the second on one: they are cut elsewhere."""
+
+
+def job_of(name: str, dtype: Dtype = "float64") -> Job:
+    job = MODELS[name].job(dtype, annotated=False)
+    clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
+    return dataclasses.replace(job, optimizer=clipped)
+
+
+def planned(job: Job, cluster: str, **options: Any) -> wh.Plan:
+    return wh.plan(
+        job.loss_fn,
+        jobs.abstract_model(job),
+        job.batch_at(0),
+        optimizer=job.optimizer,
+        cluster=cluster,
+        **{"mesh": {"stage": 2}, **options},
+    )
+
+
+def both(job: Job, cluster: str, **options: Any) -> tuple[wh.TrainStep, wh.TrainStep]:
+    """Steps of one device and of pipelines, over the same micro-batches."""
+    plan = planned(job, cluster, **options)
+    count = plan.num_micro_batches
+    alone = planned(job, "cpu:1", mesh=None, num_micro_batches=count)
+    made = [
+        wh.compile(
+            one,
+            job.loss_fn,
+            jobs.abstract_model(job),
+            optimizer=job.optimizer,
+            devices=jax.devices()[: one.num_devices],
+        )
+        for one in (alone, plan)
+    ]
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "options"),
+    [
+        pytest.param("gpt", UNLIKE, {"shares": (3, 5)}, marks=pytest.mark.smoke),
+        pytest.param(  # moving statistics
+            "resnet", UNLIKE, {"shares": (3, 1)}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "bert",
+            "cpu:6",
+            {"shares": (0, 8), "mesh": {"stage": 3}},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "gpt",
+            "v100-32:4+p100-16:4",
+            {"shares": (5, 3), "mesh": {"stage": 2, "fsdp": 2}},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_unlike_shares_equal_one_device(
+    name: str, cluster: str, options: dict[str, Any]
+) -> None:
+    job = job_of(name)
+    with jax.enable_x64(True):
+        one, step = both(job, cluster, **options)
+        assert step.shares == options["shares"]
+        step.rebalances = False
+        assert worst_of(one, step, job) <= TIGHT
+
+
+def large() -> Job:
+    """One whose products take most of the time."""
+    sizes = {"layers": 4, "embed": 512, "mlp": 2048, "heads": 8, "sequence": 128}
+    return models.job("gpt-test", batch_size=128, annotated=False, **sizes)
+
+
+def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
+    job = large()
+    plan = planned(job, UNLIKE, num_micro_batches=8, mesh={"stage": 2, "data": 2})
+    assert sum(plan.shares) == 8 and plan.shares[0] < plan.shares[1]
+    first, second = plan.pipelines
+    assert first.stages is not None and second.stages is not None
+    assert len(first.stages.kinds) == 2 and not second.stages.kinds
+    assert plan.axis_sizes == {"data": 2, "stage": 2} and plan.num_devices == 4
+    assert all(leaf.summed[:1] == ("data",) for leaf in plan.leaves)
+    (note,) = [n for n in plan.notes if n.startswith("pipelines take")]
+    gain, bound = map(float, re.findall(r"([\d.]+)×", note))
+    assert 1 < gain <= bound + 0.01 and note in str(plan)
+    even = planned(job, UNLIKE, shares=(4, 4))
+    assert plan.time.step_seconds < even.time.step_seconds
+    assert wh.Plan.from_document(plan.document()) == plan
+    assert plan.hash != even.hash
+
+
+def test_shares_are_the_best_of_all() -> None:
+    job = large()
+    every = [planned(job, UNLIKE, shares=(k, 8 - k)) for k in range(1, 8)]
+    best = min(every, key=lambda plan: plan.time.step_seconds)
+    chosen = planned(job, UNLIKE, num_micro_batches=8, mesh={"stage": 2, "data": 2})
+    assert chosen.shares == best.shares
+    assert chosen.time.step_seconds == pytest.approx(best.time.step_seconds)
+
+
+def test_other_shares_compile_nothing(tmp_path: Path) -> None:
+    job = dataclasses.replace(Marked().job(), batch_size=24)
+    plan = planned(job, "cpu:6", mesh=None, shares=(4, 2), num_micro_batches=6)
+    step = wh.compile(
+        plan,
+        job.loss_fn,
+        jobs.abstract_model(job),
+        optimizer=job.optimizer,
+        devices=jax.devices()[:6],
+    )
+    step.rebalances = False
+    state = step.init(job.make_model, rng=jax.random.key(0))
+    for number, shares in enumerate([(4, 2), (1, 5)]):
+        step.shares = shares
+        state, _ = step(state, job.batch_at(number))
+    step.save(tmp_path / "kept", state)
+    again = step.restore(tmp_path / "kept")
+    for a, b in zip(*map(jax.tree.leaves, (again.params, state.params)), strict=True):
+        assert np.array_equal(a, b)
+    alone = planned(job, "cpu:3", mesh=None, num_micro_batches=6)
+    single = wh.compile(
+        alone,
+        job.loss_fn,
+        jobs.abstract_model(job),
+        optimizer=job.optimizer,
+        devices=jax.devices()[:3],
+    )
+    expected = single.restore(tmp_path / "kept")
+    runner: Any = step._runner
+    programs = [
+        piece.program
+        for one in runner.pipelines
+        for site in one.sites
+        for piece in (site.forward, site.backward)
+    ]
+    compiled = [program._cache_size() for program in programs]
+    assert compiled == [1] * len(programs)
+    for number, shares in enumerate([(6, 0), (3, 3)], 2):
+        step.shares = shares
+        state, metrics = step(state, job.batch_at(number))
+        expected, wanted = single(expected, job.batch_at(number))
+        assert apart(metrics, wanted) <= 1e-5
+    assert apart(state.model, expected.model) <= 1e-5
+    assert [program._cache_size() for program in programs] == compiled
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shares": (3, 1, 2)}, "4 devices make no 3 pipelines of 2 equal stages"),
+        ({"shares": (3, 1), "mesh": {"stage": 2, "data": 1}}, "mesh asks for data 1"),
+        ({"shares": (3, 2)}, "add up to 5 micro-batches; the batch has 32 samples"),
+        ({"shares": (3, 1), "zero": 1}, "zero is 1: pipelines that take unlike shares"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(wh.WhaleError, match=words):
+        planned(job_of("gpt", "float32"), "cpu:4", **options)
+
+
+PROGRAM: Final = """
+import json
+jax.config.update("jax_enable_x64", True)
+import numpy as np
+import whalejax as wh
+from tests.whalejax.test_pipes import UNLIKE, job_of, planned
+from tests.whalejax.test_uneven import apart
+from whalejax import jobs, models
+
+job = job_of("gpt")
+model = jobs.abstract_model(job)
+made = []
+for cluster, devices, options in [
+    (UNLIKE, jax.devices(), {"shares": (3, 5)}),
+    ("cpu:1", jax.local_devices()[:1], {"mesh": None, "num_micro_batches": 8}),
+]:
+    plan = planned(job, cluster, **options)
+    made.append(wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer,
+                           devices=devices))
+step, single = made
+step.rebalances = False
+state, expected = (s.init(job.make_model, rng=jax.random.key(0)) for s in made)
+worst, losses = 0.0, []
+
+def own(batch):
+    return jax.tree.map(lambda x: x[step.batch_rows()], batch)
+
+def compare(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        for shard in a.addressable_shards:
+            yield apart(shard.data, np.asarray(b)[shard.index])
+
+for number, shares in enumerate([(3, 5), (7, 1), (0, 8)]):
+    step.shares = shares
+    batch = job.batch_at(number)
+    state, metrics = step(state, own(batch))
+    expected, wanted = single(expected, batch)
+    worst = max(worst, *(apart(metrics[k], wanted[k]) for k in wanted))
+    losses.append(float(metrics["loss"]))
+worst = max(worst, *compare(state.params, expected.params),
+            *compare(state.opt_state, expected.opt_state),
+            *compare(jax.tree.leaves(state.model), jax.tree.leaves(expected.model)))
+step.save(sys.argv[5], state)
+again = step.restore(sys.argv[5])
+exact = all(
+    np.array_equal(s.data, t.data)
+    for a, b in zip(*map(jax.tree.leaves, (again.params, state.params)), strict=True)
+    for s, t in zip(a.addressable_shards, b.addressable_shards, strict=True)
+)
+step.shares = (4, 4)
+batch = own(job.batch_at(3))
+found = step.eval(again, batch)["loss"]
+worst = max(worst, apart(found, single.eval(expected, job.batch_at(3))["loss"]))
+step.rebalances = True
+for number in range(8):
+    again, metrics = step(again, own(job.batch_at(number)))
+jax.block_until_ready(metrics)
+print(json.dumps([worst, exact, losses, step.shares, step.seconds]), flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_with_stages_of_unlike_pipelines(count: int, tmp_path: Path) -> None:
+    """A process holds a stage of one pipeline, or all of them."""
+    running = start(PROGRAM, tmp_path / "kept", count=count, devices=4 // count)
+    found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
+    for worst, exact, losses, shares, seconds in found:
+        assert worst <= TIGHT and exact
+        assert [losses, shares, seconds] == found[0][2:]
+        assert sum(shares) == 8 and min(seconds) > 0

@@ -1,0 +1,105 @@
+"""Shares of replicas that follow what these are measured to take, in any executor.
+
+Every process is told the same measurements and comes to the same shares, so that a step
+needs no further word about who takes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from whalejax.lowering.stopwatch import Stopwatch
+from whalejax.planner.balance import dealt
+from whalejax.planner.plan import Plan
+from whalejax.planner.rebalance import Rebalance
+from whalejax.portions import checked_shares
+
+
+class Following:
+    """Micro-batches of each replica, now and in the next step.
+
+    Attributes:
+        rebalances: shares follow what replicas are measured to take.
+    """
+
+    def __init__(self, plan: Plan, mine: Sequence[int]) -> None:
+        """Begin with the shares of a plan.
+
+        Args:
+            plan: whose replicas take unlike shares.
+            mine: the replicas that have devices of this process.
+        """
+        self._plan = plan
+        self._mine = list(mine)
+        self.shares = plan.shares
+        self.rebalances = len(plan.shares) > 1
+        self._stopwatches = {r: Stopwatch() for r in self._mine}
+        self._begins: dict[int, Any] = {}
+        self._told: Any = None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches of each replica in the next step."""
+        return self._balance.shares
+
+    @shares.setter
+    def shares(self, shares: Sequence[int]) -> None:
+        self._balance = Rebalance(checked_shares(shares, self._plan))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of a micro-batch on each replica, as measured; 0 where not known."""
+        return self._balance.seconds
+
+    def numbers(self) -> list[int]:
+        """The micro-batches that this process runs in the next step."""
+        return [m for r in self._mine for m in dealt(self.shares)[r]]
+
+    def _start(self) -> list[int]:
+        """Micro-batches are about to be issued; the replicas that are measured."""
+        timed = [r for r in self._mine if self.shares[r] and r in self._begins]
+        for r in timed:  # Issuing takes time too, and programs run meanwhile.
+            self._stopwatches[r].start(self._begins[r])
+        return timed
+
+    def _pace(self, replica: int, row: Mesh) -> Any:
+        """``told_pace`` of a replica here, on some of its devices."""
+        seconds = self._stopwatches[replica].seconds if self.rebalances else 0.0
+        return told_pace(seconds, replica, len(self._plan.shares), row)
+
+    def _settle(self, paces: Any) -> None:
+        """Take the shares of the next step from what was told in the last one."""
+        told, self._told = self._told, paces
+        if told is not None and self.rebalances:
+            # On devices of several processes, whose first shard is as all others.
+            seconds = np.asarray(told.addressable_shards[0].data)
+            self._balance.saw(seconds.tolist())
+
+
+def told_pace(seconds: float, replica: int, replicas: int, row: Mesh) -> Any:
+    """What a replica tells the others of its speed, as its processes measured it.
+
+    Where it lies in several processes these measure differently; the largest number
+    of a column is what they all tell.
+
+    Args:
+        seconds: of a micro-batch, as this process measured it; 0 if it did not.
+        replica: its number, of so many replicas.
+        replicas: how many there are.
+        row: the devices that tell it.
+
+    Returns:
+        ``[devices, replicas]``, a row on each device.
+    """
+    mine = np.zeros((1, replicas), np.float32)
+    mine[0, replica] = seconds
+    return jax.make_array_from_single_device_arrays(
+        (row.size, replicas),
+        NamedSharding(row, PartitionSpec(row.axis_names)),
+        [jax.device_put(mine, device) for device in row.local_devices],
+    )
