@@ -113,7 +113,10 @@ class Space:
         self.storage: Storage
         self.reading, self.cluster = reading, cluster
         self.inner = inner_sizes(reading, request)
-        self.wires, self.ideal_wires = Wires(cluster), Wires(ideal(cluster))
+        self.wires, self.ideal_wires = (
+            Wires(cluster, like and like.wires),
+            Wires(ideal(cluster), like and like.ideal_wires),
+        )
         size = reading.graph.batch_size
         if like is not None:
             self.served, self.links = like.served, like.links
