@@ -281,7 +281,7 @@ def _changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     for name in dict.fromkeys([*old, *new]):
         if old.get(name) != new.get(name):
             words = (f"{name}: {t[name]}" if name in t else "" for t in (old, new))
-            found.append(Change(what="compute", before=next(words), after=next(words)))
+            found.append(Change(what="axes", before=next(words), after=next(words)))
     return tuple(found)
 
 

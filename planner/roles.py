@@ -208,7 +208,9 @@ class _Facts:
 
 
 def _blame(op: Op) -> str:
-    place = f" at {op.scope}" if op.scope else ""
+    # As the marks are written: scopes carry their arguments in brackets.
+    scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
+    place = f" at {scope}" if scope else ""
     if op.unknown:
         return f"no rule for the primitive {op.kind!r}{place}"
     return f"{op.kind}{place} needs it whole"

@@ -113,7 +113,9 @@ class Space:
         self.storage: Storage
         self.reading, self.cluster = reading, cluster
         self.inner = inner_sizes(reading, request)
-        self.wires, self.ideal_wires = Wires(cluster), Wires(ideal(cluster))
+        known = (None, None) if like is None else (like.wires, like.ideal_wires)
+        self.wires: Wires = Wires(cluster, known[0])
+        self.ideal_wires: Wires = Wires(ideal(cluster), known[1])
         size = reading.graph.batch_size
         if like is not None:
             self.served, self.links = like.served, like.links

@@ -435,7 +435,7 @@ def _reduction_seconds(
     scattered = tuple(a for a in axes if a in sharding)
     left = tuple(a for a in axes if a not in sharding)
     pieces, _ = cases.ranks(scattered)
-    found = cases.collective(
+    found: Array = cases.collective(
         "reduce-scatter", scattered, payload * parts, once * parts
     ) + cases.collective("all-reduce", left, payload / pieces, once)
     _, several = cases.ranks(axes)

@@ -25,13 +25,17 @@ class Wires:
 
     Args:
         cluster: the machine.
+        like: of another one, whose meshes are likely to be asked about.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, like: Wires | None = None) -> None:
         self._cluster = cluster
         self._known: dict[tuple[int, ...], int] = {}
         self._sizes = np.zeros((len(MESH_AXES), 0), dtype=np.int64)
         self._orders = np.zeros(0, dtype=np.int64)
+        if like is not None:
+            self._known = dict(like._known)
+            self._sizes, self._orders = like._sizes, like._orders
         self._rates: dict[tuple[str, tuple[str, ...]], Rates] = {}
 
     def places(self, sizes: Array, orders: Array) -> Array:

@@ -1,8 +1,8 @@
 """What the site shows otherwise than the repository: mkdocs calls this as a hook.
 
-README, CONTRIBUTING, CHANGELOG and the notebooks' text become pages where they stand, so
-that none of them has a second copy; links to files that are no page (scripts, the
-licence) become words.
+README, CONTRIBUTING, CHANGELOG and the notebooks become pages where they stand, so that
+none of them has a second copy; links to files that are no page (scripts, the licence)
+become words.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def on_files(files: Any, *, config: Any) -> Any:
     generated = importlib.import_module("mkdocs.structure.files").File.generated
     for name, page in PAGES.items():
         path = (ROOT / name).with_suffix(".md")  # notebooks have their text beside them
-        text = as_page(re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.DOTALL))
+        text = as_page(
+            re.sub(r"\A---\n.*?\n---\n", "", path.read_text(), flags=re.DOTALL)
+        )
         files.append(generated(config, page, content=text))
     return files
 

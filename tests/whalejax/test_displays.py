@@ -222,6 +222,7 @@ def test_a_timeline_is_the_schedules_rows(kind: str) -> None:
     seen = [(s.lane, s.kind, s.micro_batch, s.chunk) for s in line.slices]
     rows = [(r.stage, r.action, r.micro_batch, r.chunk) for r in table.rows]
     assert sorted(seen, key=repr) == sorted(rows, key=repr)
+    assert ("computes forward again" in str(line)) == (stages.stash == "inputs")
 
 
 @pytest.mark.parametrize("kind", STAGED)

@@ -22,6 +22,7 @@ from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.recompute import Region, checked_policies, regions
+from whalejax.planner.terms import ALL
 
 
 LAYERS, EMBED, MLP, BATCH = 4, 32, 128, 64
@@ -335,3 +336,38 @@ def test_a_loss_of_parameters_alone(loss: Any) -> None:
 def test_a_name_that_the_model_does_not_give() -> None:
     with pytest.raises(wh.WhaleError, match="no value the name .mid.; it names up"):
         wh.plan(unrolled, nets(), batches(), cluster="h100:8", remat="named:up,mid")
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-test", pytest.param("moe-test", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("attention", [(), ((ALL, "ring"),)], ids=["gather", "ring"])
+def test_what_checkpoints_keep_takes_no_derivative_to_tell(
+    name: str, attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = models.job(name, scan_layers=True, layers=4, annotated=False)
+    adapter = adapt(abstract_model(job), job.loss_fn)
+    found = capture(adapter, job.batch_at(0, 8)).with_attention(attention)
+    told = []
+
+    def both(scan: Any, run: Any = None) -> Any:
+        kept = _compat._kept_by_checkpoint(scan)
+        assert kept is not None
+        told.append((kept, _compat.residuals_by_vjp(scan, run)))
+        return kept
+
+    monkeypatch.setattr(_compat, "scan_residuals", both)
+    found.with_remat(((ALL, "full"),))
+    assert told and all(kept and kept == truth for kept, truth in told)
+
+
+def test_checkpoints_whose_input_no_product_reads_are_told_by_derivatives() -> None:
+    def body(x: Any, w: Any) -> tuple[Any, None]:
+        return jax.checkpoint(lambda x, w: x + w)(x, w), None
+
+    jaxpr = jax.make_jaxpr(lambda x, w: jax.lax.scan(body, x, w))(
+        jnp.ones(4), jnp.ones((3, 4))
+    )
+    (scan,) = jaxpr.jaxpr.eqns
+    assert _compat._kept_by_checkpoint(scan) is None
+    assert _compat.scan_residuals(scan) == []

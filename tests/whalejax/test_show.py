@@ -61,7 +61,7 @@ def test_the_table_says_what_was_decided() -> None:
     assert "32×H100 (4 nodes of 8, nvlink + infiniband)" in text
     for axis, size in plan.axes:
         assert f"{axis} {size}" in text
-    for name in ("step", "memory", "mesh", "compute", "parameter", "traffic", "next"):
+    for name in ("step", "memory", "mesh", "axes", "parameter", "traffic", "next"):
         assert any(line.startswith(name) for line in text.splitlines()), name
     assert f"{seconds_text(plan.time.step_seconds)} predicted" in text
     assert gigabytes(plan.memory.total_bytes) in text

@@ -122,9 +122,12 @@ class StepTimeline(Picture):
             f"{seconds_text(self.end_seconds)}, bubble {self.bubble:.1%}"
         ]
         if stages.turns:
+            reads = "reads what forward kept"
+            if stages.stash == "inputs":
+                reads = "computes forward again first"
             found.append(
                 "Stages run one loop: all wait for each other after each turn, and "
-                "backward computes forward again first."
+                f"backward {reads}."
             )
         once = self.step_seconds - self.end_seconds
         if once > 1e-3 * self.step_seconds:
