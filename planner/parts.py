@@ -181,22 +181,25 @@ class Units:
         """For each unit the number of the stage that marks put it into, if any does.
 
         Raises:
-            PlanError: several stages are marked inside one loop; its line is named.
+            PlanError: a stage is marked inside a loop; its line is named.
         """
-        found: list[set[int]] = [set() for _ in self.units]
+        found: list[set[int | None]] = [set() for _ in self.units]
         for op in graph.ops:
             index = self.unit_at(op.position)
-            for mark in graph.task_graphs[op.task_graph].marks:
-                if mark.kind == "stage" and index is not None:
-                    found[index].add(int(mark.get("i") or 0))
+            if index is not None:
+                marks = graph.task_graphs[op.task_graph].marks
+                stages = (m.get("i") or 0 for m in marks if m.kind == "stage")
+                found[index].add(next(map(int, stages), None))
         problems = Problems("stages are marked inside a loop", PlanError)
         for unit, numbers in zip(self.units, found, strict=True):
             if len(numbers) > 1:
+                marked = sorted(n for n in numbers if n is not None)
                 problems.add(
-                    f"{unit.line} holds the marks of stages "
-                    f"{', '.join(map(str, sorted(numbers)))}. A loop or checkpointed "
-                    "region lies on one stage: put marks around it, unroll it, or "
-                    "leave the marks out and give num_stages"
+                    f"{unit.line} holds the marks of stage "
+                    f"{', '.join(map(str, marked))}"
+                    + (" and what no stage does" if None in numbers else "")
+                    + ". A loop or checkpointed region lies on one stage: put marks "
+                    "around it, unroll it, or leave the marks out and give num_stages"
                 )
         problems.raise_if_any()
         return tuple(next(iter(numbers), None) for numbers in found)

@@ -304,7 +304,7 @@ def _register_pytrees() -> None:
             None,
         ),
         lambda _, parts: Aux(
-            metrics=parts[0], sums=parts[1], samples=parts[2], variables=parts[3]
+            **dict(zip(("metrics", "sums", "samples", "variables"), parts, strict=True))
         ),
     )
     jax.tree_util.register_pytree_with_keys(
@@ -313,5 +313,5 @@ def _register_pytrees() -> None:
             ((jax.tree_util.GetAttrKey("value"), merged.value),),
             merged.how,
         ),
-        lambda how, parts: Merged(parts[0], how),
+        lambda how, parts: Merged(value=next(iter(parts)), how=how),
     )

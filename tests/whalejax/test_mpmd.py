@@ -441,6 +441,18 @@ def marks_in_a_loop(model: Any, x: Any) -> Any:
         return jax.lax.scan(body, x, length=3)[0].mean()
 
 
+def a_mark_in_a_loop(model: Any, x: Any) -> Any:
+    def body(x: Any, _: Any) -> tuple[Any, None]:
+        with wh.stage():
+            h = x @ model["b"]
+        return jnp.tanh(h), None
+
+    with wh.pipeline():
+        with wh.stage():
+            x = x @ model["a"]
+        return jax.lax.scan(body, x, length=3)[0].mean()
+
+
 def any_number(model: Any, x: Any) -> Any:
     with wh.pipeline():
         return plain(model, x)
@@ -474,8 +486,9 @@ def plain(model: Any, x: Any) -> Any:
         (
             marks_in_a_loop,
             {},
-            ("test_mpmd.py:", "the marks of stages 0, 1", "put marks around it"),
+            ("test_mpmd.py:", "the marks of stage 0, 1", "put marks around it"),
         ),
+        (a_mark_in_a_loop, {}, ("the marks of stage 1 and what no stage does",)),
         (nested_marks, {}, ("stands inside stage", "not allowed")),
         (any_number, {"cluster": "h100:7"}, ("no number of stages that 7 devices",)),
         (plain, {"mesh": {"stage": 4}}, ("at most 2 parts", "Use at most 2")),
