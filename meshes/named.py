@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
+from whalejax.meshes.problems import WhaleError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,28 +105,32 @@ _SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
 """Chips that are sold with half of the links: 400 GB/s in both directions."""
 
 
-def read_device(text: str) -> Device:
+def read_device(text: str, *, guess: bool = False) -> Device:
     """The device that a table names; of a mix, the slowest part.
 
     Args:
         text: such as ``"A100-80GB-SXM"``, ``"a100_40gb"``, ``"DGX-H100"``,
             ``"TPU v5e"`` or ``"4xV100-16+4xT4"``.
+        guess: take what no family is known of for ``UNKNOWN``, and say so.
+
+    Raises:
+        WhaleError: no family of the catalogue is in it, unless it may be guessed.
 
     >>> read_device("a100_40gb").entry.kind.name
     'a100-40'
     """
-    parts = [_one_device(part) for part in text.split("+")]
+    parts = [_one_device(part, guess) for part in text.split("+")]
     return min(parts, key=lambda d: d.entry.kind.peak_flops("bf16"))
 
 
-def _one_device(text: str) -> Device:
+def _one_device(text: str, guess: bool) -> Device:
     lowered = text.strip().lower().replace("_", "-")
     counted = re.match(r"(\d+)\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
     name = counted[2] if counted else lowered
     family = next((f for f, words in _FAMILIES if any(w in name for w in words)), None)
     if family is None:
-        return _other(text.strip(), name, count)
+        return _other(text.strip(), name, count, guess)
     kinds = [one for one in entries().values() if one.kind.family == family]
     notes: list[str] = []
     memory = _memory_of(name)
@@ -140,9 +145,14 @@ def _one_device(text: str) -> Device:
     return Device(entry=found, count=count, notes=tuple(notes))
 
 
-def _other(text: str, name: str, count: int | None) -> Device:
+def _other(text: str, name: str, count: int | None, guess: bool) -> Device:
     """A device of no family of the catalogue."""
     card = next((c for c in _OTHERS if any(w in name for w in c.words)), None)
+    if card is None and not guess:
+        raise WhaleError(
+            f"device {text!r} names no family of the catalogue; it has "
+            f"{', '.join(f for f, _ in _FAMILIES)}"
+        )
     if card is None:
         found, notes = entries()[UNKNOWN], [f"device {text!r} is unknown: as {UNKNOWN}"]
         memory = _memory_of(name)

@@ -45,7 +45,7 @@ GPU = {
     "dispatch_seconds": Range(50e-6, 5e-6, 150e-6),
     "micro_seconds": Range(1e-3, 0.0, 5e-3),
     "jitter_seconds": Range(10e-6, 0.0, 60e-6),
-    "node": Range(0.72, 0.45, 0.85),
+    "node": Range(0.72, 0.6, 0.85),
     "network": Range(0.75, 0.5, 0.9),
     "ring_seconds": Range(1.5e-6, 0.3e-6, 6e-6),
     "bucket_bytes": Range(2e8, 4e7, 1e9),
@@ -74,7 +74,7 @@ PULL = 0.8
 """Weight of the most likely values: that of so much relative error in a run, where a
 constant lies at the other end of its range."""
 
-SCALE = 0.05
+SCALE = 0.04
 """Relative error from which a run counts as an outlier."""
 
 STEP = 1e-6
@@ -130,7 +130,7 @@ def source_weights(sources: Sequence[str]) -> Array:
     not in proportion.
     """
     counts = Counter(sources)
-    return np.array([counts[source] ** -0.25 for source in sources])
+    return np.array([counts[source] ** -0.15 for source in sources])
 
 
 def fit(
@@ -244,7 +244,7 @@ def _solve(
             unit,
             jac=slopes,
             bounds=(0, 1),
-            loss="soft_l1",
+            loss="cauchy",
             f_scale=SCALE,
             max_nfev=30,
         )

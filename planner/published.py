@@ -210,7 +210,7 @@ def read_row(row: Mapping[str, str]) -> Reading:
 
 def _run(cells: _Cells) -> Run:
     source = framework(cells.text("source"))
-    device = read_device(cells.text("device"))
+    device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
     count = cells.whole("num_devices") or 1
     tensor = cells.or_else("tp", 1, "none given")
@@ -245,7 +245,6 @@ def _run(cells: _Cells) -> Run:
         )
         per_rank += 1
     micro = _micro_batch(cells, per_rank, stages, sizes.seq)
-    precision = _precision(cells, source, device.entry)
     return Run(
         sizes=sizes,
         framework=source,
@@ -264,7 +263,7 @@ def _run(cells: _Cells) -> Run:
         micro_batch=micro,
         global_batch=per_rank * data * fsdp,
         remat=_remat(cells, source, sizes),
-        dtype=precision,
+        dtype=_precision(cells, source, device.entry),
         unlike=unlike,
         offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
@@ -498,7 +497,7 @@ def _replica(text: str) -> Replica:
     match = re.fullmatch(r"\s*(.+?)\s*x\s*TP\s*(\d+)\s*", text, re.IGNORECASE)
     if match is None:
         raise WhaleError(f"notes: {text.strip()!r} is no KINDxTPn")
-    return Replica(device=read_device(match[1]).entry, tensor=int(match[2]))
+    return Replica(device=read_device(match[1], guess=True).entry, tensor=int(match[2]))
 
 
 # What was measured.

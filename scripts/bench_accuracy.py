@@ -92,23 +92,26 @@ SHORTFALLS = (
     "Frameworks differ by a tenth in what no layout tells; the same layout took a "
     "fifth longer in one release of a framework than in another.",
     "A host that launches operations one by one is as fast as that of the one sweep "
-    "that shows it (vTrain's). Its times are exact sums over 32 shapes of layers; where "
-    "the host is the limit, a layer takes 2.7 to 5.0 ms in no order of width, "
+    "that shows it (vTrain's). Its times are exact sums over 32 shapes of layers; "
+    "where the host is the limit, a layer takes 2.7 to 5.0 ms in no order of width, "
     "micro-batch or ranks, so that no smooth model comes much below 6 % there.",
     "Rows that are equal in every column differ: by 3.4 % on average in InternEvo's "
-    "table (groups of ZeRO have no column), by 4.0 % in PaxML's (releases), by 0.9 % in "
-    "NeMo's. That much of their errors is nobody's to remove.",
-    "AXLearn's fuji-7B takes 2.44 s on 256 H100 in its first version and 1.78 s in its "
-    "second, which differ by a longer sequence of as many tokens: the second must have "
-    "an attention kernel that its row does not name, and is predicted without one.",
-    "One row of Sailor's validation (data 4, tensor 4, no stages) is three times as fast "
-    "for each sample as its neighbours and holds half of their memory; its batch cannot "
-    "be the one that it states. That row alone is half of the source's error.",
+    "table (groups of ZeRO have no column), by 4.0 % in PaxML's (releases), by 0.9 % "
+    "in NeMo's. That much of their errors is nobody's to remove.",
+    "AXLearn's fuji-7B takes 2.44 s on 256 H100 in its first version and 1.78 s in "
+    "its second, which differ by a longer sequence of as many tokens: the second must "
+    "have an attention kernel that its row does not name, and is predicted without "
+    "one.",
+    "One row of Sailor's validation (data 4, tensor 4, no stages) is three times as "
+    "fast for each sample as its neighbours and holds half of their memory; its batch "
+    "cannot be the one that it states. That row alone is half of the source's error.",
     "Attention in eager research code passes over its scores as often as the model's "
-    "source has operations there. Sailor's GPT-Neo and OPT differ in that, rows do not "
-    "say it, and both are taken alike: one comes out too slow, the other too fast.",
-    "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several times "
-    "beyond two tensor-parallel ranks, which the bandwidth of a slot does not explain.",
+    "source has operations there. Sailor's GPT-Neo and OPT differ in that, rows do "
+    "not say it, and both are taken alike: one comes out too slow, the other too "
+    "fast.",
+    "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several "
+    "times beyond two tensor-parallel ranks, which the bandwidth of a slot does not "
+    "explain.",
 )
 
 

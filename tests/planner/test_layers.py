@@ -73,7 +73,7 @@ def test_what_is_written_once_costs_the_same(monkeypatch: pytest.MonkeyPatch) ->
     whole = WideSearch(graph, machine, request)
     whole.run()
     assert len(whole.graph.ops) > 2 * len(once.graph.ops)
-    assert once.tally.best == pytest.approx(whole.tally.best, rel=1e-6)
+    assert once.tally.best == pytest.approx(whole.tally.best, rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
