@@ -158,7 +158,7 @@ def decide_shares(
     """
     _check(graph, cluster, request, asked)
     found: list[_Shared] = []
-    problem: PlanError | None = None
+    problems: list[PlanError] = []
     options = {"known": {}, **options}
     for size in _sizes(cluster, request, asked):
         if size > _within(cluster) and any(one.fits for one in found):
@@ -172,11 +172,30 @@ def decide_shares(
                     one = _weigh(graph, cluster, request, case, asked, decide, options)
                     found.append(one)
                 except PlanError as error:
-                    problem = problem or error
+                    problems.append(error)
     if not found:
-        assert problem is not None
-        raise problem
+        raise _nearest(cluster, problems)
     return _written(cluster, sorted(found, key=lambda one: one.step_seconds))
+
+
+def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
+    """The error that lacks least, with the kind that has the least memory."""
+    if not isinstance(problems[0], NothingFits):
+        return problems[0]
+    short = [error for error in problems if isinstance(error, NothingFits)]
+    error = min(short, key=lambda one: one.lacks_bytes)
+    if cluster.is_uniform:
+        return error
+    least = min(_kinds(cluster), key=lambda kind: kind.memory_bytes).display_name()
+    said = str(error).removeprefix("no plan fits:").strip().rstrip(".")
+    return NothingFits(
+        f"no plan fits {least}, of these kinds that with the least memory: {said}. Or "
+        f"plan without {least}",
+        lacks_bytes=error.lacks_bytes,
+        of_bytes=error.of_bytes,
+        nearest=error.nearest,
+        what=error.what,
+    )
 
 
 def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -95,3 +97,76 @@ def test_where_nothing_listens_that_is_said() -> None:
     said = process.communicate(timeout=60)[0]
     assert process.returncode != 0
     assert "nothing listens at 127.0.0.1" in said or "DEADLINE" in said
+
+
+DETECTED: Final = """
+import whalejax as wh
+count = wh.init_distributed(timeout_seconds=60)
+import jax
+from jax.experimental import multihost_utils
+mine = jax.numpy.asarray(jax.process_index())
+print("ranks", multihost_utils.process_allgather(mine).tolist(), "of", count)
+"""
+
+
+def slurm_of(rank: int, port: int) -> dict[str, str]:
+    """What ``srun`` says to a process; JAX takes the port from the job's number."""
+    return {
+        "SLURM_JOB_ID": str(port - (65535 - 2**12 + 1)),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def open_mpi_of(rank: int, port: int) -> dict[str, str]:
+    """What ``mpirun`` says to a process; JAX takes the port from the job's number."""
+    job = port - (65535 - 2**12 + 1)
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{job << 12}.0;tcp://127.0.0.1:35911",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+    }
+
+
+def port_for_jobs() -> int:
+    """A free one of those that JAX takes from the number of a job."""
+    for port in range(65535 - 2**12 + 1 + os.getpid() % 1000, 65535):
+        with socket.socket() as found:
+            try:
+                found.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("says", [slurm_of, open_mpi_of])
+def test_clusters_that_jax_knows_say_who_is_who(
+    says: Callable[[int, int], dict[str, str]],
+) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+    port = port_for_jobs()
+    common = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", DETECTED],
+            env={**kept, **common, **gloo, **says(rank, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for text in said:
+        assert "ranks [0, 1] of 2" in text

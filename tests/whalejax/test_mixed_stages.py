@@ -7,6 +7,7 @@ import re
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -197,3 +198,36 @@ def test_shares_are_those_of_whole_pipelines() -> None:
 
     with pytest.raises(wh.WhaleError, match="how many stages there are is to be found"):
         planned(TWO, dataclasses.replace(job, loss_fn=loss), shares=[3, 1], mesh=None)
+
+
+def test_stages_hold_what_replicas_cannot() -> None:
+    """Nobody asks for either: replicas where they fit, as they are faster here."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ model["up"])
+        return ((hidden @ model["down"] - batch["y"]) ** 2).mean()
+
+    shape = jax.ShapeDtypeStruct
+    model = {"up": shape((256, 1024), "float32"), "down": shape((1024, 256), "float32")}
+    batch = {name: shape((1024, 256), "float32") for name in "xy"}
+
+    def chosen(nbytes: int) -> wh.Plan:
+        machine = wh.cluster("v100-32:1+p100-16:1")
+        fast, slow = machine.nodes
+        small = dataclasses.replace(slow.kind, memory_bytes=nbytes)
+        nodes = fast, dataclasses.replace(slow, kind=small)
+        return wh.plan(
+            loss,
+            model,
+            batch,
+            optimizer=optax.adam(1e-3),
+            cluster=dataclasses.replace(machine, nodes=nodes),
+        )
+
+    roomy, tight = chosen(20_000_000), chosen(8_000_000)
+    assert roomy.shares and roomy.stages is None
+    assert tight.stages is not None and len(set(tight.stages.kinds)) == 2
+    small = next(p for p in tight.apart if p.cluster.kinds[0].name == "p100-16")
+    assert small.memory.total_bytes <= 8_000_000
+    weighed = [c for c in tight.candidates if "data 2" in c.layout]
+    assert not any(c.fits and c.verdict == "chosen" for c in weighed)

@@ -306,3 +306,44 @@ def test_plans_of_replicas_are_for_their_number_of_devices() -> None:
     plan = wh.plan(simple, WIDE, ROWS, cluster="cpu:4", shares=[6, 2], mesh={"fsdp": 2})
     assert plan.axes == (("data", 2), ("fsdp", 2)) and plan.num_devices == 4
     assert dataclasses.replace(plan, shares=(5, 3)).hash != plan.hash
+
+
+def test_a_kind_that_holds_nothing_is_named() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ model["up"])
+        return ((hidden @ model["down"] - batch["y"]) ** 2).mean()
+
+    def planned(nbytes: dict[str, int], **options: Any) -> wh.Plan:
+        machine = wh.cluster("v100-32:2+p100-16:2")
+        nodes = [
+            dataclasses.replace(
+                node,
+                kind=dataclasses.replace(
+                    node.kind,
+                    memory_bytes=nbytes.get(node.kind.name, node.kind.memory_bytes),
+                ),
+            )
+            for node in machine.nodes
+        ]
+        shape = jax.ShapeDtypeStruct
+        return wh.plan(
+            loss,
+            {
+                "up": shape((256, 1024), "float32"),
+                "down": shape((1024, 256), "float32"),
+            },
+            {"x": shape((1024, 256), "float32"), "y": shape((1024, 256), "float32")},
+            optimizer=optax.adam(1e-3),
+            cluster=dataclasses.replace(machine, nodes=tuple(nodes)),
+            **options,
+        )
+
+    few = {"p100-16": 2_000_000}
+    words = r"no plan fits P100-16, .* lacks [\s\S]*Or plan without P100-16"
+    with pytest.raises(wh.WhaleError, match=words):
+        planned(few, num_micro_batches=8, mesh={"data": 4})
+    with pytest.raises(wh.WhaleError, match=words):
+        planned(few, shares=[1, 1, 3, 3])
+    both_few = {**few, "v100-32": 1_000_000}
+    with pytest.raises(wh.WhaleError, match="no plan fits V100-32, of these kinds"):
+        planned(both_few)

@@ -312,7 +312,8 @@ class Apart:
             sums: what the losses add up to; None if that is not here.
         """
         metrics = self._told if sums is None else self._metrics(sums)
-        return self._evaluated(jax.tree.leaves(metrics))
+        told: Metrics = self._evaluated(jax.tree.leaves(metrics))
+        return told
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
