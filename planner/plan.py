@@ -358,7 +358,12 @@ class Plan(Pictured):
 
         Args:
             n: at most so many; a plan remembers about a dozen.
+
+        Raises:
+            PlanError: ``n`` is below zero.
         """
+        if n < 0:
+            raise PlanError(f"alternatives: n is {n}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return tuple(itertools.islice(others, n))
 
