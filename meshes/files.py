@@ -139,9 +139,8 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
     if not nodes and not problems:
         problems.add("nodes: missing, expected at least one [[nodes]] table")
     levels = given or _default_levels(nodes, bases, problems)
-    if problems:
-        for i, level in enumerate(given):
-            check_level(i, level, problems)
+    for i, level in enumerate(given if problems else []):
+        check_level(i, level, problems)
     problems.raise_if_any()
     try:
         return Cluster(

@@ -281,10 +281,9 @@ def _settle(
 ) -> None:
     """Let no operation see one class in two dimensions of an operand.
 
-    A cut may give a dimension the class that another one of the operand is of, as where
-    a product with a triangle counts rows. Then either the other one's letter is whole
-    in that operation, or what the cut would have followed is cut instead: whatever
-    moves less.
+    A cut may give a dimension the class of another one, as where a product with a
+    triangle counts rows. Then either the other one's letter is whole there, or what the
+    cut would have followed is cut instead: whatever moves less.
     """
     index, slot = key
     op, slots = graph.ops[index], slots_of(graph.ops[index])
@@ -309,12 +308,9 @@ def _settle(
         cuts.pop((index, slot, d), None)
     for d, (other, dim) in cut:
         _replace(seen, layouts, slots, (index, other), dim, before[d])
+        moved, instead = graph.tensors[slots[other]].nbytes, own.nbytes + kept_bytes
         cuts[index, other, dim] = Cut(
-            op=index,
-            slot=other,
-            dim=dim,
-            nbytes=graph.tensors[slots[other]].nbytes,
-            other_nbytes=own.nbytes + kept_bytes,
+            op=index, slot=other, dim=dim, nbytes=moved, other_nbytes=instead
         )
 
 

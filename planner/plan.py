@@ -357,10 +357,7 @@ class Plan(Pictured):
         """The best plans of other layouts that fit, best first.
 
         Args:
-            n: at most so many; a plan remembers about a dozen.
-
-        Raises:
-            PlanError: ``n`` is below zero.
+            n: at most so many, 0 or more; a plan remembers about a dozen.
         """
         if n < 0:
             raise PlanError(f"alternatives: n is {n}; expected 0 or more")

@@ -225,8 +225,7 @@ def _notes(
         notes.extend(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
-    notes += _cut_notes(graph, dims, best)
-    notes += _hidden_notes(graph, dims, best)
+    notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
     notes += _torus_notes(search, best)
     if best.offload and not search.hosting.counted:
         notes.append(UNCOUNTED_MOVES)
