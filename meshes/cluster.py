@@ -343,20 +343,31 @@ def _check_nodes(nodes: tuple[Node, ...], problems: Problems) -> None:
             )
 
 
+def check_level(index: int, level: Level, problems: Problems) -> None:
+    """Record what is wrong with one level's numbers.
+
+    Args:
+        index: its place, innermost first.
+        level: the level.
+        problems: where to record it.
+    """
+    where = f"levels.{index} ({level.name})"
+    if level.size < 1:
+        problems.add(f"{where}.size: got {level.size}, expected at least 1")
+    speed = level.bandwidth_bytes_per_second
+    if not (speed > 0 and math.isfinite(speed)):
+        problems.add(
+            f"{where}.bandwidth_bytes_per_second: got {speed}, expected a number "
+            f"above zero"
+        )
+    wait = level.latency_seconds
+    if not (wait >= 0 and math.isfinite(wait)):
+        problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
+
+
 def _check_levels(cluster: Cluster, problems: Problems) -> None:
     for i, level in enumerate(cluster.levels):
-        where = f"levels.{i} ({level.name})"
-        if level.size < 1:
-            problems.add(f"{where}.size: got {level.size}, expected at least 1")
-        speed = level.bandwidth_bytes_per_second
-        if not (speed > 0 and math.isfinite(speed)):
-            problems.add(
-                f"{where}.bandwidth_bytes_per_second: got {speed}, expected a number "
-                f"above zero"
-            )
-        wait = level.latency_seconds
-        if not (wait >= 0 and math.isfinite(wait)):
-            problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
+        check_level(i, level, problems)
     product = math.prod(level.size for level in cluster.levels)
     if not cluster.levels or product != cluster.num_devices:
         sizes = " × ".join(str(level.size) for level in cluster.levels) or "none"

@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.meshes.catalogue import Entry, entry, kind_names
-from whalejax.meshes.cluster import COMPILERS, Cluster, CompilerProfile, Level, Node
+from whalejax.meshes.cluster import (
+    COMPILERS,
+    Cluster,
+    CompilerProfile,
+    Level,
+    Node,
+    check_level,
+)
 from whalejax.meshes.grammar import MAX_DEVICES, node_levels
 from whalejax.meshes.kinds import (
     PLATFORMS,
@@ -132,6 +139,8 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
     if not nodes and not problems:
         problems.add("nodes: missing, expected at least one [[nodes]] table")
     levels = given or _default_levels(nodes, bases, problems)
+    for i, level in enumerate(given if problems else []):
+        check_level(i, level, problems)
     problems.raise_if_any()
     try:
         return Cluster(

@@ -62,7 +62,7 @@ class Union:
         return a
 
 
-def _groups(
+def groups(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Pairs of runs of dimensions with equal products, size-1 dimensions left out."""
@@ -137,10 +137,10 @@ class Atoms:
 
     def _find_regroupings(self) -> Iterator[Regrouping]:
         for index, op in enumerate(self.graph.ops):
-            if op.reshape:
+            if op.reshape and op.operands:
                 a, b = op.operands[0], op.results[0]
                 shapes = (self.graph.tensors[t].shape for t in (a, b))
-                for ins, outs in _groups(*shapes):
+                for ins, outs in groups(*shapes):
                     yield Regrouping(
                         op=index, operand=a, result=b, ins=tuple(ins), outs=tuple(outs)
                     )

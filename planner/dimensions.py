@@ -12,7 +12,8 @@ Three ideas keep the classes from running together:
 * atoms of one tensor are pairwise different: a tie that would put one class twice into
   a tensor is refused and becomes a *cut*, a place where a value changes layout;
 * ties are made in an order: weights first, then elementwise, then products of two
-  activations, each by falling bytes, so that the cheap side of a conflict is cut.
+  activations, each by falling bytes, so that the cheap side of a conflict is cut. Where
+  a product was cut at its dear side all the same, the opposite order is weighed too.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Cut:
         slot: operand or result of the operation.
         dim: dimension of that tensor.
         nbytes: size of the tensor, unsharded.
+        other_nbytes: the least that would have to change layout there instead.
     """
 
     op: int
     slot: int
     dim: int
     nbytes: int
+    other_nbytes: int
 
 
 Layout = tuple[tuple[int, ...], ...]
@@ -111,7 +114,7 @@ class _Edge:
         atom: the atom that stands there.
     """
 
-    order: tuple[int, int, int]
+    order: tuple[int, int, int, int]
     op: int
     slot: int
     place: tuple[int, int]
@@ -126,10 +129,12 @@ class _Classes:
         union: which atoms are one class.
         holds: for each class, by its representative, the tensors it stands in.
         refused: the ties that would have put one class twice into a tensor.
+        turned: products of two activations were tied in the opposite order.
     """
 
-    def __init__(self, atoms: Atoms) -> None:
+    def __init__(self, atoms: Atoms, *, turned: bool = False) -> None:
         self.atoms = atoms
+        self.turned = turned
         self.graph = atoms.graph
         self.weight = atoms.graph.weight_tensors()
         self.union = Union(len(atoms.owners))
@@ -172,8 +177,13 @@ class _Classes:
                         strict=True,
                     )
                     for k, (wanted, atom) in enumerate(pairs):
+                        # What a product gives goes before what it sums over.
+                        summed = anchor[0] < len(op.operands)
+                        order = (-small, index, int(summed))
+                        if self.turned and rank == 2:
+                            order = (small, -index, int(summed))
                         yield _Edge(
-                            order=(rank, -small, index),
+                            order=(rank, *order),
                             op=index,
                             slot=slot,
                             place=(dim, k),
@@ -186,7 +196,7 @@ class _Classes:
             if r in self.atoms.barriers:
                 continue
             rank = 0 if self.weight[r.operand] else 1
-            order = (rank, -self.graph.tensors[r.operand].nbytes, r.op)
+            order = (rank, -self.graph.tensors[r.operand].nbytes, r.op, 0)
             places = [
                 (dim, k, atom)
                 for dim in r.ins
@@ -225,7 +235,13 @@ def _seen(
     for edge in classes.refused:
         tensor = graph.tensors[slots_of(graph.ops[edge.op])[edge.slot]]
         key, (dim, k) = (edge.op, edge.slot), edge.place
-        cuts[*key, dim] = Cut(op=edge.op, slot=edge.slot, dim=dim, nbytes=tensor.nbytes)
+        cuts[*key, dim] = Cut(
+            op=edge.op,
+            slot=edge.slot,
+            dim=dim,
+            nbytes=tensor.nbytes,
+            other_nbytes=_instead(graph, edge, layouts),
+        )
         old = seen.get(key, layouts[tensor.id])
         role = role_of[classes.union.find(edge.wanted)]
         atoms = (*old[dim][:k], role, *old[dim][k + 1 :])
@@ -236,7 +252,89 @@ def _seen(
             seen[r.op, 0] = tuple(
                 () if dim in r.ins else atoms for dim, atoms in enumerate(old)
             )
+    for key in [*seen]:
+        _settle(graph, key, layouts, seen, cuts)
     return seen, tuple(cuts.values())
+
+
+def _instead(graph: Graph, edge: _Edge, layouts: list[Layout]) -> int:
+    """Bytes of the smallest value that holds what is cut in another place of it."""
+    slots = slots_of(graph.ops[edge.op])
+    here = slots[edge.slot]
+    role = layouts[here][edge.place[0]][edge.place[1]]
+    return min(
+        (
+            graph.tensors[t].nbytes
+            for slot, t in enumerate(slots)
+            if slot != edge.slot and (role in roles_of(layouts[t]) or t == here)
+        ),
+        default=graph.tensors[here].nbytes,
+    )
+
+
+def _settle(
+    graph: Graph,
+    key: tuple[int, int],
+    layouts: list[Layout],
+    seen: dict[tuple[int, int], Layout],
+    cuts: dict[tuple[int, int, int], Cut],
+) -> None:
+    """Let no operation see one class in two dimensions of an operand.
+
+    A cut may give a dimension the class of another one, as where a product with a
+    triangle counts rows. Then either the other one's letter is whole there, or what the
+    cut would have followed is cut instead: whatever moves less.
+    """
+    index, slot = key
+    op, slots = graph.ops[index], slots_of(graph.ops[index])
+    before, view = layouts[slots[slot]], seen[key]
+    changed = {d for d, atoms in enumerate(view) if atoms and atoms != before[d]}
+    wanted = {role for d in changed for role in view[d]}
+    twice = {d for d, a in enumerate(view) if d not in changed and wanted & {*a}}
+    if not twice:
+        return
+    kept, cut = ([*_followed(op, slot, dims)] for dims in (twice, changed))
+    kept_bytes, cut_bytes = (
+        sum(graph.tensors[slots[other]].nbytes for _, (other, _) in members)
+        for members in (kept, cut)
+    )
+    own = graph.tensors[slots[slot]]
+    if op.reshape or cut_bytes > kept_bytes + own.nbytes * own.differentiable:
+        for _, (other, dim) in (*kept, *((d, (slot, d)) for d in twice)):
+            _replace(seen, layouts, slots, (index, other), dim, ())
+        return
+    del seen[key]
+    for d in changed:
+        cuts.pop((index, slot, d), None)
+    for d, (other, dim) in cut:
+        _replace(seen, layouts, slots, (index, other), dim, before[d])
+        moved, instead = graph.tensors[slots[other]].nbytes, own.nbytes + kept_bytes
+        cuts[index, other, dim] = Cut(
+            op=index, slot=other, dim=dim, nbytes=moved, other_nbytes=instead
+        )
+
+
+def _followed(
+    op: Op, slot: int, dims: set[int]
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Members of other slots that bear the letters of some of a slot's dimensions."""
+    for factor in op.factors:
+        for d in dims:
+            if (slot, d) in factor.members:
+                yield from ((d, m) for m in factor.members if m[0] != slot)
+
+
+def _replace(
+    seen: dict[tuple[int, int], Layout],
+    layouts: list[Layout],
+    slots: tuple[int, ...],
+    key: tuple[int, int],
+    dim: int,
+    atoms: tuple[int, ...],
+) -> None:
+    """Have an operation see one dimension of a tensor in another class."""
+    old = seen.get(key, layouts[slots[key[1]]])
+    seen[key] = (*old[:dim], atoms, *old[dim + 1 :])
 
 
 def analyse(graph: Graph) -> Dimensions:
@@ -269,7 +367,38 @@ class _Same:
 def _analysed(same: _Same) -> Dimensions:
     graph = same.graph
     atoms = Atoms(graph)
-    classes = _Classes(atoms)
+    found = _dimensions(_Classes(atoms))
+    if not _dear(graph, found):
+        return found
+    other = _dimensions(_Classes(atoms, turned=True))
+    return min(found, other, key=lambda dims: _moved_bytes(graph, dims))
+
+
+def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
+    """Of the values that operations need in another layout than they are made in.
+
+    A result is made in parts, which are summed first.
+    """
+    return sum(
+        graph.tensors[slots_of(graph.ops[op])[slot]].nbytes
+        * (1 + (slot >= len(graph.ops[op].operands)))
+        for op, slot in dims.seen
+    )
+
+
+def _dear(graph: Graph, dims: Dimensions) -> bool:
+    """Some product of two values is cut where more may have to move than elsewhere."""
+    return any(
+        graph.ops[cut.op].matmul is not None
+        and (
+            cut.nbytes > cut.other_nbytes or cut.slot >= len(graph.ops[cut.op].operands)
+        )
+        for cut in dims.cuts
+    )
+
+
+def _dimensions(classes: _Classes) -> Dimensions:
+    graph, atoms = classes.graph, classes.atoms
     role_of, roles = fold(atoms, classes.union, classes.holds)
     find = classes.union.find
 

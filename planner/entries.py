@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from whalejax.planner.explain import gigabytes, milliseconds
 from whalejax.planner.layout import Spec
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
@@ -110,6 +111,12 @@ class Candidate:
     memory: MemoryTerms
     fits: bool
     verdict: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layout}: {milliseconds(self.step_seconds)}, "
+            f"{gigabytes(self.memory_bytes)} per device; {self.verdict}"
+        )
 
     @property
     def step_seconds(self) -> float:

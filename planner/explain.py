@@ -177,11 +177,7 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
     if home is not plan:
         lines.append(f"  lies on stage {plan.apart.index(home)}")
     lines.append("  plans that were weighed:")
-    for c in plan.candidates:
-        lines.append(
-            f"    {c.layout}: {milliseconds(c.step_seconds)}, "
-            f"{gigabytes(c.memory_bytes)} per device; {c.verdict}"
-        )
+    lines += [f"    {candidate}" for candidate in plan.candidates]
     return "\n".join(lines)
 
 

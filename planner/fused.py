@@ -9,12 +9,13 @@ kernel is used, and one exchange brings it from the one layout to the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
+from whalejax.planner.atoms import groups
 from whalejax.planner.dimensions import Dimensions, Layout, analyse, roles_of
-from whalejax.planner.graph import LOOPS, Graph, Tensor
+from whalejax.planner.graph import LOOPS, Graph, Op, Tensor
 from whalejax.planner.layout import Spec, Table, spec_of
 
 
@@ -112,6 +113,83 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
         for number, tensor in enumerate(graph.params)
         if tensor.id in as_it_is
     }
+
+
+def merging_reshapes(graph: Graph) -> tuple[frozenset[tuple[int, ...]], int]:
+    """Reshapes of values that make a dimension the minor part of another.
+
+    ``[batch, heads, ...]`` to ``[batch · heads, ...]`` hides the heads, and time-major
+    rows in one dimension hide the batch: nothing that reads them so can be sharded.
+
+    Args:
+        graph: the captured loss.
+
+    Returns:
+        Their positions, and how many operations find a dimension as a minor part alone
+        that could be sharded.
+    """
+    weight = graph.weight_tensors()
+    made = (op for op in graph.ops if op.reshape and op.operands)
+    ops = [op for op in made if not weight[op.operands[0]]]
+    shapes = (
+        tuple(graph.tensors[t].shape for t in (op.operands[0], op.results[0]))
+        for op in ops
+    )
+    if not any(
+        len(ins) > 1 == len(outs) for pair in shapes for ins, outs in groups(*pair)
+    ):
+        return frozenset(), 0
+    dims = analyse(graph)
+    hidden = _hidden(dims, weight)
+    positions = frozenset(
+        op.position
+        for op in ops
+        if hidden[op.results[0]].intersection(
+            atoms[0] for atoms in dims.layouts[op.operands[0]] if atoms
+        )
+    )
+    return positions, sum(1 for _ in _hiding(graph, hidden))
+
+
+def computed_whole(
+    graph: Graph, dims: Dimensions, sharded: Set[int]
+) -> dict[int, tuple[Op, int]]:
+    """Operations that find a sharded dimension as a minor part alone.
+
+    Args:
+        graph: the captured loss.
+        dims: its logical dimensions.
+        sharded: roles that some axis shards.
+
+    Returns:
+        Role to the first of these operations, and how many there are.
+    """
+    found: dict[int, tuple[Op, int]] = {}
+    for op, roles in _hiding(graph, _hidden(dims, graph.weight_tensors())):
+        for role in roles & sharded:
+            first, count = found.get(role, (op, 0))
+            found[role] = first, count + 1
+    return found
+
+
+def _hidden(dims: Dimensions, weight: Sequence[bool]) -> list[frozenset[int]]:
+    """For each value, the shardable roles that are minor parts alone."""
+    return [
+        frozenset()
+        if weight[t]
+        else frozenset(r for r in _minors(layout) if not dims.roles[r].unshardable)
+        for t, layout in enumerate(dims.layouts)
+    ]
+
+
+def _hiding(
+    graph: Graph, hidden: Sequence[frozenset[int]]
+) -> Iterator[tuple[Op, frozenset[int]]]:
+    """Operations that compute with such values, and the roles."""
+    for op in graph.ops:
+        roles = frozenset[int]().union(*(hidden[t] for t in op.results))
+        if roles and not op.reshape and op.kind not in LOOPS:
+            yield op, roles
 
 
 def _cuts(dims: Dimensions, tensor: int, chosen: frozenset[int]) -> dict[int, int]:

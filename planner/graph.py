@@ -37,7 +37,7 @@ or indices."""
 
 TensorKind = Literal["param", "state", "batch", "rng", "const", "value"]
 MarkKind = Literal["replicate", "split", "stage", "pipeline"]
-FactorKind = Literal["linked", "unshardable"]
+FactorKind = Literal["linked", "unshardable", "halo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +116,17 @@ class Factor:
             operands first and then the results. All have the same size, above 1.
         kind: ``linked``: the members are one dimension and may be sharded together
             (it is contracted where no result holds it); ``unshardable``: the
-            operation needs the whole of this dimension on every device.
+            operation needs the whole of this dimension on every device; ``halo``: so it
+            does, because its windows reach over the edges of a shard.
     """
 
     members: tuple[tuple[int, int], ...]
     kind: FactorKind = "linked"
+
+    @property
+    def whole(self) -> bool:
+        """Every device needs all of it."""
+        return self.kind != "linked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

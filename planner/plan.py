@@ -360,8 +360,10 @@ class Plan(Pictured):
         """The best plans of other layouts that fit, best first.
 
         Args:
-            n: at most so many; a plan remembers about a dozen.
+            n: at most so many, 0 or more; a plan remembers about a dozen.
         """
+        if n < 0:
+            raise PlanError(f"alternatives: n is {n}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return tuple(itertools.islice(others, n))
 

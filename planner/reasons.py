@@ -45,10 +45,7 @@ def explain(plan: Plan) -> str:
 def _against(plan: Plan, other: Candidate) -> list[str]:
     """The runner-up, the terms that differ, and what would turn the choice."""
     slower = other.step_seconds - plan.time.step_seconds
-    lines = [
-        f"runner-up: {other.layout}: {milliseconds(other.step_seconds)}, "
-        f"{gigabytes(other.memory_bytes)} per device; {other.verdict}"
-    ]
+    lines = [f"runner-up: {other}"]
     differences = {
         f.name.removesuffix("_seconds"): getattr(other.time, f.name)
         - getattr(plan.time, f.name)

@@ -171,7 +171,7 @@ class _Resized:
             if len(more) > 1:
                 raise _Unclear
             if more == {True}:
-                if factor.kind == "unshardable":
+                if factor.whole:
                     raise _Unclear
                 together.append(frozenset(slot for slot, _ in factor.members))
         self._check_whole(op, slots, together)

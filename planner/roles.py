@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.planner.atoms import Atoms, Union, slots_of
-from whalejax.planner.graph import Op, Tensor
+from whalejax.planner.graph import Factor, Op, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +127,8 @@ class _Facts:
                     for k, atom in enumerate(atoms.of(slots[slot], dim)):
                         root = find(atom)
                         self.uses[root].add((op.kind, slot, dim, k))
-                        if factor.kind == "unshardable":
-                            self.blocked.setdefault(root, _blame(op))
+                        if factor.whole:
+                            self.blocked.setdefault(root, _blame(op, factor))
 
     def _note(
         self, tensor: Tensor, dim: int, roots: list[int], sizes: tuple[int, ...]
@@ -207,10 +207,15 @@ class _Facts:
         ]
 
 
-def _blame(op: Op) -> str:
+def _blame(op: Op, factor: Factor) -> str:
     # As the marks are written: scopes carry their arguments in brackets.
     scope = re.sub(r"wh\.(\w+)\[([^\]/]*)\]", r"\1(\2)", op.scope)
     place = f" at {scope}" if scope else ""
     if op.unknown:
         return f"no rule for the primitive {op.kind!r}{place}"
+    if factor.kind == "halo":
+        return (
+            f"windows of {op.kind}{place} reach over the edges of a shard, and no plan "
+            "exchanges them (a halo)"
+        )
     return f"{op.kind}{place} needs it whole"

@@ -15,6 +15,7 @@ from whalejax.planner.choices import idle_marks
 from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.explain import gigabytes, leaf_note
+from whalejax.planner.fused import computed_whole
 from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import Table
 from whalejax.planner.leaves import batch_homes, batch_specs
@@ -224,6 +225,7 @@ def _notes(
         notes.extend(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
+    notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
     notes += _torus_notes(search, best)
     if best.offload and not search.hosting.counted:
         notes.append(UNCOUNTED_MOVES)
@@ -233,6 +235,49 @@ def _notes(
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
     return tuple(notes)
+
+
+def _sharded(best: Scored) -> set[int]:
+    """The roles that some axis shards."""
+    return {
+        role
+        for table in best.tables.values()
+        for axis, roles in table.items()
+        if best.mesh[axis] > 1
+        for role in roles
+    }
+
+
+def _hidden_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
+    """Sharded dimensions that some operations cannot name, and so compute whole."""
+    return [
+        f"{dims.roles[role].name} is the minor part of a dimension for {count} "
+        f"operations (the first: {op.kind}{f' at {op.scope}' if op.scope else ''}): no "
+        "PartitionSpec names it there, so every device computes all of it, which the "
+        "times do not count"
+        for role, (op, count) in computed_whole(graph, dims, _sharded(best)).items()
+    ]
+
+
+def _cut_notes(graph: Graph, dims: Dimensions, best: Scored) -> list[str]:
+    """What sharding a dimension moves where it meets itself, and the other way to."""
+    sharded = _sharded(best)
+    moved: dict[int, tuple[int, int]] = {}
+    for cut in dims.cuts:
+        op = graph.ops[cut.op]
+        held = dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim]
+        for role in sharded.intersection(held):
+            here, there = moved.get(role, (0, 0))
+            moved[role] = (
+                here + op.trip * cut.nbytes,
+                there + op.trip * cut.other_nbytes,
+            )
+    return [
+        f"{dims.roles[role].name} meets itself: values of {gigabytes(here)} (unsharded)"
+        f" change layout for it; on the other side of the same operations it would be "
+        f"{gigabytes(there)}"
+        for role, (here, there) in sorted(moved.items())
+    ]
 
 
 def _torus_notes(search: Search, best: Scored) -> list[str]:

@@ -349,6 +349,15 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
     return function
 
 
+def pruned(jaxpr: Any) -> Any:
+    """A closed jaxpr without the equations that nothing reads."""
+    body, constants = open_jaxpr(jaxpr)
+    found, _ = partial_eval.dce_jaxpr(
+        body, [True] * len(body.outvars), instantiate=True
+    )
+    return jax.extend.core.ClosedJaxpr(found, constants)
+
+
 def while_parts(equation: Any) -> tuple[int, int]:
     """How many constants a while's condition and body take, in this order."""
     return int(equation.params["cond_nconsts"]), int(equation.params["body_nconsts"])

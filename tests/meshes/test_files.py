@@ -263,6 +263,32 @@ def test_every_problem_of_a_file_at_once() -> None:
     ]
 
 
+def test_numbers_of_levels_are_checked_beside_unknown_keys() -> None:
+    text = """
+        [[nodes]]
+        kind = "h100"
+        count = 4
+        devices = [0, 1, 2, 3]
+        [[nodes]]
+        kind = "h100"
+        count = 4
+        devices = [3, 4, 5, 6]
+        [[levels]]
+        name = "wire"
+        size = 8
+        bandwidth_bytes_per_second = 0
+        latency_seconds = -1
+        """
+    assert _error(text).splitlines() == [
+        "cluster file: 4 problems",
+        "  1. nodes.0.devices: unknown key. Known: kind, count, repeat",
+        "  2. nodes.1.devices: unknown key. Known: kind, count, repeat",
+        "  3. levels.0 (wire).bandwidth_bytes_per_second: got 0.0, expected a number "
+        "above zero",
+        "  4. levels.0 (wire).latency_seconds: got -1.0, expected at least zero",
+    ]
+
+
 def test_unfit_numbers_of_a_kind_carry_its_path() -> None:
     text = """
         [kinds.a]

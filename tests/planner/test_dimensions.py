@@ -185,6 +185,96 @@ def test_the_order_of_operands_does_not_move_the_cuts() -> None:
     assert cut_weights(one) == cut_weights(other)
 
 
+def grouped_queries(
+    *, swapped: bool = False, value: int = 12, key_heads: int = 2
+) -> Graph:
+    """Attention of eight heads over fewer of keys and values."""
+    p = Program()
+    x = p.batch("x", 16, 32, 48)
+    q = p.einsum("bse,eghd->bsghd", x, p.param("q", 48, key_heads, 8 // key_heads, 12))
+    k = p.einsum("bse,egd->bsgd", x, p.param("k", 48, key_heads, 12))
+    v = p.einsum("bse,egd->bsgd", x, p.param("v", 48, key_heads, value))
+    scores = (
+        p.einsum("btgd,bsghd->bghst", k, q)
+        if swapped
+        else p.einsum("bsghd,btgd->bghst", q, k)
+    )
+    weights = p.unary("exp", scores)
+    y = (
+        p.einsum("btgd,bghst->bsghd", v, weights)
+        if swapped
+        else p.einsum("bghst,btgd->bsghd", weights, v)
+    )
+    o = p.param("o", key_heads, 8 // key_heads, value, 48)
+    return p.graph(p.einsum("bse->", p.add(x, p.einsum("bsghd,ghde->bse", y, o))))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_few_keys_and_many_queries_the_keys_change_layout(swapped: bool) -> None:
+    graph = grouped_queries(swapped=swapped)
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    assert sum(cut.nbytes for cut in dims.cuts) == 98_304
+    assert sum(cut.other_nbytes for cut in dims.cuts) == 393_216
+
+
+@pytest.mark.parametrize("value", [6, 12, 24, 96])
+@pytest.mark.parametrize("key_heads", [2, 8])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_attention_is_cut_at_its_cheap_side_however_wide_the_values(
+    swapped: bool, key_heads: int, value: int
+) -> None:
+    graph = grouped_queries(swapped=swapped, value=value, key_heads=key_heads)
+    dims = analyse(graph)
+    shapes = [
+        graph.tensors[graph.ops[cut.op].operands[cut.slot]].shape for cut in dims.cuts
+    ]
+    assert sorted(shapes) == sorted(
+        [(16, 32, key_heads, 12), (16, 32, key_heads, value)]
+    )
+    assert_seen_once(graph, dims)
+
+
+def assert_seen_once(graph: Graph, dims: Dimensions) -> None:
+    """No operation sees one role twice in a tensor."""
+    for (index, slot), layout in dims.seen.items():
+        held = [r for atoms in layout for r in atoms]
+        assert len(held) == len(set(held)), (graph.ops[index].kind, slot, layout)
+
+
+def test_the_opposite_order_is_weighed_where_a_cut_is_dear() -> None:
+    """Products whose cheap sides lie at different ends: one order cannot serve both."""
+    p = Program()
+    x = p.batch("x", 4, 32, 8)
+    small = p.einsum("bsi,ij->bsj", x, p.param("small", 8, 4))
+    large = p.einsum("bsi,ij->bsj", x, p.param("large", 8, 64))
+    scores = p.einsum("bsj,btj->bst", small, small)
+    mixed = p.einsum("bst,btk->bsk", scores, large)
+    total = p.add(p.einsum("bsk->bs", mixed), p.einsum("bsj->bs", small))
+    graph = p.graph(p.einsum("bs->", total))
+    dims = analyse(graph)
+    assert_seen_once(graph, dims)
+    moved = sum(
+        graph.tensors[(graph.ops[op].operands + graph.ops[op].results)[slot]].nbytes
+        for op, slot in dims.seen
+    )
+    # The small values and the large ones, once each.
+    assert moved <= 4 * 32 * (4 + 64) * 4
+
+
+def test_rows_counted_by_a_triangle_are_gathered() -> None:
+    p = Program()
+    x = p.batch("x", 4, 32, 8)
+    picks = p.unary("exp", p.einsum("bsi,ie->bse", x, p.param("w", 8, 6)))
+    earlier = p.batch("earlier", 32, 32)
+    before = p.einsum("st,bte->bse", earlier, picks)
+    graph = p.graph(p.einsum("bse->", p.add(before, picks)))
+    dims = analyse(graph)
+    assert_seen_once(graph, dims)
+    (flow,) = moved(graph, dims)
+    assert flow.source.nbytes == 4 * 32 * 6 * 4
+
+
 def test_a_mask_is_cut_at_its_cheap_second_operand() -> None:
     p = Program()
     x = p.batch("x", 4, 32, 8)
@@ -251,6 +341,18 @@ def test_a_reshape_that_would_tie_a_role_to_itself_is_cut_there() -> None:
     (cut,) = dims.cuts
     assert graph.ops[cut.op].kind in ("reshape", "add")
     assert moved(graph, dims)
+
+
+def test_a_reshape_sees_no_role_twice() -> None:
+    p = Program()
+    x = p.batch("x", 4, 32)
+    w = p.param("w", 32, 32)
+    square = p.einsum("bi,ij->ij", x, w)
+    turned = p.reshape(p.einsum("bi,bj->ij", x, x), 32, 1, 32)
+    graph = p.graph(p.einsum("iaj->", p.add(turned, p.reshape(square, 32, 1, 32))))
+    dims = analyse(graph)
+    assert_disequal(graph, dims)
+    assert_seen_once(graph, dims)
 
 
 def test_a_reshape_that_no_grouping_explains_needs_its_operand_whole() -> None:

@@ -32,6 +32,14 @@ def test_the_runner_up_is_the_best_other_plan_that_fits() -> None:
     assert plan.alternatives(1000)[:4] == several
 
 
+def test_a_candidate_is_one_line_and_their_number_no_less_than_none() -> None:
+    plan = planned()
+    assert str(plan.alternatives(1)[0]) in plan.explain()
+    assert plan.alternatives(0) == ()
+    with pytest.raises(PlanError, match="n is -1; expected 0 or more"):
+        plan.alternatives(-1)
+
+
 def test_candidates_carry_their_terms() -> None:
     plan = planned()
     chosen = next(c for c in plan.candidates if c.verdict == "chosen")

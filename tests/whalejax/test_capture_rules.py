@@ -21,6 +21,7 @@ from jax import lax
 
 from whalejax.adapters import adapt
 from whalejax.capture import capture
+from whalejax.planner.dimensions import analyse
 from whalejax.planner.graph import Graph, Op
 
 
@@ -49,7 +50,7 @@ def letters(op: Op, graph: Graph) -> str:
     fresh = iter(string.ascii_lowercase)
     for factor in sorted(op.factors, key=lambda f: min(f.members)):
         letter = next(fresh)
-        whole = factor.kind == "unshardable"
+        whole = factor.whole
         for member in factor.members:
             names[member] = letter.upper() if whole else letter
     texts = []
@@ -149,6 +150,12 @@ CASES = [
     ),
     Case(
         "conv_general_dilated",
+        conv(),
+        ((4, 6, 8, 10), (1, 1, 10, 12)),
+        "abcd,11de->abce",
+    ),
+    Case(
+        "conv_general_dilated",
         conv(strides=(2, 1)),
         ((4, 6, 8, 10), (3, 3, 10, 12)),
         "aBCd,EFdg->aHCg",
@@ -186,7 +193,7 @@ CASES = [
         "dynamic_update_slice",
         lambda x, y: lax.dynamic_update_slice(x, y, (0, 1)),
         ((4, 6), (4, 2)),
-        "aB,a.->aB",
+        "aB,aC->aB",
     ),
     Case("pad", lambda x: jnp.pad(x, ((0, 0), (1, 2))), ((4, 6),), "aB,->aC"),
     Case(
@@ -259,6 +266,14 @@ CASES = [
     Case("sort", lambda x: lax.sort(x, dimension=1), ((4, 6),), "aB->aB"),
     Case("top_k", lambda x: lax.top_k(x, 2), ((4, 6),), "aB->ac,ac"),
     Case("reduce_window_max", reduce_window, ((4, 6, 8),), "aBc->aDc"),
+    Case(
+        "reduce_window_max",
+        lambda x: lax.reduce_window(
+            x, -jnp.inf, lax.max, (1, 1, 3), (1, 1, 1), ((0, 0), (1, 1), (1, 1))
+        ),
+        ((4, 6, 8),),
+        "aBC->aDE",
+    ),
     Case("cholesky", lambda x: jnp.linalg.cholesky(x), ((4, 6, 6),), "aBC->aDE", False),
     Case("fft", lambda x: jnp.fft.fft(x).real, ((4, 6),), "aB->aC"),
 ]
@@ -271,6 +286,29 @@ def test_letters_are_those_written_by_hand(case: Case) -> None:
     found = [letters(op, graph) for op in graph.ops if op.kind == case.primitive]
     assert case.expected in found
     assert not graph.unknown_primitives
+
+
+@pytest.mark.parametrize(
+    ("function", "primitive"),
+    [
+        (lambda w, x: conv()(x, w), "conv_general_dilated"),
+        (
+            lambda w, x: lax.reduce_window(
+                conv()(x, w), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+            ),
+            "reduce_window_max",
+        ),
+    ],
+)
+def test_dimensions_that_would_need_a_halo_are_named(
+    function: Callable[..., Any], primitive: str
+) -> None:
+    x, w = jnp.ones((4, 6, 8, 10)), jnp.ones((5, 5, 10, 12))
+    graph = graph_of(function, w, x)
+    reasons = {role.size: role.unshardable for role in analyse(graph).roles}
+    assert "(a halo)" in reasons[6] and "(a halo)" in reasons[8]
+    assert "needs it whole" in reasons[5]
+    assert any(primitive in reason for reason in reasons.values())
 
 
 @pytest.mark.relaxed_promotion

@@ -15,9 +15,12 @@ from typing import Any, Final
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import whalejax as wh
 from tests.cases import MODELS
+from tests.chains import STEPS, WIDTHS, Step, job_of
 from tests.equality import OneDevice, build, keep_gradient, on_one_device, worst_leaf
 from whalejax import hlo
 from whalejax.adapters import Adapter, adapt
@@ -38,7 +41,6 @@ TOLERANCE: Final = 1e-4
 
 NOT_EXACT: Final = {
     ("moe-switch", "experts"): "gates are chosen along it, which gathers them",
-    ("moe-switch", "positions[0]"): "choices are gathered, to count who came before",
     ("bert", "head_dense.kernel[1]"): "the norm behind it gathers its scale and bias",
     ("linen", "head.kernel[1]"): "the loss gathers the bias of the head",
 }
@@ -68,7 +70,11 @@ class Known:
 def known(name: str) -> Known:
     """A model of the matrix, without what depends on a sample's place."""
     model = next(m for m in MODELS if m.name == name)
-    job = model.job("float32", annotated=False, **model.quiet)
+    return known_of(model.job("float32", annotated=False, **model.quiet))
+
+
+def known_of(job: Any) -> Known:
+    """A model and its loss."""
     one = on_one_device(job, model=build(job))
     adapter = adapt(one.model, job.loss_fn)
     graph = capture(adapter, one.batch, num_micro_batches=1, batch_axes=0).graph
@@ -134,3 +140,53 @@ def test_every_dimension_can_be_sharded(name: str) -> None:
 def test_every_exception_is_a_dimension() -> None:
     for name, role in NOT_EXACT:
         assert known(name).analysed.dims.find(role) is not None
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("dense", "sort", "look_up", "gate", "grouped", "convolve", "window"),
+        ("heads", "merged", "attend", "scan", "recurrent", "cumsum", "top_k", "swap"),
+        pytest.param(
+            ("ruled", "segments", "write", "pad", "join", "update", "turn", "cond"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("residual", "over_batch", "fft", "factor", "noise", "while", "prod"),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_every_dimension_of_most_primitives_can_be_sharded(
+    steps: tuple[str, ...],
+) -> None:
+    assert_sharded_alike([(step, 32) for step in steps])
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*STEPS]), st.sampled_from(WIDTHS)),
+        min_size=3,
+        max_size=8,
+    )
+)
+def test_every_dimension_of_chains_drawn_at_random_can_be_sharded(
+    chain: list[Step],
+) -> None:
+    assert_sharded_alike(chain)
+
+
+def assert_sharded_alike(chain: list[Step]) -> None:
+    """The gradient of a chain is one device's, whatever is sharded."""
+    model = known_of(job_of(chain))
+    roles = [
+        role
+        for role in model.analysed.dims.roles
+        if not role.unshardable and role.size % DEVICES == 0
+    ]
+    assert roles
+    for role in roles:
+        error, *_ = differences(model, role.index)
+        assert error < TOLERANCE, (role.name, chain)

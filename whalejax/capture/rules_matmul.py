@@ -71,7 +71,7 @@ def _ragged_dot(equation: Equation) -> Behaviour:
 
 
 def _conv(equation: Equation) -> Behaviour:
-    """Spatial dimensions stay whole: sharding them needs a halo exchange."""
+    """Spatial dimensions stay whole, but for those that are taken point by point."""
     params = equation.params
     numbers = params["dimension_numbers"]
     (lhs_n, lhs_c, *lhs_space) = numbers.lhs_spec
@@ -90,11 +90,15 @@ def _conv(equation: Equation) -> Behaviour:
         letters.link((1, rhs_o), (2, out_c))
     else:
         letters.each_whole([(0, lhs_c), (1, rhs_i), (1, rhs_o), (2, out_c)])
-    for before, after in zip(lhs_space, out_space, strict=True):
-        if image[before] == out[after]:
-            letters.whole((0, before), (2, after))
+    for number, (before, after) in enumerate(zip(lhs_space, out_space, strict=True)):
+        same = image[before] == out[after]
+        if same and _pointwise(equation, number, kernel[rhs_space[number]]):
+            letters.link((0, before), (2, after))
+        elif same:
+            letters.link((0, before), (2, after), kind="halo")
         else:
-            letters.each_whole([(0, before), (2, after)])
+            letters.link((0, before), kind="halo")
+            letters.link((2, after), kind="halo")
     letters.each_whole((1, dim) for dim in rhs_space)
     pixels = out[out_n] * _product(out, out_space)
     taps = kernel[rhs_i] * _product(kernel, rhs_space)
@@ -104,6 +108,16 @@ def _conv(equation: Equation) -> Behaviour:
         flops=2 * pixels * taps * channels,
         matmul=(pixels, taps, channels // groups, groups),
         saves=((1, 0), (0, 1)),
+    )
+
+
+def _pointwise(equation: Equation, number: int, taps: int) -> bool:
+    """One of a convolution's spatial dimensions, each point of it for itself."""
+    params = equation.params
+    return bool(
+        taps == params["window_strides"][number] == 1
+        and params["lhs_dilation"][number] == 1
+        and tuple(params["padding"][number]) == (0, 0)
     )
 
 

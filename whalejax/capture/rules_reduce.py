@@ -89,12 +89,18 @@ def _reduce_window(equation: Equation) -> Behaviour:
     ones = (1,) * rank
     windows = params["window_dimensions"]
     strides = params.get("window_strides") or ones
+    padding = params.get("padding") or ((0, 0),) * rank
+    dilation = params.get("base_dilation") or ones
     result = len(equation.inputs)
     for dim in range(rank):
-        if windows[dim] == strides[dim] == 1:
+        alone = tuple(padding[dim]) == (0, 0) and dilation[dim] == 1
+        if alone and windows[dim] == strides[dim] == 1:
             letters.link((0, dim), (result, dim))
-        else:
+        elif alone and windows[dim] <= strides[dim]:
             letters.each_whole([(0, dim), (result, dim)])
+        else:
+            letters.link((0, dim), kind="halo")
+            letters.link((result, dim), kind="halo")
     linear = equation.name == "reduce_window_sum"
     return Behaviour(
         factors=letters.factors, saves=() if linear else ((0, 0), (result, 0))

@@ -74,6 +74,7 @@ def _update_slice(equation: Equation) -> Behaviour:
             letters.link((0, dim), (1, dim), (result, dim))
         else:
             letters.whole((0, dim), (result, dim))
+            letters.whole((1, dim))
     return Behaviour(factors=letters.factors)
 
 
@@ -227,6 +228,7 @@ def _scatter(equation: Equation) -> Behaviour:
             letters.link((0, dim), (2, window), (3, dim))
         else:
             letters.whole((0, dim), (3, dim))
+            letters.whole((2, window))
     saves = ((1, 0), (1, 2)) if sums else ((0, 2), (1, 0), (1, 2), (2, 0))
     return Behaviour(factors=letters.factors, saves=saves)
 

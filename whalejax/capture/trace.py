@@ -26,7 +26,7 @@ from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
-from whalejax.planner.fused import fused_dimensions, picks
+from whalejax.planner.fused import fused_dimensions, merging_reshapes, picks
 from whalejax.planner.graph import ATTENTION, Graph, Mark
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import precision_for
@@ -303,6 +303,12 @@ def capture(
         if apart is not jaxpr:
             jaxpr = apart
             graph, walk, results = reader.read(jaxpr)
+    merges, hiding = merging_reshapes(graph)
+    if merges and hiding:
+        apart = taken_apart(jaxpr, {}, merges)
+        read = reader.read(apart)
+        if merging_reshapes(read[0])[1] < hiding:
+            jaxpr, (graph, walk, results) = apart, read
     return Captured(
         graph=graph,
         jaxpr=jaxpr,

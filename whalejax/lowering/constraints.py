@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.lowering.lookups import INDEXED
 from whalejax.planner.decide import Analysed
-from whalejax.planner.graph import ATTENTION, LOOPS, Graph, Op
+from whalejax.planner.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
 from whalejax.planner.shared import Shared, of_stage
 from whalejax.planner.waiting import waiting_values
@@ -43,7 +43,8 @@ class Constraints:
             they are used in: stored layout, then used layout.
         regathers: positions that gather them again for their backward pass.
         rings: positions of attention that runs in blocks, with layouts of operands.
-        lookups: positions of lookups, scatters and sorts, with layouts of operands.
+        lookups: positions of lookups, scatters, sorts and convolutions, with layouts
+            of operands.
         chunks: into how many the tokens of a device are cut in calls that make logits.
         waiting: what waits in host memory for the backward pass: position of a
             checkpointed region to numbers of its inputs, and of an equation inside one
@@ -104,6 +105,7 @@ class _Collector:
         self.chunks = plan.loss_chunks
         self.read: dict[str, dict[Position, tuple[Spec, ...]]] = defaultdict(dict)
         self.home: dict[int, int] = {}
+        self.made: dict[int, tuple[Position, int]] = {}
 
     def _stored(self, plan: Plan) -> dict[int, dict[int, tuple[str, ...]]]:
         """For every tensor of weights: its roles to the axes that store them."""
@@ -137,7 +139,8 @@ class _Collector:
                 for slot, tensor in enumerate(op.operands):
                     self._operand(index, slot, tensor, table)
             seen.add(op.position)
-            kind = "lookup" if op.kind in INDEXED else op.kind
+            by_part = op.kind in INDEXED or op.kind == CONVOLUTION
+            kind = "lookup" if by_part else op.kind
             if kind in ("lookup", ATTENTION):
                 self.read[kind][op.position] = tuple(
                     self._read(index, slot, tensor, table)
@@ -146,6 +149,8 @@ class _Collector:
             produced = self.outputs.get(op.position, ())
             for tensor in op.results:
                 self.home[tensor] = op.task_graph
+                if op.elementwise and tensor in produced:
+                    self.made[tensor] = op.position, produced.index(tensor)
                 mixes = not (op.elementwise or op.reshape)
                 if mixes and not self.weight[tensor] and tensor in produced:
                     slot = produced.index(tensor)
@@ -198,6 +203,9 @@ class _Collector:
         after = self._read(index, slot, tensor, table)
         if before != after:
             self.operands[key] = _way(before, after)
+            if tensor in self.made:
+                # Its other readers shall not follow this one.
+                self.results.setdefault(self.made[tensor], (before,))
 
     def _gather(
         self, op: Op, key: tuple[Position, int], tensor: int, table: Table

@@ -20,6 +20,7 @@ from whalejax.capture.calls import called_logits, makes_logits
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
+from whalejax.lowering.grouped import grouped, is_grouped
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
 from whalejax.meshes.build import partition_spec
@@ -307,10 +308,12 @@ def _as_it_is(
     slots: Sequence[int | None],
     position: Position,
 ) -> list[Any]:
-    """One operation as it was traced, or as a stage has to compute it."""
+    """One operation as it was traced, or as devices have to be told to compute it."""
+    laid = scope.constraints.lookups.get(position, ())
+    specs = [laid[s] if s is not None and laid else () for s in slots]
+    if is_grouped(equation) and laid:
+        return grouped(equation, values, specs, scope.mesh)
     if scope.constraints.carried:
-        laid = scope.constraints.lookups.get(position, ())
-        specs = [laid[s] if s is not None and laid else () for s in slots]
         found = in_stages(equation, values, specs, scope.mesh)
         if found is not None:
             return found

@@ -37,7 +37,7 @@ _LINEAR = frozenset({"gather", "scatter", "scatter-add", "scatter-sub"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class Parts:
     """How devices divide an operation.
 
     Attributes:
@@ -89,9 +89,9 @@ def in_parts(
     name = equation.primitive.name
     if name in INDEXED:
         specs = specs or ((),) * len(values)
-        return _on_each(_parts(equation, specs, sizes), values, mesh, name in _LINEAR)
+        return on_each(_parts(equation, specs, sizes), values, mesh, name in _LINEAR)
     if _compat.recursion(equation) in ("opaque", "while") and _looks_up(equation):
-        return _on_each(_whole(equation), values, mesh, linear=False)
+        return on_each(_whole(equation), values, mesh, linear=False)
     return None
 
 
@@ -130,7 +130,7 @@ def _holds(jaxprs: Sequence[Any]) -> bool:
 # Who has what.
 
 
-def _parts(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _Parts:
+def _parts(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
     name = equation.primitive.name
     if name == "gather":
         return _gather(equation, specs, sizes)
@@ -139,15 +139,15 @@ def _parts(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _P
     return _rows(equation, specs, sizes)
 
 
-def _whole(equation: Any) -> _Parts:
-    return _Parts(
+def _whole(equation: Any) -> Parts:
+    return Parts(
         given=tuple(() for _ in equation.invars),
         out=tuple(() for _ in equation.outvars),
         run=lambda *values: _compat.bind(equation, values),
     )
 
 
-def _rows(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _Parts:
+def _rows(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
     """Sorts: lines of one dimension, each for itself."""
     shape = equation.invars[0].aval.shape
     params, last = equation.params, len(shape) - 1
@@ -158,14 +158,14 @@ def _rows(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _Pa
         () if dim == line else free.take(spec, dim, size)
         for dim, size in enumerate(shape)
     )
-    return _Parts(
+    return Parts(
         given=tuple(laid for _ in equation.invars),
         out=tuple(laid for _ in equation.outvars),
         run=lambda *values: _compat.bind(equation, values),
     )
 
 
-def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _Parts:
+def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
     """Batches that indices share, and dimensions of which whole slices are written."""
     numbers = equation.params["dimension_numbers"]
     operand, indices, updates = (v.aval.shape for v in equation.invars)
@@ -194,7 +194,7 @@ def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> 
                 axes = free.take(own, dim, size) or free.take(new, window, size)
             laid.append(axes)
             written[window] = axes
-    return _Parts(
+    return Parts(
         given=(
             tuple(laid),
             (*rows, ()),
@@ -205,7 +205,7 @@ def _scatter(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> 
     )
 
 
-def _gather(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _Parts:
+def _gather(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Parts:
     """Rows of indices, whole slices, and dimensions of which one element is taken."""
     numbers, slices = (
         equation.params[key] for key in ("dimension_numbers", "slice_sizes")
@@ -234,7 +234,7 @@ def _gather(equation: Any, specs: Sequence[Spec], sizes: Mapping[str, int]) -> _
     rank = len(equation.outvars[0].aval.shape)
     out = tuple(laid[offsets[d]] if d in offsets else next(left) for d in range(rank))
     taken = _Taken(equation, sizes, {d: laid[d] for d in range(len(operand))}, picked)
-    return _Parts(
+    return Parts(
         given=(tuple(laid[d] for d in range(len(operand))), (*rows, ())),
         out=(out,),
         run=taken.run,
@@ -345,9 +345,7 @@ def filling(value: Any, dtype: Any) -> Any:
 # Running it.
 
 
-def _on_each(
-    parts: _Parts, values: Sequence[Any], mesh: Any, linear: bool
-) -> list[Any]:
+def on_each(parts: Parts, values: Sequence[Any], mesh: Any, linear: bool) -> list[Any]:
     """Run it, with a backward pass in the same parts."""
     inner = {a for a in mesh.axis_names if a != STAGE}
 
@@ -405,7 +403,7 @@ class _Backward:
         across: axes that shard the cotangents.
     """
 
-    parts: _Parts
+    parts: Parts
     flows: Sequence[int]
     across: set[str]
 

@@ -1,0 +1,133 @@
+"""A value some of whose dimensions are kept in parts, and how to get at it.
+
+It is apart from the runner and the rules because both make and read views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+
+Shape = tuple[int, ...]
+Cuts = Mapping[int, Shape]
+"""Dimension to the sizes of the parts that it is made of, major first."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A value with some of its dimensions cut.
+
+    Attributes:
+        value: the array; a cut dimension of it is several, its parts.
+        shape: as the program has it.
+        cuts: which dimensions of ``shape`` are cut.
+    """
+
+    value: Any
+    shape: Shape
+    cuts: Cuts
+
+    @property
+    def flat(self) -> Any:
+        """The array as the program has it."""
+        return lax.reshape(self.value, self.shape)
+
+    @property
+    def places(self) -> list[Shape]:
+        """For each dimension of ``shape``, those of ``value``."""
+        found: list[Shape] = []
+        first = 0
+        for dim in range(len(self.shape)):
+            count = len(self.cuts.get(dim, (1,)))
+            found.append(tuple(range(first, first + count)))
+            first += count
+        return found
+
+    def inside(self) -> View:
+        """How a loop's body sees one slice of this stack; its value is not used."""
+        return View(None, self.shape[1:], {d - 1: c for d, c in self.cuts.items()})
+
+    def outside(self, stack: Any) -> View:
+        """A stack of such values, one of each turn of a loop."""
+        cuts = {d + 1: c for d, c in self.cuts.items()}
+        return View(stack, (stack.shape[0], *self.shape), cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A value that is repeated along some dimensions, as one array.
+
+    Attributes:
+        value: the array.
+        operand: what is repeated.
+        dims: for each of its dimensions, the one of ``value``.
+    """
+
+    value: Any
+    operand: Any
+    dims: Shape
+
+    def cut(self, cuts: Cuts) -> Any:
+        """The array with dimensions cut; what is repeated is repeated in parts."""
+        shape = tuple(self.value.shape)
+        target = View(None, shape, cuts)
+        given = {d: size for d, size in zip(self.dims, self.operand.shape, strict=True)}
+        long = {d: c for d, c in cuts.items() if given.get(d, 1) > 1}
+        small = {i: long[d] for i, d in enumerate(self.dims) if d in long}
+        operand = self.operand
+        if small:
+            operand = lax.reshape(operand, expanded(operand.shape, small))
+        places = [
+            place
+            for d in self.dims
+            for place in (target.places[d] if d in long else target.places[d][:1])
+        ]
+        return lax.broadcast_in_dim(operand, expanded(shape, cuts), places)
+
+
+def expanded(shape: Shape, cuts: Cuts) -> Shape:
+    """A shape with its cut dimensions in parts; those of size 1 are in ones."""
+    found: list[int] = []
+    for dim, size in enumerate(shape):
+        parts = cuts.get(dim, (size,))
+        found += (1,) * len(parts) if size == 1 else parts
+    return tuple(found)
+
+
+def recut(value: Any, shape: Shape, cuts: Cuts) -> View:
+    """An array as a view with these cuts."""
+    if isinstance(value, View) and value.cuts == cuts:
+        return value
+    if isinstance(value, Spread):
+        return View(value.cut(cuts), shape, cuts)
+    return View(lax.reshape(array_of(value), expanded(shape, cuts)), shape, cuts)
+
+
+def flat_of(value: Any) -> Any:
+    """The array of a value as the program has it."""
+    if isinstance(value, Spread):
+        return value.value
+    return value.flat if isinstance(value, View) else value
+
+
+def array_of(value: Any) -> Any:
+    """The array of a value as it is kept."""
+    return value.value if isinstance(value, View | Spread) else value
+
+
+def pattern_of(value: Any) -> Any:
+    """What ``like`` needs to know of a value."""
+    if not isinstance(value, View):
+        return None
+    return View(None, value.shape, value.cuts)
+
+
+def like(value: Any, pattern: Any) -> Any:
+    """An array as the view that a pattern says it is."""
+    if not isinstance(pattern, View):
+        return value
+    return View(value, pattern.shape, pattern.cuts)
