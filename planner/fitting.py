@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -242,7 +243,7 @@ def _solve(
         solved = least_squares(
             differences,
             unit,
-            jac=slopes,
+            jac=cast(Any, slopes),  # typed as the names of methods
             bounds=(0, 1),
             loss="cauchy",
             f_scale=SCALE,
