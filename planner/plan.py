@@ -181,10 +181,8 @@ class Plan(Pictured):
             micro-batches; ``stages`` are then those of the first.
         runnable: ``whalejax.compile`` can run it.
         beyond: what it does beyond what can be run, or None.
-        compiler_options: options of the compiler that the step is compiled with, as
-            (name, value) pairs.
-        source: how the command line named the model: MODEL, then its NAME=VALUE
-            options; empty for plans made from Python.
+        compiler_options: (name, value) pairs that the step is compiled with.
+        source: how the command line named the model, then its options, or empty.
         question: what was planned, to be asked again. Not in files.
     """
 

@@ -74,9 +74,10 @@ def test_stages_of_two_kinds_compute_what_one_device_does() -> None:
 
 
 def test_the_plan_says_who_holds_what_and_what_that_gains() -> None:
-    plan = planned(TWO)
+    wide = job_of(layers=4, embed=512, mlp=2048, heads=8, sequence=128)
+    plan = planned("p100-16:1+h100:1", wide)
     found = counts(plan)
-    assert found["V100-32"] > found["P100-16"] > 0
+    assert found["H100"] > found["P100-16"] > 0
     (note,) = [n for n in plan.notes if "equal layers" in n]
     gain, bound = map(float, re.findall(r"([\d.]+)×", note))
     assert 1 < gain <= bound

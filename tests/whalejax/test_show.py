@@ -15,6 +15,7 @@ from rich.console import Console
 
 import whalejax as wh
 from tests.whalejax.runs import run_script
+from whalejax.meshes.fitted import constants
 from whalejax.meshes.telling import listening, tell
 from whalejax.planner.display import bar_text
 from whalejax.planner.explain import gigabytes
@@ -91,15 +92,14 @@ def test_every_term_is_shown_with_its_size() -> None:
 
 def test_links_are_those_that_an_axis_crosses() -> None:
     plan = dataclasses.replace(layered_plan(), axes=(("data", 4), ("tensor", 8)))
-    text = shown(plan)
-    assert (
-        "data 4 crosses infiniband at 36.7 GB/s · tensor 8 crosses nvlink at 368 GB/s"
-    ) in text
+    shares = constants().platforms["gpu"]
+    nvlink = f"nvlink at {450 * shares.node:.3g} GB/s"
+    infiniband = f"infiniband at {50 * shares.network:.3g} GB/s"
+    text = shown(plan, width=200)
+    assert f"data 4 crosses {infiniband} · tensor 8 crosses {nvlink}" in text
     plan = dataclasses.replace(plan, axes=(("data", 16), ("tensor", 2)))
-    assert (
-        "data 16 crosses nvlink at 368 GB/s and infiniband at 36.7 GB/s · tensor 2 "
-        "crosses nvlink at 368 GB/s"
-    ) in shown(plan, width=200)
+    both = f"data 16 crosses {nvlink} and {infiniband} · tensor 2 crosses {nvlink}"
+    assert both in shown(plan, width=200)
 
 
 def test_repeated_layers_are_folded() -> None:

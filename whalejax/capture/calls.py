@@ -75,6 +75,23 @@ def with_logits(jaxpr: Any, trained: Sequence[bool]) -> Any:
     return _rebuilt(jaxpr, trained, _losses)[0]
 
 
+def possible_calls(jaxpr: Any, trained: Sequence[bool]) -> tuple[int, int]:
+    """How much attention, and how many logits, can be calls of a program.
+
+    Args:
+        jaxpr, trained: as ``with_calls`` takes them.
+    """
+
+    def count(program: Any, kind: Callable[[Any], bool]) -> int:
+        return sum(
+            1 if kind(e) else sum(count(x, kind) for x in _compat.inner_jaxprs(e))
+            for e in _compat.open_jaxpr(program)[0].eqns
+        )
+
+    attention, logits = with_calls(jaxpr, trained)[0], with_logits(jaxpr, trained)
+    return count(attention, is_attention), count(logits, makes_logits)
+
+
 def most_tokens(jaxpr: Any) -> int:
     """The most tokens that one call of a program makes logits of; 0 where none does.
 

@@ -17,7 +17,12 @@ from whalejax.adapters import Adapter
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
-from whalejax.capture.calls import calls_attention, with_calls, with_logits
+from whalejax.capture.calls import (
+    calls_attention,
+    possible_calls,
+    with_calls,
+    with_logits,
+)
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
@@ -307,7 +312,8 @@ def capture(
     if merges and hiding:
         apart = taken_apart(jaxpr, {}, merges)
         read = reader.read(apart)
-        if merging_reshapes(read[0])[1] < hiding:
+        fewer = merging_reshapes(read[0])[1] < hiding
+        if fewer and _keeps_calls(jaxpr, apart, graph):
             jaxpr, (graph, walk, results) = apart, read
     return Captured(
         graph=graph,
@@ -322,6 +328,14 @@ def capture(
         reader=reader,
         notes=tuple(dict.fromkeys(walk.notes)),
     )
+
+
+def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
+    """Another form of a program shows as much attention, and as many logits."""
+    inputs = len(_compat.open_jaxpr(jaxpr)[0].invars)
+    trained = [t.differentiable for t in graph.tensors[:inputs]]
+    before, after = (possible_calls(x, trained) for x in (jaxpr, other))
+    return all(b <= a for b, a in zip(before, after, strict=True))
 
 
 def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
