@@ -42,8 +42,10 @@ def _job(name: str) -> wh.Job:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options",
-    [{"mesh": {"data": 2}}, {"mesh": {"tensor": 2}, "default": wh.split()}],
-    ids=["data", "tensor"],
+    [
+        pytest.param({"mesh": {"data": 2}}, marks=pytest.mark.full, id="data"),
+        pytest.param({"mesh": {"tensor": 2}, "default": wh.split()}, id="tensor"),
+    ],
 )
 def test_gradients_equal_those_of_one_device(
     name: str, options: dict[str, Any]

@@ -33,7 +33,12 @@ def reference(name: str) -> OneDevice:
 
 @pytest.mark.relaxed_promotion  # Flax's norms compare float64 with float32
 @pytest.mark.parametrize(
-    "layout", [pytest.param("data", marks=pytest.mark.full), "context", "tensor"]
+    "layout",
+    [
+        pytest.param("data", marks=pytest.mark.full),
+        pytest.param("context", marks=pytest.mark.full),
+        "tensor",
+    ],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_those_of_one_device(name: str, layout: str) -> None:

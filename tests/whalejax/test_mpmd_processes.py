@@ -191,7 +191,9 @@ for turn in range(4):
     "how, says",
     [
         ("dies", "is gone.*process 1 .* has said nothing"),
-        ("waits", "has waited.*process 1 .* still runs"),
+        pytest.param(
+            "waits", "has waited.*process 1 .* still runs", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_process_that_stops_ends_the_others(how: str, says: str) -> None:

@@ -238,6 +238,7 @@ def test_clipping_sees_all_stages() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_scaled_losses() -> None:
     job = models.job("gpt-test", scan_layers=True, layers=4, batch_size=BATCH)
     model = build(job)

@@ -119,6 +119,7 @@ def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
     assert plan.hash != even.hash
 
 
+@pytest.mark.full
 def test_shares_are_the_best_of_all() -> None:
     job = large()
     every = [planned(job, UNLIKE, shares=(k, 8 - k)) for k in range(1, 8)]

@@ -363,6 +363,7 @@ def test_metadata_of_several_axes_is_obeyed_as_far_as_the_devices_go(
 # Whale's example with a million classes.
 
 
+@pytest.mark.full
 def test_a_million_classes_need_the_hybrid() -> None:
     cluster = wh.cluster("v100-16:8").with_memory(4 * 2**30)
     options: dict[str, Any] = {"cluster": cluster, "optimizer": SGD}

@@ -98,6 +98,7 @@ def test_any_numbers_of_layers(layers: tuple[int, ...]) -> None:
         np.testing.assert_allclose(old - new, gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_plans_with_and_without_stages(
     tmp_path: Path,
 ) -> None:

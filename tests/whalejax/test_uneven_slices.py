@@ -84,6 +84,7 @@ def test_each_device_keeps_its_part_of_the_state() -> None:
             assert said == all_of_it // parts + others
 
 
+@pytest.mark.full
 def test_other_shares_and_levels_of_zero_change_nothing(tmp_path: Path) -> None:
     """One compilation; what was saved in slices is restored whole, and back."""
     job = dropping()
@@ -137,6 +138,7 @@ def test_replicas_gather_once_for_each_dtype() -> None:
         assert [x.dtype for x in runner.gathering.abstract()] == [jnp.float64]
 
 
+@pytest.mark.full
 def test_devices_of_unlike_kinds_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
