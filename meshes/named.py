@@ -33,8 +33,8 @@ class Device:
 _FAMILIES = (
     ("gh200", ("gh200", "gh-96", "gh96", "grace hopper", "gh-")),
     ("b200", ("b200", "gb200")),
-    ("h200", ("h200",)),
-    ("h100", ("h100", "h800", "a3", "p5.")),
+    ("h200", ("h200", "p5e", "a3-ultra")),
+    ("h100", ("h100", "h800", "a3-", "p5.")),
     ("a100", ("a100", "a800", "a2-", "p4d")),
     ("v100", ("v100", "dgx-2", "dgx-1")),
     ("p100", ("p100",)),
@@ -82,14 +82,20 @@ _OTHERS = (
     _Card(("a10",), "rtx3090", 125, 0, 31.2, (24, 600), 72),
     _Card(("a30",), "rtx3090", 165, 0, 10.3, (24, 933), 56),
     _Card(("a40",), "rtx3090", 149.7, 0, 37.4, (48, 696), 84),
-    _Card(("a6000", "rtx6000"), "rtx3090", 154.8, 0, 38.7, (48, 768), 84),
+    _Card(("6000-ada", "6000 ada"), "rtx3090", 364, 728, 91.1, (48, 960), 142),
+    _Card(("a6000",), "rtx3090", 154.8, 0, 38.7, (48, 768), 84),
     _Card(("4090",), "rtx3090", 165.2, 330.3, 82.6, (24, 1008), 128),
     _Card(("h20",), "h100", 148, 296, 44.0, (96, 4000), 78),
     # AMD's datasheets of Instinct MI250X (2021) and MI300X (2023).
-    _Card(("mi250",), "a100-80", 383, 0, 47.9, (128, 3277), 220),
-    _Card(("mi300",), "h100", 1307, 2614, 163.4, (192, 5300), 304),
+    # Each half of an MI250X is a device of its own.
+    _Card(("mi250x", "mi250"), "a100-80", 191.5, 0, 47.9, (64, 1638), 110),
+    _Card(("mi300a",), "h100", 980.6, 1961.2, 122.6, (128, 5300), 228),
+    _Card(("mi300x", "mi300"), "h100", 1307, 2614, 163.4, (192, 5300), 304),
 )
 """Longer names first."""
+
+_INSTANCES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
+"""Machines of clouds with A100s, and the memory of each of these."""
 
 UNKNOWN = "a100-80"
 """What a device is taken for that nothing else is known of."""
@@ -100,7 +106,10 @@ _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000, "v100": 300, "p10
 _CARDS = {"a100": 300, "h100": 350, "v100": 250, "p100": 250}
 """Board power of the same chips as PCIe cards, which no NVLink switch joins."""
 
-_PCIE = {"h100": 63e9, "a100": 31.5e9}
+_PCIE = {"h200": 63e9, "h100": 63e9, "a100": 31.5e9}
+_CARD_MEMORY = {"h100": 2039e9, "a100": 1935e9}
+"""Bytes a second of the memory of such cards, where it is slower."""
+
 _SLOW_NVLINK = {"a800": ("a100", 200e9), "h800": ("h100", 200e9)}
 """Chips that are sold with half of the links: 400 GB/s in both directions."""
 
@@ -147,7 +156,7 @@ def _one_device(text: str, guess: bool) -> Device:
 
 def _other(text: str, name: str, count: int | None, guess: bool) -> Device:
     """A device of no family of the catalogue."""
-    card = next((c for c in _OTHERS if any(w in name for w in c.words)), None)
+    card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
     if card is None and not guess:
         raise WhaleError(
             f"device {text!r} names no family of the catalogue; it has "
@@ -160,16 +169,17 @@ def _other(text: str, name: str, count: int | None, guess: bool) -> Device:
             found = _with_memory([found], found, memory, notes)
         return Device(entry=found, count=count, notes=tuple(notes))
     base = entries()[card.like]
+    memory = _memory_of(name) or card.memory[0]
     # TensorFloat-32 takes twice the time of 16 bits, where there is any.
     peaks = {"f32": card.single, "tf32": max(card.single, card.half / 2)}
     peaks |= {"bf16": card.half, "f16": card.half}
     peaks |= {"f8": card.eight} if card.eight else {}
-    gigabytes, bandwidth = card.memory
     kind = dataclasses.replace(
         base.kind,
+        name=f"{base.kind.family}-{card.words[0]}",
         label=text,
-        memory_bytes=gigabytes * 2**30,
-        memory_bytes_per_second=bandwidth * 1e9,
+        memory_bytes=memory * 2**30,
+        memory_bytes_per_second=card.memory[1] * 1e9,
         flops_per_second=tuple((t, peak * 1e12) for t, peak in peaks.items()),
         cores=card.cores,
         sources=(),
@@ -179,8 +189,16 @@ def _other(text: str, name: str, count: int | None, guess: bool) -> Device:
     return Device(entry=entry, count=count, notes=(note,))
 
 
+def _is_word(word: str, name: str) -> bool:
+    """A name says it, and does not go on with a number, or begin with another word."""
+    return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None
+
+
 def _memory_of(name: str) -> int | None:
-    """Gigabytes that a name gives."""
+    """Gigabytes that a name gives, a cloud's too."""
+    for word, size in _INSTANCES:
+        if word in name:
+            return size
     found = re.search(r"(?<![\d.])(\d{2,3})\s*(?:gb|gib|g\b)", name)
     found = found or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
     size = int(found[1]) if found else 0
@@ -216,6 +234,10 @@ def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry
     watts = int(stated[1]) if stated else _CARDS.get(family, usual)
     if card:
         found = _with_link(found, _PCIE.get(family, 15.75e9))
+        speed = found.kind.memory_bytes_per_second
+        speed = min(speed, _CARD_MEMORY.get(family, speed))
+        kind = dataclasses.replace(found.kind, memory_bytes_per_second=speed)
+        found = dataclasses.replace(found, kind=kind)
         notes.append(f"{found.kind.display_name()} as a PCIe card")
     if watts >= usual:
         return found

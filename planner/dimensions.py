@@ -254,6 +254,8 @@ def _seen(
             )
     for key in [*seen]:
         _settle(graph, key, layouts, seen, cuts)
+    for key in [*seen]:  # What was cut instead may be in conflict too.
+        _settle(graph, key, layouts, seen, cuts, moves=False)
     return seen, tuple(cuts.values())
 
 
@@ -278,6 +280,8 @@ def _settle(
     layouts: list[Layout],
     seen: dict[tuple[int, int], Layout],
     cuts: dict[tuple[int, int, int], Cut],
+    *,
+    moves: bool = True,
 ) -> None:
     """Let no operation see one class in two dimensions of an operand.
 
@@ -299,7 +303,8 @@ def _settle(
         for members in (kept, cut)
     )
     own = graph.tensors[slots[slot]]
-    if op.reshape or cut_bytes > kept_bytes + own.nbytes * own.differentiable:
+    stays = op.reshape or not moves
+    if stays or cut_bytes > kept_bytes + own.nbytes * own.differentiable:
         for _, (other, dim) in (*kept, *((d, (slot, d)) for d in twice)):
             _replace(seen, layouts, slots, (index, other), dim, ())
         return
@@ -380,7 +385,8 @@ def _moved_bytes(graph: Graph, dims: Dimensions) -> int:
     A result is made in parts, which are summed first.
     """
     return sum(
-        graph.tensors[slots_of(graph.ops[op])[slot]].nbytes
+        graph.ops[op].trip
+        * graph.tensors[slots_of(graph.ops[op])[slot]].nbytes
         * (1 + (slot >= len(graph.ops[op].operands)))
         for op, slot in dims.seen
     )

@@ -268,23 +268,27 @@ def _weigh(
         request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=0
     )
     # Those whose devices are of the same kinds have one plan.
+    # What the first is given the others take over, so the one with least memory begins.
+    parts = [cluster.part(size, r * size) for r in range(replicas)]
     known: dict[tuple[str, ...], _Pipeline] = {}
-    plans = []
-    for r in range(replicas):
-        part = cluster.part(size, r * size)
-        kinds = tuple(n.kind.name for n in part.nodes for _ in range(n.count))
-        if kinds not in known:
+    for part in sorted(parts, key=lambda part: part.memory_bytes):
+        if _kinds_of(part) not in known:
             found = decide(part, one)
-            known[kinds] = _Pipeline(found)
+            known[_kinds_of(part)] = _Pipeline(found)
             inner = {axis: n for axis, n in found.axes if axis != STAGE}
             one = dataclasses.replace(one, mesh={**mesh, **inner}, remat=found.remat)
-        plans.append(known[kinds])
+    plans = [known[_kinds_of(part)] for part in parts]
     _check_alike([pipeline.plan for pipeline in plans])
     return _Beside(
         plans=tuple(plans),
         shares=tuple(asked) if asked is not None else _shares(plans, count),
         exchange=_exchange([pipeline.plan for pipeline in plans], cluster, stages),
     )
+
+
+def _kinds_of(part: Cluster) -> tuple[str, ...]:
+    """Of each device, in node order."""
+    return tuple(n.kind.name for n in part.nodes for _ in range(n.count))
 
 
 def _check_alike(plans: Sequence[Plan]) -> None:

@@ -132,11 +132,21 @@ class Feed:
 
         Args:
             state: from ``get_state``.
+
+        Raises:
+            WhaleError: it is of a source of another kind.
         """
+        self._iterator, self._epoch, self._read = None, 0, 0
         self.step = int(state["step"])
         if state.get("source") is not None:
-            assert not _numbered(self._source)
-            iterator: Any = iter(self._source)
+            iterator: Any = None if _numbered(self._source) else iter(self._source)
+            if not hasattr(iterator, "set_state"):
+                kind = type(self._source).__name__
+                raise WhaleError(
+                    "this state is of samples in a row whose iterator has set_state; "
+                    f"the source is a {kind}, which has none. Give the feed the source "
+                    "that the state is of"
+                )
             iterator.set_state(state["source"])
             self._iterator = iterator
             self._epoch, self._read = int(state["epoch"]), int(state["read"])

@@ -248,6 +248,31 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
     }
 
 
+def check_rows(metrics: Mapping[str, Any], size: int) -> None:
+    """Refuse ``samples=`` that have other rows than one for each sample.
+
+    Args:
+        metrics: what is reported of a micro-batch.
+        size: its samples.
+
+    Raises:
+        WhaleError: which have, and what to do.
+    """
+    import jax
+
+    for name, metric in metrics.items():
+        if not isinstance(metric, Merged) or metric.how != "concat":
+            continue
+        shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(metric.value)]
+        wrong = [shape for shape in shapes if shape[0] != size]
+        if wrong:
+            raise WhaleError(
+                f"wh.Aux(samples=) has {name!r} of shape {wrong[0]}; expected {size} "
+                "rows, one for each sample of a micro-batch, along dimension 0. Give "
+                "it the samples in front, as in `x.reshape(samples, -1)`."
+            )
+
+
 def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
     import jax.numpy as jnp
     import numpy as np

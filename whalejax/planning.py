@@ -289,12 +289,11 @@ class Asked:
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
+        found = _compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,
             cluster=self.cluster,
-            compiler_options=tuple(sorted(options.items())),
             batch_tree=batch_tree(self.batch),
-            precisions=traced.captured.precisions,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*_attention_note(found, programs), *adapter.notes),
@@ -310,7 +309,8 @@ class Asked:
         if given is None or given == "even":
             mixed = len({node.kind.name for node in self.cluster.nodes}) > 1
             return given is None and mixed and self.runnable and not self.allow_idle
-        if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+        several = isinstance(given, Sequence | np.ndarray) and len(given) > 0
+        if isinstance(given, str) or not several:
             raise PlanError(
                 f"shares is {given!r:.60}; expected 'even', the micro-batches of each "
                 "replica such as [5, 3], or None for the planner to choose"
@@ -420,6 +420,19 @@ class Asked:
         if "cluster" in changes:
             changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
+
+
+def _compiled_with(
+    plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
+) -> Plan:
+    """A plan, and those of its pipelines, with what their programs are compiled by."""
+    each = (_compiled_with(one, options, precisions) for one in plan.pipelines)
+    return dataclasses.replace(
+        plan,
+        compiler_options=tuple(sorted(options.items())),
+        precisions=precisions,
+        pipelines=tuple(each),
+    )
 
 
 def _check_switch(name: str, value: object) -> None:

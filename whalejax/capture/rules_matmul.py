@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule, unknown
 
@@ -92,7 +92,7 @@ def _conv(equation: Equation) -> Behaviour:
         letters.each_whole([(0, lhs_c), (1, rhs_i), (1, rhs_o), (2, out_c)])
     for number, (before, after) in enumerate(zip(lhs_space, out_space, strict=True)):
         same = image[before] == out[after]
-        if same and _pointwise(equation, number, kernel[rhs_space[number]]):
+        if same and pointwise(params, number, kernel[rhs_space[number]]):
             letters.link((0, before), (2, after))
         elif same:
             letters.link((0, before), (2, after), kind="halo")
@@ -111,9 +111,8 @@ def _conv(equation: Equation) -> Behaviour:
     )
 
 
-def _pointwise(equation: Equation, number: int, taps: int) -> bool:
+def pointwise(params: Mapping[str, Any], number: int, taps: int) -> bool:
     """One of a convolution's spatial dimensions, each point of it for itself."""
-    params = equation.params
     return bool(
         taps == params["window_strides"][number] == 1
         and params["lhs_dilation"][number] == 1

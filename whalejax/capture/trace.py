@@ -28,6 +28,7 @@ from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
+from whalejax.losses import check_rows
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
@@ -283,7 +284,8 @@ def capture(
             loss function itself raises is passed on unchanged.
     """
     leaves, batch_tree = batch_leaves(batch, batch_axes, num_micro_batches)
-    flat = _FlatLoss(adapter, batch_tree)
+    size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
+    flat = _FlatLoss(adapter, batch_tree, size)
     arguments = [*flat.model_avals, *(leaf.aval for leaf in leaves)]
     if adapter.takes_rng:
         arguments.append(_key_aval(rng))
@@ -354,8 +356,9 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
 class _FlatLoss:
     """The loss from flat leaves to flat results; remembers what the trace showed."""
 
-    def __init__(self, adapter: Adapter, batch_tree: Any) -> None:
+    def __init__(self, adapter: Adapter, batch_tree: Any, size: int) -> None:
         self.adapter = adapter
+        self.size = size
         self.batch_tree = batch_tree
         self.out_tree: Any = None
         self.weighted = False
@@ -375,6 +378,7 @@ class _FlatLoss:
             self.batch_tree.unflatten(leaves[second:third]),
             leaves[third] if self.adapter.takes_rng else None,
         )
+        check_rows(result.metrics, self.size)
         self.weighted = result.weighted
         results, self.out_tree = jax.tree.flatten(
             (result.total, result.weight, dict(result.metrics), result.rest)

@@ -20,7 +20,8 @@ from whalejax.capture.calls import called_logits, makes_logits
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
-from whalejax.lowering.grouped import grouped, is_grouped
+from whalejax.lowering.grouped import grouped, holds_grouped, is_grouped
+from whalejax.lowering.lookups import in_whole
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
 from whalejax.meshes.build import partition_spec
@@ -278,7 +279,7 @@ def _bound(
             seen = viewed(equation, scope.passed(values[0], wanted[0], GATHERED))
             if seen is not None:
                 return [seen]
-        return _fetching(scope, equation, values, wanted)
+        return _fetching(scope, equation, values, wanted, slots, position)
     if scope.recomputed or position not in scope.constraints.regathers:
         name = GATHERED if scope.recomputed else MOVED
         atoms = zip(equation.invars, values, wanted, strict=True)
@@ -313,6 +314,8 @@ def _as_it_is(
     specs = [laid[s] if s is not None and laid else () for s in slots]
     if is_grouped(equation) and laid:
         return grouped(equation, values, specs, scope.mesh)
+    if _compat.recursion(equation) == "opaque" and holds_grouped(equation):
+        return in_whole(equation, values, scope.mesh)
     if scope.constraints.carried:
         found = in_stages(equation, values, specs, scope.mesh)
         if found is not None:
@@ -321,7 +324,12 @@ def _as_it_is(
 
 
 def _fetching(
-    scope: _Scope, equation: Any, values: Sequence[Any], wanted: Sequence[Any]
+    scope: _Scope,
+    equation: Any,
+    values: Sequence[Any],
+    wanted: Sequence[Any],
+    slots: Sequence[int | None],
+    position: Position,
 ) -> list[Any]:
     """One operation on parameters in host memory, brought as it needs them."""
 
@@ -331,7 +339,8 @@ def _fetching(
             for x, given in zip(settled(operands), operands, strict=True)
         ]
         pairs = zip(there, wanted, strict=True)
-        return _compat.bind(equation, [scope.passed(x, s, GATHERED) for x, s in pairs])
+        whole = [scope.passed(x, specs, GATHERED) for x, specs in pairs]
+        return _as_it_is(scope, equation, whole, slots, position)
 
     if scope.recomputed:
         return run(*values)

@@ -7,12 +7,12 @@ samples: it comes out as many times too large. So each device is told what to do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from whalejax import _compat
-from whalejax.lowering.lookups import Parts, on_each
+from whalejax.capture.rules_matmul import pointwise
+from whalejax.lowering.lookups import Parts, holds, on_each
 from whalejax.planner.graph import CONVOLUTION
 from whalejax.planner.layout import Spec
 
@@ -23,6 +23,11 @@ def is_grouped(equation: Any) -> bool:
     return equation.primitive.name == CONVOLUTION and any(
         equation.params[name] > 1 for name in counts
     )
+
+
+def holds_grouped(equation: Any) -> bool:
+    """Whether a call with a derivative rule of its own holds such a convolution."""
+    return holds(equation, is_grouped)
 
 
 def grouped(
@@ -37,21 +42,30 @@ def grouped(
         mesh: the devices.
     """
     numbers = equation.params["dimension_numbers"]
-    samples, image = numbers.lhs_spec[0], equation.invars[0].aval.shape
-    axes: tuple[str, ...] = specs[0][samples] if specs and specs[0] else ()
-    parts = math.prod(mesh.shape[a] for a in axes)
-    if equation.params["batch_group_count"] > 1 or image[samples] % parts:
-        axes = ()
-    rank = len(image)
-    given = tuple(axes if d == samples else () for d in range(rank))
-    first = numbers.out_spec[0]
+    rank, passed = len(equation.invars[0].aval.shape), _passed(equation)
+    given = tuple(
+        specs[0][dim] if specs[0] and dim in passed else () for dim in range(rank)
+    )
+    source = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
     return on_each(
         Parts(
             given=(given, ((),) * rank),
-            out=(tuple(axes if d == first else () for d in range(rank)),),
+            out=(tuple(given[source[dim]] for dim in range(rank)),),
             run=lambda *operands: _compat.bind(equation, operands),
         ),
         values,
         mesh,
         linear=False,
     )
+
+
+def _passed(equation: Any) -> set[int]:
+    """Dimensions of the image that each device may have a part of."""
+    params = equation.params
+    samples, _, *space = params["dimension_numbers"].lhs_spec
+    _, _, *taps = params["dimension_numbers"].rhs_spec
+    kernel = equation.invars[1].aval.shape
+    found = {
+        dim for n, dim in enumerate(space) if pointwise(params, n, kernel[taps[n]])
+    }
+    return found if params["batch_group_count"] > 1 else {samples, *found}

@@ -90,14 +90,20 @@ def in_parts(
     if name in INDEXED:
         specs = specs or ((),) * len(values)
         return on_each(_parts(equation, specs, sizes), values, mesh, name in _LINEAR)
-    if _compat.recursion(equation) in ("opaque", "while") and _looks_up(equation):
-        return on_each(_whole(equation), values, mesh, linear=False)
+    opaque = _compat.recursion(equation) in ("opaque", "while")
+    if opaque and holds(equation, lambda one: one.primitive.name in INDEXED):
+        return in_whole(equation, values, mesh)
     return None
 
 
-def _looks_up(equation: Any) -> bool:
-    """Whether a call, or its derivative, does something by index."""
-    if _holds(_compat.inner_jaxprs(equation)):
+def in_whole(equation: Any, values: Sequence[Any], mesh: Any) -> list[Any]:
+    """The results of an operation that every device computes whole."""
+    return on_each(_whole(equation), values, mesh, linear=False)
+
+
+def holds(equation: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether a call, or its derivative, holds an equation of some kind."""
+    if _holds(_compat.inner_jaxprs(equation), wanted):
         return True
     if _compat.recursion(equation) != "opaque":
         return False
@@ -114,15 +120,15 @@ def _looks_up(equation: Any) -> bool:
         results, back = jax.vjp(run, *[values[i] for i in flows])
         return back(results)
 
-    return _holds([_compat.trace(derived, avals)])
+    return _holds([_compat.trace(derived, avals)], wanted)
 
 
-def _holds(jaxprs: Sequence[Any]) -> bool:
+def _holds(jaxprs: Sequence[Any], wanted: Callable[[Any], bool]) -> bool:
     for jaxpr in jaxprs:
         for equation in _compat.open_jaxpr(jaxpr)[0].eqns:
-            if equation.primitive.name in INDEXED:
+            if wanted(equation):
                 return True
-            if _holds(_compat.inner_jaxprs(equation)):
+            if _holds(_compat.inner_jaxprs(equation), wanted):
                 return True
     return False
 

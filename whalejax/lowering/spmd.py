@@ -329,10 +329,15 @@ def losses_of(
     if count == 1:
         return one(0, batch)
     parts, whole = micro_batches(program, batch)
-    all_sums = jax.lax.map(
-        lambda pair: one(pair[0], whole(pair[1])), (jnp.arange(count), parts)
-    )
-    summed: Sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), all_sums)
+    shapes = jax.eval_shape(one, 0, whole([p[0] for p in parts]))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(sums: Sums, step: Any) -> tuple[Sums, None]:
+        index, part = step
+        return jax.tree.map(jnp.add, sums, one(index, whole(part))), None
+
+    summed: Sums
+    summed, _ = jax.lax.scan(body, zeros, (jnp.arange(count), parts))
     return summed
 
 

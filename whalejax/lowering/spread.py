@@ -57,7 +57,10 @@ def _spread(array: Any, target: NamedSharding) -> Any:
 
 def _is_copied(source: Any, mesh: Mesh) -> bool:
     """Several pipelines hold the array, and not all devices do."""
-    return bool(source.mesh.axis_names[:1] == (DATA,) and source.mesh.size < mesh.size)
+    stage = mesh.devices.shape[1]
+    return bool(
+        source.mesh.axis_names[:1] == (DATA,) and stage < source.mesh.size < mesh.size
+    )
 
 
 def dealt(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
