@@ -172,6 +172,32 @@ def test_a_device_that_the_catalogue_lacks_is_taken_by_its_datasheet() -> None:
     assert read_device("A10G").entry.kind.peak_flops("bf16") == 70e12
 
 
+@pytest.mark.parametrize(
+    ("text", "tera", "gib"),
+    [
+        ("A30", 165, 24),
+        ("RTX A6000", 154.8, 48),
+        ("RTX 6000 Ada", 364, 48),
+        ("MI300A", 980.6, 128),
+        ("AMD MI300X", 1307, 192),
+        ("H20-141GB", 148, 141),
+        ("p4d.24xlarge", 312, 40),
+        ("a2-megagpu-16g", 312, 40),
+        ("a3-ultragpu-8g", 989.4, 141),
+    ],
+)
+def test_names_are_read_as_words(text: str, tera: float, gib: int) -> None:
+    kind = read_device(text).entry.kind
+    assert kind.peak_flops("bf16") == pytest.approx(tera * 1e12)
+    assert kind.memory_bytes / 2**30 == pytest.approx(gib, rel=0.08)
+
+
+def test_a_card_has_slower_memory() -> None:
+    assert read_device("H100-PCIe").entry.kind.memory_bytes_per_second == 2039e9
+    kinds = {read_device(text).entry.kind.name for text in ("L40S", "A10", "RTX 3090")}
+    assert len(kinds) == 3
+
+
 def test_an_unknown_device_is_said() -> None:
     found = read_row({**ROW, "device": "Cerebras WSE-3 96GB"})
     assert found.run is not None

@@ -129,6 +129,11 @@ def test_a_stream_goes_on_where_it_stood(done: int) -> None:
     again = wh.Feed(Stream(), 8, epochs=2)
     again.set_state(kept)
     assert [numbers(batch) for batch in again] == every[done:]
+    start = wh.Feed(Stream(), 8, epochs=2)
+    kept = start.get_state()
+    next(iter(start))
+    start.set_state(kept)
+    assert [numbers(batch) for batch in start] == every
     by_number = wh.Feed(SAMPLES, 8)
     by_number.set_state({"step": 5})
     assert by_number.get_state() == {"step": 5}
@@ -143,6 +148,10 @@ def test_streams_that_cannot_go_on_are_told_so() -> None:
     next(iter(other))
     with pytest.raises(wh.WhaleError, match=r"a generator cannot say where it stands"):
         other.get_state()
+    reading = wh.Feed(Stream(), 8)
+    next(iter(reading))
+    with pytest.raises(wh.WhaleError, match="the source is a list, which has none"):
+        wh.Feed(SAMPLES, 8).set_state(reading.get_state())
     with pytest.raises(wh.WhaleError, match="gave fewer samples"):
         next(iter(wh.Feed(Stream(), 51)))
 

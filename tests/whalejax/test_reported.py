@@ -110,3 +110,14 @@ def test_wrong_reports_are_said() -> None:
     ):
         with pytest.raises(wh.WhaleError, match=text):
             wh.plan(loss, w, x, cluster="cpu:2")
+
+
+def test_rows_that_are_no_samples_are_refused() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        each = losses(model, x)
+        return each.mean(), wh.Aux(samples={"halves": each.reshape(-1, 2)})
+
+    model = {"layers": np.ones((2, 8, 8), "f"), "head": np.ones((8, 4), "f")}
+    text = r"'halves' of shape \(8, 2\); expected 16 rows, one for each sample"
+    with pytest.raises(wh.WhaleError, match=text):
+        wh.plan(loss, model, np.ones((16, 8), "f"), cluster="cpu:2")
