@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.balance import even_shares, gain_words, speed_bound
+from whalejax.planner.balance import (
+    even_shares,
+    gain_words,
+    largest_remainder,
+    speed_bound,
+)
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.explain import gigabytes
@@ -317,12 +322,20 @@ def _pace(plans: Sequence[_Pipeline], shares: Sequence[int]) -> float:
 
 
 def _shares(plans: Sequence[_Pipeline], count: int) -> tuple[int, ...]:
-    """A micro-batch goes to whoever would be done with it first, which is optimal."""
-    found = [0] * len(plans)
-    for _ in range(count):
-        ends = [p.seconds(k + 1) for p, k in zip(plans, found, strict=True)]
-        found[ends.index(min(ends))] += 1
-    return tuple(found)
+    """By speed, then from the last to whoever would be done first, while that helps.
+
+    What ends last must take less in any better shares, and somebody else more.
+    """
+    found = [*largest_remainder(count, [1 / p.seconds(count) for p in plans])]
+    while True:
+        ends = [p.seconds(k) for p, k in zip(plans, found, strict=True)]
+        last = ends.index(max(ends))
+        next_ends = [p.seconds(k + 1) for p, k in zip(plans, found, strict=True)]
+        first = next_ends.index(min(next_ends))
+        if next_ends[first] >= ends[last]:
+            return tuple(found)
+        found[last] -= 1
+        found[first] += 1
 
 
 def _exchange(

@@ -263,8 +263,14 @@ class TrainStep:
         Nothing is run.
 
         Raises:
-            PlanError: the plan has one program, which ``lower`` gives.
+            PlanError: the plan has one program, which ``lower`` gives, or several
+                pipelines.
         """
+        if self.plan.pipelines:
+            raise PlanError(
+                "this plan runs pipelines side by side, and rehearse() compiles one. "
+                "Plan one of them alone: mesh= with data 1, on its devices"
+            )
         if not isinstance(self._runner, Apart):
             raise PlanError(
                 "this plan is one program, and rehearse() compiles stages that have "
