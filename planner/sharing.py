@@ -9,6 +9,7 @@ layout: that of the kind with the least memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -276,6 +277,12 @@ def _sizes(
     data = mesh.pop(DATA, None)
     fixed = math.prod(mesh.values())
     kinds = [kind.name for kind in _kinds(cluster)]
+    borders = {0, *itertools.accumulate(node.count for node in cluster.nodes)}
+
+    def lies_well(first: int, end: int) -> bool:
+        split = any(first < border < end for border in borders)
+        return len({*kinds[first:end]}) == 1 and (not split or {first, end} <= borders)
+
     sizes = [
         size
         for size in divisors(cluster.num_devices)
@@ -285,7 +292,7 @@ def _sizes(
         and all(
             node.count % size == 0 or size % node.count == 0 for node in cluster.nodes
         )
-        and all(len({*kinds[r : r + size]}) == 1 for r in range(0, len(kinds), size))
+        and all(lies_well(r, r + size) for r in range(0, len(kinds), size))
     ]
     if not sizes:
         raise PlanError(

@@ -244,6 +244,16 @@ WIDE = {
 ROWS = {"x": jax.ShapeDtypeStruct((65536, 1024), jnp.float32)}
 
 
+def test_a_replica_lies_inside_a_node_or_on_whole_ones() -> None:
+    def planned(cluster: str) -> wh.Plan:
+        options = {"cluster": cluster, "shares": [1, 1, 1, 1]}
+        return wh.plan(simple, WIDE, ROWS, optimizer=optax.sgd(0.1), **options)
+
+    assert planned("h100:4+h100:4+h100:8+a100-80:2x8").num_devices == 32
+    with pytest.raises(wh.WhaleError, match="inside a node or on whole ones"):
+        planned("h100:4+h100:8+h100:4+a100-80:2x8")
+
+
 def test_mixed_devices_are_given_shares_by_their_speed(tmp_path: Path) -> None:
     plan = wh.plan(
         simple,
