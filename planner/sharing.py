@@ -164,7 +164,9 @@ def decide_shares(
     for size in _sizes(cluster, request, asked):
         if size > _within(cluster) and any(one.fits for one in found):
             break  # Links between nodes are slower than those inside.
-        for count in _counts(graph, cluster.num_devices // size, request, asked):
+        replicas = cluster.num_devices // size
+        several = counts(graph, request, asked, least=replicas, most_counts=MOST_COUNTS)
+        for count in several:
             for zero in (0, 1) if request.zero is None else (request.zero,):
                 case = Case(size=size, count=count, zero=zero)
                 if request.zero is None and zero and _roomy(found, case, request):
@@ -304,17 +306,29 @@ def _sizes(
     yield from sizes
 
 
-def _counts(
-    graph: Graph, replicas: int, request: Request, asked: Sequence[int] | None
+def counts(
+    graph: Graph,
+    request: Request,
+    asked: Sequence[int] | None,
+    *,
+    least: int,
+    most_counts: int,
 ) -> list[int]:
-    """Numbers of micro-batches to weigh, the fewest first."""
+    """Numbers of micro-batches to weigh, the fewest first.
+
+    Args:
+        graph: the captured loss.
+        request, asked: what was asked for, and the shares among it.
+        least: micro-batches that keep everybody busy.
+        most_counts: how many numbers, at most.
+    """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
     if fixed is not None:
         return [fixed]
     size = graph.batch_size * graph.num_micro_batches
     every = [n for n in divisors(size) if n % graph.num_micro_batches == 0]
-    enough = [n for n in every if n >= replicas]
-    return enough[:MOST_COUNTS] or every[-1:]
+    enough = [n for n in every if n >= least]
+    return enough[:most_counts] or every[-1:]
 
 
 def _weigh(

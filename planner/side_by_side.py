@@ -28,6 +28,7 @@ from whalejax.planner.plan import Candidate, LeafPlan, NothingFits, Plan, PlanEr
 from whalejax.planner.schedules import schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import STAGE
+from whalejax.planner.sharing import counts
 from whalejax.planner.simulate import simulate
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
@@ -170,7 +171,9 @@ def decide_pipelines(
     found: list[_Beside] = []
     problem: PlanError | None = None
     for replicas in _replicas(request, stages, asked):
-        for count in _counts(graph, request, stages, replicas, asked):
+        least = 2 * stages * replicas
+        several = counts(graph, request, asked, least=least, most_counts=MOST_COUNTS)
+        for count in several:
             try:
                 found.append(
                     _weigh(cluster, request, stages, replicas, count, asked, decide)
@@ -238,23 +241,6 @@ def _replicas(
     for replicas in divisors(request.num_devices // stages):
         if 1 < replicas <= MOST_REPLICAS and data in (None, replicas):
             yield replicas
-
-
-def _counts(
-    graph: Graph,
-    request: Request,
-    stages: int,
-    replicas: int,
-    asked: Sequence[int] | None,
-) -> list[int]:
-    """Numbers of micro-batches to weigh, the fewest first."""
-    fixed = sum(asked) if asked is not None else request.num_micro_batches
-    if fixed is not None:
-        return [fixed]
-    size = graph.batch_size * graph.num_micro_batches
-    every = [n for n in divisors(size) if n % graph.num_micro_batches == 0]
-    enough = [n for n in every if n >= 2 * stages * replicas]
-    return enough[:MOST_COUNTS] or every[-1:]
 
 
 def _weigh(

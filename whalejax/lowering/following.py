@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from whalejax.lowering.spmd import Program
 from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.planner.balance import dealt
 from whalejax.planner.plan import Plan
 from whalejax.planner.rebalance import Rebalance
-from whalejax.portions import checked_shares
+from whalejax.portions import PortionLayout, checked_shares
 
 
 class Following:
@@ -25,7 +26,12 @@ class Following:
 
     Attributes:
         rebalances: shares follow what replicas are measured to take.
+        program: of the whole model.
+        batch_shardings: of a micro-batch's leaves.
     """
+
+    program: Program
+    batch_shardings: tuple[NamedSharding, ...]
 
     def __init__(self, plan: Plan, mine: Sequence[int]) -> None:
         """Begin with the shares of a plan.
@@ -55,6 +61,21 @@ class Following:
     def seconds(self) -> tuple[float, ...]:
         """Of a micro-batch on each replica, as measured; 0 where not known."""
         return self._balance.seconds
+
+    def layout(self, structure: Any) -> PortionLayout:
+        """How batches are given: to this process its micro-batches.
+
+        Args:
+            structure: tree of a batch.
+        """
+        return PortionLayout(
+            structure=structure,
+            leaves=self._plan.batch,
+            shardings=self.batch_shardings,
+            axes=self.program.batch_axes,
+            count=self._plan.num_micro_batches,
+            mine=self.numbers,
+        )
 
     def numbers(self) -> list[int]:
         """The micro-batches that this process runs in the next step."""

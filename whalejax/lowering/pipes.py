@@ -45,7 +45,6 @@ from whalejax.planner.balance import dealt
 from whalejax.planner.issuing import Handing
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Row, schedule
-from whalejax.portions import PortionLayout
 from whalejax.runner import Metrics
 from whalejax.state import Origin, TrainState, consuming
 
@@ -97,21 +96,6 @@ class Pipes(Following):
         self.batch_shardings = self.pipelines[self._mine[0]].batch_shardings
         self._agreement = Agreement(self.mesh)
         self._watch = Watch(alone=not self.mesh.is_multi_process)
-
-    def layout(self, structure: Any) -> PortionLayout:
-        """How batches are given: to this process the micro-batches of its pipelines.
-
-        Args:
-            structure: tree of a batch.
-        """
-        return PortionLayout(
-            structure=structure,
-            leaves=self._plan.batch,
-            shardings=self.batch_shardings,
-            axes=self.program.batch_axes,
-            count=self._plan.num_micro_batches,
-            mine=self.numbers,
-        )
 
     # Starting.
 

@@ -34,7 +34,6 @@ from whalejax.lowering.ways import is_here, joined, placed, seen_on
 from whalejax.planner.balance import dealt
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.portions import PortionLayout
 from whalejax.runner import (
     Metrics,
     abstract_state,
@@ -106,21 +105,6 @@ class Uneven(Following):
         )
         self._agreement = Agreement(self.mesh)
         self._watch = Watch(alone=not self.mesh.is_multi_process)
-
-    def layout(self, structure: Any) -> PortionLayout:
-        """How batches are given: to this process its micro-batches.
-
-        Args:
-            structure: tree of a batch.
-        """
-        return PortionLayout(
-            structure=structure,
-            leaves=self._plan.batch,
-            shardings=self.batch_shardings,
-            axes=self.program.batch_axes,
-            count=self._plan.num_micro_batches,
-            mine=self.numbers,
-        )
 
     # Starting.
 
