@@ -50,43 +50,49 @@ class Options:
         return sorted({most, most & ~PARAMS})
 
 
-def worth_paying(
+def paying(
     frames: Frames,
+    least: Array,
     options: Options,
-    may_keep: Callable[[Frames], Array],
-    may_fit: Callable[[Frames], Array],
-    quick: Callable[[Frames], Array],
-) -> Frames:
-    """Frames that may be among the best, with what they must do to fit.
+    limit: float,
+    keeps: Callable[[Frames], Array],
+    bound: Callable[[Frames], Array],
+) -> tuple[Frames, Array]:
+    """Tighter bounds on frames, with what memory makes them do.
 
     Where memory does not hold what the backward pass reads, some of that is computed
     again or waits in host memory, and either takes time.
 
     Args:
-        frames: nothing computed again, nothing in host memory.
+        frames: what they do already is known to be what they must.
+        least: lower bounds on their step times.
         options: for each of them.
-        may_keep: which frames memory of devices may hold, were activations all.
-        may_fit: which frames memory of devices may hold.
-        quick: which frames may be among the best as they are.
+        limit: bounds above it need not be tighter.
+        keeps: which frames memory of devices may hold, nothing of that done.
+        bound: on the step times of frames, with what they do.
 
     Returns:
-        Some of them; where something must be computed again, with the least of it.
+        The frames, and their bounds. Where there is one way that may stay within the
+        limit, a frame has that way's options.
     """
+    known = (frames.remat > 0) | (frames.offload > 0)
+    asked = np.flatnonzero((least <= limit) & ~known)
+    asked = asked[~keeps(frames.take(asked))] if len(asked) else asked
+    if not len(asked):
+        return frames, least
     first, *_ = options.remats
-    others = sorted({bits & ~ACTIVATIONS for bits in options.corners})
-    stay = may_keep(frames.with_options([first], [0], [0]))
-    kept = frames.take(stay).with_options([first], options.zeros[-2:], others)
-    if len(kept):
-        stay[stay] = may_fit(kept).reshape(stay.sum(), -1).max(axis=1)
-    remat = frames.remat.copy()
     ways = [(first, ACTIVATIONS)] * any(b & ACTIVATIONS for b in options.offloads)
-    for again, bits in [*ways, *((policy, 0) for policy in options.lightest)]:
-        rest = np.flatnonzero(~stay)
-        if len(rest):
-            stay[rest] = quick(frames.take(rest).with_options([again], [0], [bits]))
-            if len(options.lightest) == 1:
-                remat[rest] = again
-    return replace(frames, remat=remat).take(stay)
+    ways += [(policy, 0) for policy in options.lightest]
+    if not ways:
+        least[asked] = np.inf
+        return frames, least
+    few = frames.take(asked)
+    each = np.stack([bound(few.with_options([a], [0], [bits])) for a, bits in ways])
+    least[asked] = np.maximum(least[asked], each.min(axis=0))
+    alone = (each <= limit).sum(axis=0) == 1
+    which = np.array(ways)[each.argmin(axis=0)[alone]]
+    frames.remat[asked[alone]], frames.offload[asked[alone]] = which.T
+    return frames, least
 
 
 def weigh_options(
@@ -112,7 +118,7 @@ def weigh_options(
     Yields:
         What needs least in host memory, and its cost; then what needs more.
     """
-    first, inverse = _alike(frames)
+    first, inverse = alike(frames)
     start, *offloads = options.offloads
     table = frames.take(first).with_options(options.remats, options.zeros, [start])
     each = len(table) // len(first)
@@ -183,7 +189,7 @@ def _least(held: Array, offloads: Sequence[int]) -> Array:
     return found
 
 
-def _alike(frames: Frames) -> tuple[Array, Array]:
+def alike(frames: Frames) -> tuple[Array, Array]:
     """Frames that memory holds alike: the first of each, and which each is like."""
     return agreeing(
         [

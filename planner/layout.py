@@ -30,7 +30,8 @@ Table = Mapping[str, tuple[int, ...]]
 
 def divisors(number: int) -> list[int]:
     """All divisors, rising."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(max(0, number)) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
 
 
 def axis_roles(

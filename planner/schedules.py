@@ -65,10 +65,6 @@ class Row(NamedTuple):
     micro_batch: int
     action: Action
 
-    def at(self, tick: int) -> Row:
-        """The same action at another time."""
-        return Row(tick, *self[1:])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -163,6 +159,32 @@ def schedule(
     >>> [(r.action, r.micro_batch) for r in schedule("1f1b", 2, 2).of_stage(1)]
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
     """
+    table, columns = written(name, num_stages, num_micro_batches, num_chunks)
+    numbers = (column.tolist() for column in columns[:-1])
+    actions = (table.actions[action] for action in columns.action.tolist())
+    rows = tuple(map(Row._make, zip(*numbers, actions, strict=True)))
+    return dataclasses.replace(table, rows=rows)
+
+
+class Columns(NamedTuple):
+    """The rows of a table as arrays, by tick, then stage.
+
+    Attributes:
+        tick, stage, chunk, micro_batch: as of ``Row``.
+        action: index into the actions of the table.
+    """
+
+    tick: np.ndarray
+    stage: np.ndarray
+    chunk: np.ndarray
+    micro_batch: np.ndarray
+    action: np.ndarray
+
+
+def written(
+    name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1
+) -> tuple[Schedule, Columns]:
+    """As ``schedule``, with the rows as columns alone: much sooner where many."""
     _check(name, num_stages, num_micro_batches, num_chunks)
     empty = Schedule(
         name=name,
@@ -173,11 +195,18 @@ def schedule(
         turn_ticks=TURN_TICKS.get(name, 0),
     )
     if empty.turn_ticks:
-        rows = list(_in_turns(empty))
+        found = _in_turns(empty)
     else:
-        rows = _earliest(empty, [_order(empty, s) for s in range(num_stages)])
-    rows.sort(key=lambda row: (row.tick, row.stage))
-    return dataclasses.replace(empty, rows=tuple(rows))
+        found = _earliest(empty, *_order(empty))
+    order = np.lexsort((found.stage, found.tick))
+    return empty, Columns(*(column[order] for column in found))
+
+
+def columns_of(table: Schedule) -> Columns:
+    """The rows of a table as arrays."""
+    index = {name: i for i, name in enumerate(table.actions)}
+    rows = [(*row[:-1], index[row.action]) for row in table.rows]
+    return Columns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
 
 def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
@@ -233,86 +262,102 @@ def most_in_flight(
     return np.minimum(count, ahead + (name == "1f1b-ahead"))
 
 
-def _order(empty: Schedule, stage: int) -> list[Row]:
-    """A stage's actions: some forwards first, then in turn, then what is left.
+def _order(empty: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Every stage's actions: some forwards first, then in turn, then what is left.
 
     A split schedule begins as 1F1B does. A stage then lags behind with as many
     gradients of parameters as there are stages before it: all hold the same number of
     activations, and the gradients that the stages before wait for come sooner. The
     order is fixed beforehand and suits stages that take about as long as each other:
     a stage that waits for a forward does not fill the time with what it put off.
+
+    Returns:
+        Indices of the actions, and of what each is done with; (stage, position).
     """
-    count = empty.num_micro_batches * empty.num_chunks
+    stages, count = empty.num_stages, empty.num_micro_batches * empty.num_chunks
     name = "1f1b" if empty.splits_backward else empty.name
+    stage = np.arange(stages)[:, None]
     sizes = empty.num_micro_batches, empty.num_chunks
-    first = int(most_in_flight(name, empty.num_stages, stage, *sizes))
-    rows = {a: [_row(empty, stage, i, a) for i in range(count)] for a in empty.actions}
-    weights = rows.get("weight", [])
-    found = rows["forward"][:first]
-    for index, backward in enumerate(rows["backward"]):
-        found.append(backward)
-        if index >= stage:
-            found += weights[index - stage : index - stage + 1]
-        found += rows["forward"][first + index : first + index + 1]
-    return found + weights[max(0, count - stage) :]
+    first = most_in_flight(name, stages, stage, *sizes)
+    index = np.arange(count)[None] + 0 * stage
+    # A backward, the gradient of parameters that has waited, and the next forward.
+    late = np.where(index < first, index - first, 3 * (index - first) + 2)
+    places = {"forward": late, "backward": 3 * index}
+    waited = index + stage
+    places["weight"] = np.where(waited < count, 3 * waited + 1, 3 * count + index)
+    keys = np.concatenate([places[action] for action in empty.actions], axis=1)
+    action, which = divmod(np.argsort(keys, axis=1, kind="stable"), count)
+    return action, which
 
 
-def _row(empty: Schedule, stage: int, index: int, action: Action) -> Row:
-    """The stage's forward, backward or weight gradient number ``index``.
+def _parts(
+    empty: Schedule, action: np.ndarray, index: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chunk and micro-batch of a stage's action number ``index`` of its kind.
 
     Chunks take turns, each with as many micro-batches as there are stages; backward
     they come in reverse.
     """
     stages, chunks = empty.num_stages, empty.num_chunks
     if chunks == 1:
-        chunk, micro_batch = 0, index
-    else:
-        turn, within = divmod(index, stages)
-        lap, chunk = divmod(turn, chunks)
-        micro_batch = lap * stages + within
-    if action != "forward":
-        chunk = chunks - 1 - chunk
-    return Row(0, stage, chunk, micro_batch, action)
+        return np.zeros_like(index), index
+    turn, within = divmod(index, stages)
+    lap, chunk = divmod(turn, chunks)
+    chunk = np.where(action > 0, chunks - 1 - chunk, chunk)
+    return chunk, lap * stages + within
 
 
-def _earliest(empty: Schedule, orders: Sequence[Sequence[Row]]) -> list[Row]:
+def numbered(table: Schedule, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """What identifies each row, and the row that it needs (``Schedule.needs``).
+
+    Returns:
+        Numbers below actions × places × micro-batches, in that order; -1 for none.
+    """
+    places, count = table.num_places, table.num_micro_batches
+    place = columns.chunk * table.num_stages + columns.stage
+    key = (columns.action * places + place) * count + columns.micro_batch
+    step = places * count
+    back = np.where(place == places - 1, key - step, key + count)
+    ahead = np.where(place == 0, -1, key - count)
+    needs = np.where(columns.action == 0, ahead, back)
+    return key, np.where(columns.action == 2, key - step, needs)
+
+
+def _earliest(empty: Schedule, action: np.ndarray, index: np.ndarray) -> Columns:
     """The rows at the earliest tick, if every stage acts in its own order.
 
     Args:
         empty: whose keys and dependencies to use.
-        orders: each stage's rows.
+        action, index: each stage's order.
 
     Raises:
         ValueError: the orders wait for each other in a circle.
     """
-    at = [0] * empty.num_stages
-    free = [0] * empty.num_stages
-    ticks: dict[Key, int] = {}
-    waiting: dict[Key, int] = {}
-    found: list[Row] = []
-    ready = list(range(empty.num_stages))
-    while ready:
-        stage = ready.pop()
-        while at[stage] < len(orders[stage]):
-            row = orders[stage][at[stage]]
-            needed = empty.needs(row)
-            if needed is not None and needed not in ticks:
-                waiting[needed] = stage
-                break
-            arrival = 0 if needed is None else ticks[needed] + 1
-            tick = max(free[stage], arrival)
-            key = empty.key(row)
-            ticks[key], free[stage] = tick, tick + 1
-            found.append(row.at(tick))
-            at[stage] += 1
-            if key in waiting:
-                ready.append(waiting.pop(key))
-    if len(found) != sum(map(len, orders)):
+    stages, number = action.shape
+    everyone = np.arange(stages)
+    stage = everyone[:, None] + 0 * action
+    rows = Columns(
+        np.full_like(action, -1), stage, *_parts(empty, action, index), action
+    )
+    key, needs = numbered(empty, rows)
+    # The last entries are for rows that need nothing, and for stages that are done.
+    done = np.append(np.full(key.size, key.size), [key.size, -1])
+    needs = np.concatenate([needs, np.full((stages, 1), key.size)], axis=1)
+    at = np.zeros(stages, dtype=np.int64)
+    for tick in range(key.size):
+        ready = np.flatnonzero(done[needs[everyone, at]] < tick)
+        if not len(ready):
+            break
+        here = at[ready]
+        rows.tick[ready, here] = tick
+        done[key[ready, here]] = tick
+        at[ready] += 1
+    if (at < number).any():
         raise ValueError("the stages wait for each other in a circle")
-    return found
+    return Columns(*(column.ravel() for column in rows))
 
 
-def _in_turns(empty: Schedule) -> Iterator[Row]:
+def _in_turns(empty: Schedule) -> Columns:
     """The rows of a program whose stages all run one loop.
 
     Of GPipe the backward mirrors the forward, as a differentiated loop does. In a turn
@@ -320,18 +365,16 @@ def _in_turns(empty: Schedule) -> Iterator[Row]:
     ``m`` in turn ``m + stage``, backward ``m`` in turn ``m + 2 (stages - 1) - stage``.
     """
     stages, count = empty.num_stages, empty.num_micro_batches
-    for stage in range(stages):
-        for index in range(count):
-            if empty.name == "gpipe-lockstep":
-                forward = index + stage
-                backward = 2 * (count + stages - 1) - 1 - forward
-            else:
-                forward = 2 * (index + stage)
-                backward = 2 * (index + 2 * (stages - 1) - stage) + 1
-            ticks = forward, backward
-            for action, tick in zip(empty.actions, ticks, strict=True):
-                row = _row(empty, stage, index, action)
-                yield row.at(tick)
+    grid = np.indices((2, stages, count)).reshape(3, -1)
+    action, stage, index = grid
+    if empty.name == "gpipe-lockstep":
+        forward = index + stage
+        backward = 2 * (count + stages - 1) - 1 - forward
+    else:
+        forward = 2 * (index + stage)
+        backward = 2 * (index + 2 * (stages - 1) - stage) + 1
+    tick = np.where(action == 0, forward, backward)
+    return Columns(tick, stage, *_parts(empty, action, index), action)
 
 
 def problems_of(

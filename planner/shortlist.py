@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -90,6 +90,8 @@ class _Search(WideSearch):
         steps: seconds of a step in the best plan of each mesh.
     """
 
+    slack: ClassVar[float] = SLACK
+
     def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
         super().__init__(graph, cluster, request)
         self.steps: dict[Mesh, float] = {}
@@ -97,9 +99,6 @@ class _Search(WideSearch):
     def placements(self) -> list[Placement]:
         """Plans that run today treat all devices as the slowest."""
         return super().placements()[:1]
-
-    def _limit(self) -> float:
-        return self.tally.best * (1 + SLACK)
 
     def _offloads(self) -> list[int]:
         """Without what no executor keeps in host memory, or this optimizer cannot."""

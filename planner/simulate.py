@@ -6,6 +6,7 @@ rows, what they need, and whether stages wait for each other at the end of a tur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,15 @@ import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import Action, Key, Row, Schedule
+from whalejax.planner.schedules import (
+    Action,
+    Columns,
+    Key,
+    Row,
+    Schedule,
+    columns_of,
+    numbered,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +119,7 @@ def simulate_many(
 
 @dataclass(frozen=True, slots=True)
 class _Beat:
-    """Rows of several stages that do not wait for one another.
+    """Rows of several stages at one tick; they do not wait for one another.
 
     Attributes:
         together: all stages wait for each other before.
@@ -134,8 +143,8 @@ class Compiled:
     """A schedule as steps over arrays, for many times at once.
 
     Attributes:
-        table: the schedule.
-        beats: its rows, as many at a time as do not wait for one another.
+        table: the schedule; without rows, if it was compiled from its columns.
+        beats: its rows, those of a tick together.
         slots: results that are on their way at most.
     """
 
@@ -173,11 +182,12 @@ class Compiled:
         return found
 
 
-def compiled(table: Schedule) -> Compiled:
+def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
     """A schedule whose rows are looked at once.
 
     Args:
         table: a legal schedule.
+        columns: its rows, where the table has none.
 
     >>> from whalejax.planner.schedules import schedule
     >>> steps = compiled(schedule("gpipe", 2, 3))
@@ -185,61 +195,65 @@ def compiled(table: Schedule) -> Compiled:
     >>> steps.step_seconds(one, 2 * one, np.zeros(1))
     array([12.])
     """
-    index = {name: i for i, name in enumerate(table.actions)}
-    beats: list[_Beat] = []
-    slot_of: dict[Key, int] = {}
-    free: list[int] = []
-    slots, turn = 0, 0
-    for rows, keys, needs in _beats(table):
-        together = table.turn(rows[0]) > turn
-        turn = table.turn(rows[0])
-        # What the place itself did before lies behind it in the stage's own order.
-        waits = [i for i, n in enumerate(needs) if n is not None and n[0] != keys[i][0]]
-        # One reads it alone, so that its slot is free once it is read.
-        reads = [slot_of.pop(needs[i]) for i in waits]  # type: ignore[arg-type]
-        leaves = [i for i, key in enumerate(keys) if _handed(table, key)]
-        free += reads
-        writes = []
-        for i in leaves:
-            slots += not free
-            slot_of[keys[i]] = free.pop() if free else slots - 1
-            writes.append(slot_of[keys[i]])
-        numbers = (
-            [row.stage for row in rows],
-            [key[0] for key in keys],
-            [index[key[2]] for key in keys],
-            *(reads, waits, writes, leaves),
+    rows = columns_of(table) if columns is None else columns
+    key, needs = numbered(table, rows)
+    place = rows.chunk * table.num_stages + rows.stage
+    turn = rows.tick // table.turn_ticks if table.turn_ticks else 0 * rows.tick
+    # What the place itself did before lies behind it in the stage's own order.
+    last = table.num_places - 1
+    waits = ((rows.action == 0) & (place > 0)) | ((rows.action == 1) & (place < last))
+    leaves = ((rows.action == 0) & (place < last)) | ((rows.action == 1) & (place > 0))
+    window = _window(table, key, rows.tick, needs[waits], rows.tick[waits])
+
+    def slots(keys: np.ndarray) -> np.ndarray:
+        source, micro_batch = divmod(keys, table.num_micro_batches)
+        return np.asarray(source * window + micro_batch % window)
+
+    first = np.flatnonzero(np.diff(rows.tick, prepend=-1))
+    reads, writes = slots(needs), slots(key)
+    beats = []
+    before = 0
+    for start, end in zip(first, [*first[1:], len(key)], strict=True):
+        here = slice(start, end)
+        waiting, leaving = np.flatnonzero(waits[here]), np.flatnonzero(leaves[here])
+        beats.append(
+            _Beat(
+                bool(turn[start] > before),
+                rows.stage[here],
+                place[here],
+                rows.action[here],
+                reads[here][waiting],
+                waiting,
+                writes[here][leaving],
+                leaving,
+            )
         )
-        beats.append(_Beat(together, *(np.array(n, dtype=np.intp) for n in numbers)))
-    return Compiled(table, tuple(beats), slots)
+        before = turn[start]
+    return Compiled(table, tuple(beats), window * 2 * table.num_places)
 
 
-def _handed(table: Schedule, key: Key) -> bool:
-    """Another place takes in what a row makes."""
-    place, _, action = key
-    if action == "forward":
-        return place < table.num_places - 1
-    return action == "backward" and place > 0
+def _window(
+    table: Schedule,
+    keys: np.ndarray,
+    ticks: np.ndarray,
+    needs: np.ndarray,
+    needed: np.ndarray,
+) -> int:
+    """After how many micro-batches the result of one has been read, at every place.
 
-
-def _beats(table: Schedule) -> Iterator[tuple[list[Row], list[Key], list[Key | None]]]:
-    """Rows in order, as many at a time as do not wait for one another.
-
-    With each, what identifies it and what it takes in.
+    Args:
+        table: the schedule.
+        keys, ticks: its rows, and when they are.
+        needs, needed: rows that others read, and when those are.
     """
-    here, made, taken = list[Row](), list[Key](), list[Key | None]()
-    stages = set[int]()
-    for row in table.rows:
-        needed = table.needs(row)
-        if here and (row.tick != here[0].tick or row.stage in stages or needed in made):
-            yield here, made, taken
-            here, made, taken, stages = [], [], [], set()
-        here.append(row)
-        made.append(table.key(row))
-        taken.append(needed)
-        stages.add(row.stage)
-    if here:
-        yield here, made, taken
+    shape = len(table.actions) * table.num_places, table.num_micro_batches
+    made, read = np.zeros(math.prod(shape)), np.full(math.prod(shape), -1)
+    made[keys], read[needs] = ticks, needed
+    made, read = made.reshape(shape), read.reshape(shape)
+    window = 1
+    while (read[:, :-window] > made[:, window:]).any():
+        window *= 2
+    return window
 
 
 def any_cut_share(

@@ -146,13 +146,14 @@ class Space:
             return [n for n in allowed if fixed.get(axis, n) == n]
 
         batch = self.reading.batch
+        samples = divisors(batch)
         found = [
             (n, expert, context, tensor)
             for expert in sizes("expert", self.reading.experts)
             for context in sizes("context", bool(self.reading.variants.sequence))
             for tensor in sizes("tensor", True)
             if total % (expert * context * tensor) == 0
-            for n in divisors(batch)
+            for n in samples
             if batch % (n * expert) == 0
         ]
         table = np.array(found, dtype=np.int64).reshape(-1, 4)

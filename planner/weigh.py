@@ -25,7 +25,7 @@ from whalejax.planner.outlook import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.room import memory_of, mixed, share_of
-from whalejax.planner.schedules import schedule
+from whalejax.planner.schedules import written
 from whalejax.planner.simulate import Compiled, any_cut_share, compiled
 from whalejax.planner.variants import Array
 
@@ -297,7 +297,7 @@ def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> N
 
 @functools.lru_cache(maxsize=128)
 def _table(name: str, stages: int, micro_batches: int, chunks: int) -> Compiled:
-    return compiled(schedule(name, stages, micro_batches, chunks))
+    return compiled(*written(name, stages, micro_batches, chunks))
 
 
 def part_seconds(cases: Cases, rows: Array) -> tuple[Array, Array]:

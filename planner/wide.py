@@ -15,11 +15,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.affordable import Options, weigh_options, worth_paying
+from whalejax.planner.affordable import Options, weigh_options
 from whalejax.planner.asked import Asked
 from whalejax.planner.frames import (
     CHUNKS,
@@ -39,34 +40,39 @@ from whalejax.planner.promise import promise
 from whalejax.planner.ranking import TIE, Tally, best_first
 from whalejax.planner.recompute import policy_for
 from whalejax.planner.replicas import Replicas
-from whalejax.planner.room import fits_of, keeps_of
 from whalejax.planner.search import Request
+from whalejax.planner.sieve import Sieve
 from whalejax.planner.space import INNER, Spaces, whole_batch
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.variants import Array, Variant
 from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
-    least_step,
     settle,
     weigh,
 )
 
 
-FIRST_BLOCK, LAST_BLOCK = 64, 16384
+FIRST_BLOCK, LAST_BLOCK = 128, 16384
 """Frames that are looked at together: few while nothing is known, then more."""
 
 MOST_POLICIES = 81
 """Combinations of policies; with more TaskGraphs, all of them have the same one."""
 
-SAMPLE, WORTH = 64, 0.8
-"""Of so many frames at least this part stays where a sieve is not worth its time."""
+FINITE = np.finfo(float).max
+"""Bounds above it are of what is weighed already, or cannot be."""
+
+REFINED = 8192
+"""Frames whose bounds are refined together."""
 
 SOME = 2730
 """Frames whose options are weighed together."""
 
 GROWTH = 8
 """How much longer each block is than the one before."""
+
+FEW = 4
+"""Cases whose schedules are simulated first: often they rule out all others."""
 
 KEPT = 64
 """Cases that a search remembers."""
@@ -109,7 +115,10 @@ class WideSearch:
         space: what it ranges over.
         cases: the best that were found, best first, after ``run``.
         tally: what it did.
+        slack: by which part cases may be slower than the best, and are remembered.
     """
+
+    slack: ClassVar[float] = TIE
 
     def __init__(
         self,
@@ -131,15 +140,20 @@ class WideSearch:
         self.request = request
         self.asked = Asked.of(self.graph, request)
         self.model = self._model()
-        self.ideal = dataclasses.replace(
+        ideally = dataclasses.replace(
             self.model, cluster=ideal(cluster), wires=self.space.ideal_wires
         )
         self._sizes = self.space.sizes
         self.tally = Tally()
+        options = Options(
+            remats=range(len(self.model.policies)),
+            lightest=self.model.lightest,
+            zeros=[0, 1, 2] if request.zero is None else [request.zero],
+            offloads=self._offloads(),
+        )
+        self.sieve = Sieve(self.model, ideally, options, self.tally, self.slack)
         self.limits = self._limits()
         self.cases: list[Case] = []
-        # What frames go through first, and how many of the last came through each.
-        self._passed = {self._quick: 0.0, self._spared: 1.0}
 
     # What is searched.
 
@@ -224,7 +238,7 @@ class WideSearch:
             frames = self._frames(placement)
             self.tally.covered += self._count(placement, frames)
             least = promise(
-                self.model, self.ideal.cluster, placement, frames, self.batch
+                self.model, self.sieve.ideal.cluster, placement, frames, self.batch
             )
             spaces.append((placement, frames, least))
         # Always where most is promised, so that a good plan rules out much elsewhere.
@@ -258,40 +272,54 @@ class WideSearch:
     def _search(
         self, placement: Placement, frames: Frames, least: Array
     ) -> Iterator[float]:
-        """Look at frames in order of a bound, in blocks; yields that of the next."""
-        at, size = 0, FIRST_BLOCK
-        order = np.argsort(least, kind="stable")
+        """Look at frames in order of a bound, in blocks; yields that of the next.
+
+        What a frame promises is refined once it is its turn; it waits again where
+        others promise more than it does then.
+        """
+        size = FIRST_BLOCK
+        frames = dataclasses.replace(
+            frames, remat=frames.remat.copy(), offload=frames.offload.copy()
+        )
+        fresh = np.ones(len(frames), dtype=bool)
         if self.spaces.seeds:
             seeded = self._seeded(frames)
             self._block(placement, frames.take(seeded))
-            order = order[~seeded[order]]
-        if self.tally.best < math.inf:
-            size *= GROWTH**2
-        while at < len(order):
-            here = order[at : at + size]
-            if least[here[0]] > self._limit():
-                self.tally.bound = min(self.tally.bound, float(least[here[0]]))
+            least = np.where(seeded, np.inf, least)
+        while True:
+            left = np.flatnonzero(least <= min(self.sieve.limit, FINITE))
+            if not len(left):
+                self.tally.bound = min(self.tally.bound, least.min(initial=np.inf))
                 return
-            here = here[least[here] <= self._limit()]
+            some = left[np.argsort(least[left], kind="stable")[: max(size, REFINED)]]
+            here = some[:size]
+            if fresh[here].any():
+                some = some[fresh[some]]
+                refined, least[some] = self.sieve.refined(
+                    placement, frames.take(some), least[some]
+                )
+                frames.remat[some] = refined.remat
+                frames.offload[some] = refined.offload
+                fresh[some] = False
+                continue
+            least[here] = np.inf
             self._block(placement, frames.take(here))
-            at, size = at + len(here), min(GROWTH * size, LAST_BLOCK)
-            if at < len(order):
-                yield float(least[order[at]])
-
-    def _limit(self) -> float:
-        return self.tally.best * (1 + TIE)
+            size = min(GROWTH * size, LAST_BLOCK)
+            yield float(least.min())
 
     def _offloads(self) -> list[int]:
+        """Sets of what may lie in host memory, least first."""
         if self.request.offload is not None:
             return [sum(1 << OFFLOADS.index(name) for name in self.request.offload)]
         return list(OFFLOAD_SETS) if hosts_known(self.cluster) else [0]
 
-    def _zeros(self) -> list[int]:
-        return [0, 1, 2] if self.request.zero is None else [self.request.zero]
-
     def _count(self, placement: Placement, frames: Frames) -> int:
         """Cases that frames stand for."""
-        options = len(self.model.policies) * len(self._zeros()) * len(self._offloads())
+        options = (
+            len(self.model.policies)
+            * len(self.sieve.options.zeros)
+            * len(self.sieve.options.offloads)
+        )
         several = placement.by != "replicas"
         alike = placement.by == "all"
         some = expansions(
@@ -305,25 +333,12 @@ class WideSearch:
         return some * options
 
     def _block(self, placement: Placement, frames: Frames) -> None:
-        # A few frames are weighed sooner than sieved.
-        sieves = self._passed if len(frames) > FIRST_BLOCK else {}
-        for sieve in sorted(sieves, key=lambda sieve: self._passed[sieve]):
-            if not len(frames):
-                return
-            each = max(1, len(frames) // SAMPLE)
-            stay = sieve(placement, frames.take(np.arange(0, len(frames), each)))
-            if each > 1 and stay.mean() < WORTH:
-                stay = sieve(placement, frames)
-            self._passed[sieve] = float(stay.mean())
-            if len(stay) == len(frames):
-                frames = frames.take(stay)
-        if len(frames) and self.tally.best < math.inf:
-            frames = self._paid(placement, frames)
+        """Weigh frames under every order of their axes, schedule and option."""
         if not len(frames):
             return
         frames = ordered(frames, self._sizes)
-        least = self._least_step(placement, frames, self.model, any_schedule=True)
-        frames = ringed(frames.take(least <= self._limit()), self._sizes["context"])
+        least = self.sieve.least_step(placement, frames, self.model, any_schedule=True)
+        frames = ringed(frames.take(least <= self.sieve.limit), self._sizes["context"])
         if placement.by != "replicas":
             frames = scheduled(frames, self.model.layers)
         if placement.by == "stages":
@@ -332,134 +347,37 @@ class WideSearch:
         frames = frames.take(self.asked.allows(frames))
         if not len(frames):
             return
-        least = self._least_step(placement, frames, self.model)
+        least = self.sieve.least_step(placement, frames, self.model)
+        may = least <= self.sieve.limit
+        frames, least = self.sieve.scheduled(placement, frames.take(may), least[may])
         order = np.argsort(least, kind="stable")
         at, size = 0, SOME if self.tally.best < math.inf else FIRST_BLOCK
         while at < len(order):
             here = order[at : at + size]
-            if least[here[0]] > self._limit():
+            if least[here[0]] > self.sieve.limit:
                 self.tally.bound = min(self.tally.bound, float(least[here[0]]))
                 return
-            here = here[least[here] <= self._limit()]
+            here = here[least[here] <= self.sieve.limit]
             some = frames.take(here)
+            none = np.zeros_like(here)
             self._options(
-                placement, dataclasses.replace(some, remat=np.zeros_like(here))
+                placement, dataclasses.replace(some, remat=none, offload=none)
             )
             at, size = at + len(here), SOME
 
-    def _quick(self, placement: Placement, frames: Frames) -> Array:
-        """Which frames may be among the best, were all links as the fastest."""
-        least = self._least_step(placement, frames, self.ideal, any_schedule=True)
-        quick: Array = least <= self._limit()
-        return quick
-
-    def _spared(self, placement: Placement, frames: Frames) -> Array:
-        """Which frames memory may hold, under the options that spare most of it."""
-        # Sharded optimizer state never takes more; sharded gradients may, a little.
-        zeros = self._zeros()[-2:]
-        corner = frames.with_options([0], zeros, self._choices().corners)
-        fits = self._may_fit(placement, corner, any_cut=True, any_policy=True)
-        spared: Array = fits.reshape(len(frames), -1).max(axis=1)
-        return spared
-
-    def _paid(self, placement: Placement, frames: Frames) -> Frames:
-        """Frames that may be among the best, with what memory makes them do."""
-        return worth_paying(
-            frames,
-            self._choices(),
-            lambda some: self._may_fit(placement, some, alone=True),
-            lambda some: self._may_fit(placement, some, any_cut=True),
-            lambda some: self._quick(placement, some),
-        )
-
-    def _least_step(
-        self,
-        placement: Placement,
-        frames: Frames,
-        model: Model,
-        *,
-        any_schedule: bool = False,
-    ) -> Array:
-        """A lower bound on the step time of frames, whatever their options.
-
-        Args:
-            placement: kinds of devices.
-            frames: nothing computed again, nothing in host memory.
-            model: with ``self.ideal`` it holds for every order of axes.
-            any_schedule: it holds for every schedule and for both kinds of attention.
-        """
-        self.tally.weighed += len(frames)
-        chunks = frames.chunks
-        if any_schedule:
-            frames = dataclasses.replace(frames, ring=np.ones_like(frames.ring))
-            most = np.minimum(max(CHUNKS), self.model.layers // frames.stage)
-            if placement.by == "all":
-                chunks = np.maximum(1, most)
-        if placement.by == "replicas":
-            return Replicas(model, frames, placement).least_step(self._zeros())
-        cases = Cases(model, frames, placement, None)
-        cut_layers(cases)
-        return least_step(
-            cases,
-            chunks,
-            self._zeros(),
-            frames.micro_batches,
-            scheduled=not any_schedule,
-        )
-
     def _options(self, placement: Placement, frames: Frames) -> None:
         """Weigh frames under every option; host memory only where it must be."""
-        limit = self._limit()
+        limit = self.sieve.limit
         found = weigh_options(
             frames,
-            self._choices(),
-            lambda some: self._least_step(placement, some, self.model) <= limit,
-            lambda some, hosts: self._may_fit(placement, some, hosts=hosts),
+            self.sieve.options,
+            lambda some: self.sieve.least_step(placement, some, self.model) <= limit,
+            lambda some, hosts: self.sieve.may_fit(placement, some, hosts=hosts),
             lambda some: self._weigh(placement, some),
             exact=placement.by != "replicas",
         )
         for cases, weighed in found:
             self._settle(placement, cases, weighed)
-
-    def _choices(self) -> Options:
-        return Options(
-            remats=range(len(self.model.policies)),
-            lightest=self.model.lightest,
-            zeros=self._zeros(),
-            offloads=self._offloads(),
-        )
-
-    def _may_fit(
-        self,
-        placement: Placement,
-        some: Frames,
-        *,
-        hosts: bool = False,
-        any_cut: bool = False,
-        any_policy: bool = False,
-        alone: bool = False,
-    ) -> Array:
-        """Which frames memory holds; of replicas, with one micro-batch each.
-
-        Args:
-            placement: kinds of devices.
-            some: frames.
-            hosts: that of hosts too.
-            any_cut, any_policy: as for ``fits_of``.
-            alone: were activations all.
-        """
-        kinds: Sequence[int | None] = (None,)
-        parts = some.micro_batches
-        if placement.by == "replicas":
-            kinds, parts = placement.kinds, np.ones_like(parts)
-        fits = np.ones(len(some), dtype=bool)
-        for kind in kinds:
-            cases = Cases(self.model, some, placement, kind)
-            if alone:
-                fits &= keeps_of(cases, parts)
-                continue
-            fits &= fits_of(cases, parts, hosts, any_cut=any_cut, any_policy=any_policy)
-        return fits
 
     # Weighing.
 
@@ -476,19 +394,21 @@ class WideSearch:
 
         Those without stages before, which have none.
         """
-        fits = np.flatnonzero(found.fits & (found.step <= self._limit()))
+        fits = np.flatnonzero(found.fits & (found.step <= self.sieve.limit))
         order = fits[np.argsort(found.step[fits], kind="stable")]
         piped = frames.stage[order] > 1
         for some in (order[~piped], order[piped]):
-            for at in range(0, len(some), KEPT):
-                here = some[at : at + KEPT]
-                here = here[found.step[here] <= self._limit()]
+            at, size = 0, FEW
+            while at < len(some):
+                here = some[at : at + size]
+                here = here[found.step[here] <= self.sieve.limit]
                 if not len(here):
                     break
                 cases = frames.take(here)
                 exact, counts = self._exact(placement, cases)
                 for index in range(len(cases)):
                     self._keep(placement, cases, exact, counts, index)
+                at, size = at + size, min(GROWTH * size, KEPT)
 
     def _exact(
         self, placement: Placement, frames: Frames
@@ -512,7 +432,7 @@ class WideSearch:
         index: int,
     ) -> None:
         self.tally.best = min(self.tally.best, float(found.step[index]))
-        if float(found.step[index]) <= self._limit():
+        if float(found.step[index]) <= self.sieve.limit:
             self.cases.append(self._case(placement, frames, found, counts, index))
 
     def _case(
@@ -563,10 +483,11 @@ class WideSearch:
         """
         frames = self._frames(placement)
         full = len(self.model.policies) - 1
+        asked = self.sieve.options
         room = min(k.host_memory_bytes or math.inf for k in self.cluster.kinds)
         for start in range(0, len(frames), LAST_BLOCK):
             some = frames.take(np.arange(start, min(start + LAST_BLOCK, len(frames))))
-            cases = some.with_options([0, full], self._zeros(), self._offloads())
+            cases = some.with_options([0, full], asked.zeros, asked.offloads)
             found = self._weigh(placement, cases)
             over = np.maximum(0.0, found.memory_bytes - self.cluster.memory_bytes)
             yield cases, over, np.maximum(0.0, found.host - room)

@@ -115,7 +115,7 @@ def test_lockstep_gpipe_goes_back_as_it_came() -> None:
 
 def at_tick(rows: Rows, index: int, tick: int) -> Rows:
     """Rows, one of them at another tick and where it then belongs."""
-    moved = rows[index].at(tick)
+    moved = rows[index]._replace(tick=tick)
     changed = (*rows[:index], moved, *rows[index + 1 :])
     return tuple(sorted(changed, key=lambda row: (row.tick, row.stage)))
 
