@@ -344,13 +344,13 @@ def _facts(plan: Plan) -> dict[str, _Facts]:
         home = own.get(leaf.path, plan)
         key = (dataclasses.replace(leaf, path="", roles=(), note=""), id(home))
         if key not in known:
-            known[key] = _facts_of(home, leaf)
+            known[key] = _facts_of(home, leaf, unlike=bool(plan.shares))
         found[leaf.path] = known[key]
     return found
 
 
-def _facts_of(home: Plan, leaf: LeafPlan) -> _Facts:
-    collectives = collectives_of(home, leaf)
+def _facts_of(home: Plan, leaf: LeafPlan, *, unlike: bool) -> _Facts:
+    collectives = collectives_of(home, leaf, unlike=unlike)
     where = ", in host memory" if leaf.hosted else ""
     return _Facts(
         words=f"{spec_text(leaf.param_spec)}{where}",

@@ -210,19 +210,23 @@ def _shares(plan: Plan, width: int | None) -> list[Line]:
 
 
 def share_words(plan: Plan) -> list[str]:
-    """Micro-batches of the ranks of ``data``, where these are unlike."""
+    """Micro-batches of the ranks of ``data``, or pipelines, where these are unlike."""
+    each = max(1, plan.num_devices // len(plan.shares))
     kinds = [
         node.kind.display_name()
         for node in plan.cluster.nodes
         for _ in range(node.count)
     ]
-    each = max(1, plan.num_devices // len(plan.shares))
-    ranks = [(kinds[rank * each], share) for rank, share in enumerate(plan.shares)]
+    names = [
+        " and ".join(dict.fromkeys(kinds[rank * each : (rank + 1) * each]))
+        for rank in range(len(plan.shares))
+    ]
     pieces = []
     first = 0
-    for (kind, share), group in groupby(ranks):
+    for (kind, share), group in groupby(zip(names, plan.shares, strict=True)):
         last = first + len(list(group)) - 1
-        where = f"rank {first}" if first == last else f"ranks {first}–{last}"
+        one = "pipeline" if plan.pipelines else "rank"
+        where = f"{one} {first}" if first == last else f"{one}s {first}–{last}"
         pieces.append(
             f"{where} ({kind}) {share} each"
             if first != last

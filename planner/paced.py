@@ -6,9 +6,11 @@ its stages' own predictions say how long each row takes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from whalejax.planner.balance import dealt
 from whalejax.planner.plan import Pace, Plan, PlanError
 from whalejax.planner.schedules import Action, Row, Schedule, schedule
 from whalejax.planner.simulate import simulate
@@ -105,6 +107,42 @@ def paced(plan: Plan) -> Paced:
         for row, end in zip(table.rows, line.ends_seconds, strict=True)
     )
     return Paced(table=table, rows=rows)
+
+
+def paced_beside(plan: Plan) -> list[Paced]:
+    """The rows of pipelines side by side, each with the micro-batches of its share.
+
+    Args:
+        plan: has stages; of one pipeline, that one is all.
+
+    Returns:
+        Of each pipeline, in node order. Micro-batches have their numbers in the step;
+        one that takes none has no rows.
+
+    Raises:
+        PlanError: it has no stages.
+    """
+    if not plan.pipelines:
+        return [paced(plan)]
+    found = []
+    for own, numbers in zip(plan.pipelines, dealt(plan.shares), strict=True):
+        if not numbers:
+            found.append(
+                Paced(table=dataclasses.replace(table_of(own), rows=()), rows=())
+            )
+            continue
+        one = paced(dataclasses.replace(own, num_micro_batches=len(numbers)))
+        rows = (
+            dataclasses.replace(
+                timed,
+                row=timed.row._replace(
+                    micro_batch=timed.row.micro_batch + numbers.start
+                ),
+            )
+            for timed in one.rows
+        )
+        found.append(dataclasses.replace(one, rows=tuple(rows)))
+    return found
 
 
 def _seconds(pace: Pace, action: Action) -> float:

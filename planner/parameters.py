@@ -57,7 +57,9 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
         moved = (leaf.optimizer_spec, leaf.summed, leaf.gathers)
         key = (id(home), leaf.nbytes, *layouts, *moved)
         if key not in said:
-            said[key] = collective_words(collectives_of(home, leaf), home)
+            said[key] = collective_words(
+                collectives_of(home, leaf, unlike=bool(plan.shares)), home
+            )
         rows.append(
             ParameterRow(
                 label=leaf.path if count == 1 else f"{starred(leaf.path)} ×{count}",
@@ -81,12 +83,15 @@ def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
     return tuple(axis for axes in after for axis in axes if axis not in old)
 
 
-def collectives_of(plan: Plan, leaf: LeafPlan) -> tuple[Collective, ...]:
+def collectives_of(
+    plan: Plan, leaf: LeafPlan, *, unlike: bool = False
+) -> tuple[Collective, ...]:
     """What one parameter causes in a micro-batch, and in the update.
 
     Args:
         plan: of the devices that store it.
         leaf: the parameter.
+        unlike: ranks of ``data`` take unlike shares.
 
     Returns:
         Gathers of the parameter and reductions of its gradient, as if it were alone:
@@ -98,7 +103,7 @@ def collectives_of(plan: Plan, leaf: LeafPlan) -> tuple[Collective, ...]:
     if axes and leaf.gathers:
         found.append(_gather(axes, "forward", used, leaf.gathers))
     # Ranks that take unlike shares sum their gradients when all are done.
-    last = ("data",) if plan.shares and "data" in leaf.summed else ()
+    last = ("data",) if unlike and "data" in leaf.summed else ()
     summed = tuple(axis for axis in leaf.summed if axis not in last)
     if summed:
         whole = _sum(summed, "backward", used)

@@ -250,9 +250,9 @@ class Plan(Pictured):
     @property
     def room_bytes(self) -> int:
         """Memory of a device of those that ``memory`` is predicted for."""
-        each = [plan for one in self.pipelines or (self,) for plan in one.apart]
-        own = next((plan for plan in each if plan.memory == self.memory), self)
-        return own.cluster.memory_bytes
+        each = [own for one in self.pipelines or (self,) for own in one.apart]
+        same = (p for p in each if self.memory in (p.memory, p.memory.crossing))
+        return next(same, self).cluster.memory_bytes
 
     @property
     def replica(self) -> Plan:

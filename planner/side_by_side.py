@@ -118,7 +118,7 @@ class _Beside:
     def memory(self) -> MemoryTerms:
         """On the fullest device, with the buffer in which gradients cross."""
         return max(
-            ((_crossing(one), one.cluster.memory_bytes) for one in self._stages()),
+            ((one.memory.crossing, one.cluster.memory_bytes) for one in self._stages()),
             key=lambda pair: pair[0].total_bytes / pair[1],
         )[0]
 
@@ -126,7 +126,7 @@ class _Beside:
     def lacks_bytes(self) -> int:
         """What the fullest device is short of; 0 or less where all have enough."""
         return max(
-            _crossing(one).total_bytes - one.cluster.memory_bytes
+            one.memory.crossing.total_bytes - one.cluster.memory_bytes
             for one in self._stages()
         )
 
@@ -341,14 +341,6 @@ def _exchange(
     mesh = {DATA: len(plans), STAGE: stages, "inside": inside}
     parts = axis_parts((DATA,), mesh, cluster)
     return summed, collective_seconds(summed.kind, payload, parts)
-
-
-def _crossing(stage: Plan) -> MemoryTerms:
-    """What a stage needs, with the buffer in which its gradients cross."""
-    memory = stage.memory
-    return dataclasses.replace(
-        memory, working_bytes=memory.working_bytes + memory.gradients_bytes
-    )
 
 
 def _too_large(one: _Beside) -> NothingFits:

@@ -152,6 +152,13 @@ class MemoryTerms:
         """What lives during a step alone."""
         return self.gradients_bytes + self.activations_bytes + self.working_bytes
 
+    @property
+    def crossing(self) -> MemoryTerms:
+        """With the buffer in which gradients cross to other pipelines."""
+        return dataclasses.replace(
+            self, working_bytes=self.working_bytes + self.gradients_bytes
+        )
+
 
 def offload_words(offload: tuple[str, ...]) -> str:
     """What lies in host memory, in words; empty where nothing does.

@@ -7,7 +7,6 @@ device is asked, and no array.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -48,12 +47,29 @@ class DeviceMap(Picture):
     """
 
     def __init__(
-        self, leaf: LeafPlan, of: str, axes: Mapping[str, int], first: int
+        self,
+        leaf: LeafPlan,
+        of: str,
+        axes: Mapping[str, int],
+        firsts: Sequence[int],
+        devices: int,
     ) -> None:
+        """Work it out.
+
+        Args:
+            leaf: the parameter.
+            of: one of ``LAYOUTS``.
+            axes: sizes of the mesh axes of what holds a copy.
+            firsts: of each that holds one, the number of its first device.
+            devices: of the whole plan.
+        """
         self.path, self.shape = leaf.path, leaf.shape
         self.spec: Spec = getattr(leaf, LAYOUTS[of])
-        self.parts = parts_of(self.shape, self.spec, axes, first)
-        words = self._words(of, math.prod(axes.values()))
+        self.parts: dict[Part, list[int]] = {}
+        for first in firsts:
+            for part, held in parts_of(self.shape, self.spec, axes, first).items():
+                self.parts.setdefault(part, []).extend(held)
+        words = self._words(of, devices)
         super().__init__(
             html="".join(f"<p>{escape(w)}</p>" for w in words) + _grids(self),
             text="\n".join((*words, *_lines(self))),
@@ -80,12 +96,15 @@ def device_map(plan: Plan, path: str, of: str = "params") -> DeviceMap:
     """The map of a plan's parameter; see ``Plan.device_map``."""
     if of not in LAYOUTS:
         raise WhaleError(f"of is {of!r}; expected one of {', '.join(LAYOUTS)}")
-    home, leaf = plan.home(plan.leaf(path).path), plan.leaf(path)
-    if home is not plan:
-        leaf = home.leaf(leaf.path)
-    stage = next((i for i, one in enumerate(plan.apart) if one is home), 0)
-    first = sum(one.num_devices for one in plan.apart[:stage])
-    return DeviceMap(leaf, of, home.axis_sizes, first)
+    path = plan.leaf(path).path
+    homes = [one.home(path) for one in plan.pipelines or (plan,)]
+    firsts, before = [], 0
+    for one, home in zip(plan.pipelines or (plan,), homes, strict=True):
+        stage = next((i for i, own in enumerate(one.apart) if own is home), 0)
+        firsts.append(before + sum(own.num_devices for own in one.apart[:stage]))
+        before += one.num_devices
+    leaf = homes[0].leaf(path)
+    return DeviceMap(leaf, of, homes[0].axis_sizes, firsts, plan.num_devices)
 
 
 def parts_of(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from html import escape
 
-from whalejax.display.page import FILLS, INK, Picture, drawing, table, words
+from whalejax.display.page import (
+    FILLS,
+    INK,
+    Picture,
+    drawing,
+    stage_names,
+    table,
+    words,
+)
 from whalejax.display.page import cell as td
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan
@@ -44,11 +52,14 @@ def memory_chart(plan: Plan) -> MemoryChart:
 
 
 def _bars(plan: Plan) -> Bars:
-    if plan.apart:
-        return {
-            f"stage {i}": (one.memory, one.cluster.memory_bytes)
-            for i, one in enumerate(plan.apart)
-        }
+    each = [one.apart for one in plan.pipelines or (plan,)]
+    terms = [one.memory for apart in each for one in apart]
+    if plan.pipelines:
+        terms = [one.crossing for one in terms]
+    if terms:
+        rooms = [one.cluster.memory_bytes for apart in each for one in apart]
+        names = stage_names([len(apart) for apart in each])
+        return dict(zip(names, zip(terms, rooms, strict=True), strict=True))
     return {"a device": (plan.memory, plan.cluster.memory_bytes)}
 
 

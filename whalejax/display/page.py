@@ -229,3 +229,20 @@ def words(
     """Letters in a drawing."""
     place = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{x:g}" y="{y:g}" fill="{ink}"{place}>{escape(text)}</text>'
+
+
+def stage_names(each: Sequence[int]) -> tuple[str, ...]:
+    """What lanes and bars of stages are called.
+
+    Args:
+        each: stages of each pipeline.
+
+    >>> stage_names([2]), stage_names([1, 1])
+    (('stage 0', 'stage 1'), ('0: stage 0', '1: stage 0'))
+    """
+    several = len(each) > 1
+    return tuple(
+        f"{pipeline}: stage {stage}" if several else f"stage {stage}"
+        for pipeline, count in enumerate(each)
+        for stage in range(count)
+    )

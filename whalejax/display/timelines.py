@@ -14,9 +14,9 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from whalejax.display.page import FILLS, INK, Picture, drawing, words
+from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
 from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.paced import paced
+from whalejax.planner.paced import Paced, paced_beside
 from whalejax.planner.plan import Plan
 
 
@@ -80,21 +80,13 @@ class StepTimeline(Picture):
             self.lanes: tuple[str, ...] = ("a device",)
             self.slices = tuple(_terms(plan))
         else:
-            line = paced(plan)
-            self.bubble = line.bubble
-            self.lanes = tuple(f"stage {i}" for i in range(line.table.num_stages))
-            self.slices = tuple(
-                Slice(
-                    lane=one.row.stage,
-                    kind=one.row.action,
-                    start_seconds=one.start_seconds,
-                    end_seconds=one.end_seconds,
-                    micro_batch=one.row.micro_batch,
-                    chunk=one.row.chunk,
-                )
-                for one in line.rows
-            )
+            lines = paced_beside(plan)
+            self.lanes = stage_names([line.table.num_stages for line in lines])
+            self.slices = tuple(_slices(lines))
         self.end_seconds = max((s.end_seconds for s in self.slices), default=0.0)
+        if plan.stages is not None and self.end_seconds:
+            busy = sum(s.end_seconds - s.start_seconds for s in self.slices)
+            self.bubble = 1.0 - busy / (self.end_seconds * len(self.lanes))
         self._staged = plan.stages is not None
         words_ = self._words(plan)
         svg = _drawn(self, words_[0])
@@ -116,9 +108,13 @@ class StepTimeline(Picture):
             ]
         stages = plan.stages
         assert stages is not None
+        number = f"{len(self.lanes)} stages, {plan.num_micro_batches} micro-batches"
+        if plan.pipelines:
+            each, length = " and ".join(map(str, plan.shares)), plan.axis_sizes["stage"]
+            pipelines = f"{len(plan.pipelines)} pipelines of {length} stages"
+            number = f"{pipelines}, {each} micro-batches"
         found = [
-            f"Timeline: {stages.schedule}, {len(self.lanes)} stages, "
-            f"{plan.num_micro_batches} micro-batches: {len(self.slices):,} rows in "
+            f"Timeline: {stages.schedule}, {number}: {len(self.slices):,} rows in "
             f"{seconds_text(self.end_seconds)}, bubble {self.bubble:.1%}"
         ]
         if stages.turns:
@@ -187,6 +183,22 @@ class StepTimeline(Picture):
 def timeline(plan: Plan) -> StepTimeline:
     """The timeline of a plan; see ``Plan.timeline``."""
     return StepTimeline(plan)
+
+
+def _slices(lines: Sequence[Paced]) -> Iterator[Slice]:
+    """The rows of pipelines side by side, those of each lane in order."""
+    first = 0
+    for line in lines:
+        for one in line.rows:
+            yield Slice(
+                lane=first + one.row.stage,
+                kind=one.row.action,
+                start_seconds=one.start_seconds,
+                end_seconds=one.end_seconds,
+                micro_batch=one.row.micro_batch,
+                chunk=one.row.chunk,
+            )
+        first += line.table.num_stages
 
 
 def _terms(plan: Plan) -> Iterator[Slice]:

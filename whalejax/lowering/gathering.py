@@ -63,12 +63,13 @@ class Group:
         self._added: dict[Any, _Added] = {}
 
     def add(
-        self, arrays: Mapping[int, Sequence[Any]], specs: Sequence[PartitionSpec]
+        self, arrays: Mapping[int, list[Any]], specs: Sequence[PartitionSpec]
     ) -> dict[int, list[Any]]:
         """The sums of arrays over all pipelines, on each stage that is here.
 
         Args:
-            arrays: by pipeline, of those that are here, on the stage's devices.
+            arrays: by pipeline, of those that are here, on the stage's devices. The
+                lists are emptied, so that what is packed need not be held twice.
             specs: their layouts.
         """
         if not arrays:
@@ -78,7 +79,10 @@ class Group:
         if key not in self._added:
             shapes = [jax.ShapeDtypeStruct(*aval) for aval in avals]
             self._added[key] = _Added(self._mesh, self.rows, self.here, shapes, specs)
-        found = self._added[key].run(self._seen(arrays, specs))
+        seen = self._seen(arrays, specs)
+        for several in arrays.values():
+            several.clear()
+        found = self._added[key].run(seen)
         return {
             r: [
                 seen_on(x, NamedSharding(self._meshes[r], spec))
@@ -148,8 +152,12 @@ class _Added:
         }
         self._exchange = Exchange(mesh, rows, buffers[here[0]].avals)
 
-    def run(self, arrays: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        packed = {r: self._pack[r](list(several)) for r, several in arrays.items()}
+    def run(self, arrays: Mapping[int, list[Any]]) -> dict[int, list[Any]]:
+        """Their sums; the lists are emptied."""
+        packed = {}
+        for r, several in arrays.items():
+            packed[r] = self._pack[r](several)
+            several.clear()
         told = run_alone(self._exchange.add, packed, self._mesh)
         return {r: self._unpack[r](several) for r, several in told.items()}
 

@@ -226,8 +226,10 @@ class Pass:
         """The gradient of each parameter where it belongs, or ``ABSENT``."""
         apart = self.apart
         apart.moves.settle()
+        # Held here no longer, so that what they become need not lie beside them.
+        every, self.gradients = self.gradients, []
         found: dict[int, list[Any]] = defaultdict(list)
-        for site, gradients in zip(apart.sites, self.gradients, strict=True):
+        for site, gradients in zip(apart.sites, every, strict=True):
             for place, n in enumerate(site.place.params):
                 here = gradients[place] if apart.here[site.stage] else None
                 found[n].append(apart.moves.gathered(n, site.stage, here))

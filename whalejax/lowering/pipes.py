@@ -272,7 +272,12 @@ class Pipes(Following):
     def _groups(self) -> dict[tuple[int, ...], Group]:
         """Stages that hold the same, in the order in which they meet."""
         meshes = [one.meshes for one in self.pipelines]
-        return groups_of([*self._owners, self._ends], meshes)
+        return groups_of([*self._owners, self._starts, self._ends], meshes)
+
+    @property
+    def _starts(self) -> tuple[int, ...]:
+        """The first stage of each pipeline, whose last backward ends its pass."""
+        return (0,) * len(self.pipelines)
 
     @property
     def _ends(self) -> tuple[int, ...]:
@@ -309,7 +314,6 @@ class Pipes(Following):
             mine = [n for n, own in enumerate(self._owners) if own == stages]
             params = [n for n in mine if n < self._first_rest]
             others = [n for n in mine if n >= self._first_rest]
-            sent = {r: [gradients[r][n] for n in params] for r in group.here}
             specs = [
                 self.pipelines[0].gradient_sharding(n, stages[0]).spec for n in params
             ]
@@ -317,7 +321,11 @@ class Pipes(Following):
             ends = stages == self._ends
             sums = {r: runs[r].losses() if ends else None for r in group.here}
             arrays = {
-                r: [*sent[r], *told[r].values(), *jax.tree.leaves(sums[r])]
+                r: [
+                    *(_taken(gradients[r], n) for n in params),
+                    *told[r].values(),
+                    *jax.tree.leaves(sums[r]),
+                ]
                 for r in group.here
             }
             count = len(next(iter(arrays.values()), ()))
@@ -359,11 +367,14 @@ class Pipes(Following):
         return jax.jit(self._untrained.after, static_argnums=0)
 
     def _paces(self) -> Any:
-        """What all pipelines were measured to take, on all devices here."""
-        group = self._groups[self._ends]
+        """What all pipelines were measured to take, on all devices here.
+
+        Each is told by the processes of its first stage: others are done before.
+        """
+        group = self._groups[self._starts]
         mine = {r: [self._largest(self._pace(r, group.rows[r]))] for r in group.here}
         mine = {
-            r: [seen_on(x, self.pipelines[r].whole[-1]) for x in xs]
+            r: [seen_on(x, self.pipelines[r].whole[0]) for x in xs]
             for r, xs in mine.items()
         }
         found = group.add(mine, [WHOLE])
@@ -380,7 +391,10 @@ class Pipes(Following):
     @functools.cached_property
     def _tellers(self) -> dict[int, Report]:
         aval = jax.ShapeDtypeStruct((len(self.pipelines),), jnp.float32)
-        return {r: Report({"paces": aval}, self.pipelines[r].whole) for r in self._mine}
+        return {
+            r: Report({"paces": aval}, self.pipelines[r].whole, stage=0)
+            for r in self._mine
+        }
 
     def _agreed(self, copies: Mapping[int, Metrics]) -> Metrics:
         """Metrics that all processes can read, of those of the pipelines here."""
@@ -432,3 +446,9 @@ class Pipes(Following):
             "the stages of this plan have programs of their own, so there is no one "
             "program to lower"
         )
+
+
+def _taken(several: list[Any], number: int) -> Any:
+    """An array that is held here no longer."""
+    found, several[number] = several[number], ABSENT
+    return found

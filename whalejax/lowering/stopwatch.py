@@ -55,6 +55,8 @@ class Stopwatch:
             except (RuntimeError, ValueError):
                 started = None  # The step itself says what failed.
                 continue
+            finally:
+                del array  # What it waited for may go before the next step begins.
             now = time.perf_counter()
             if not count:
                 started = now

@@ -177,13 +177,22 @@ class Everywhere:
 
 
 class Report:
-    """Metrics of the last stage, which all processes can read."""
+    """Metrics of one stage, which all processes can read."""
 
-    def __init__(self, avals: Any, whole: Sequence[NamedSharding]) -> None:
+    def __init__(
+        self, avals: Any, whole: Sequence[NamedSharding], stage: int = -1
+    ) -> None:
+        """Know what is told.
+
+        Args:
+            avals: its shapes and dtypes.
+            whole: for each stage, the layout of what all its devices hold.
+            stage: which one tells it; the last one if left out.
+        """
         leaves, self._tree = jax.tree.flatten(avals)
         self._alone = all(sharding.is_fully_addressable for sharding in whole)
-        last = [len(whole) - 1] * len(leaves)
-        self._everywhere = Everywhere(whole, last, leaves)
+        told = [stage % len(whole)] * len(leaves)
+        self._everywhere = Everywhere(whole, told, leaves)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if not self._alone:
