@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
-from typing import Final
+from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import whalejax as wh
 from tests.processes import finish, start
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 
@@ -105,3 +109,25 @@ def test_a_program_that_waits_for_a_frozen_process_ends() -> None:
         for process in running:
             process.send_signal(signal.SIGKILL)
             process.communicate()
+
+
+def test_what_one_process_runs_is_not_described_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = {"w": jnp.ones((8, 4))}
+    batch = jnp.ones((16, 8))
+    plan = wh.plan(_loss, model, batch, cluster="cpu:2", optimizer=optax.sgd(0.1))
+    step = wh.compile(
+        plan, _loss, model, optimizer=optax.sgd(0.1), devices=jax.devices()[:2]
+    )
+    state = step.init_from(model)
+    asked: list[wh.Plan] = []
+    monkeypatch.setattr(wh.Plan, "hash", property(asked.append))
+    for _ in range(2):
+        state, _ = step(state, batch)
+    step.eval(state, batch)
+    assert not asked
+
+
+def _loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch @ model["w"]) ** 2)

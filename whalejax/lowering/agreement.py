@@ -11,7 +11,7 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -52,11 +52,12 @@ class Agreement:
         self._one_kind = one_kind
         self.wait_seconds = WAIT_SECONDS
 
-    def check(self, what: object) -> None:
+    def check(self, what: Callable[[], object]) -> None:
         """Compare, the first time that it is called; all processes call it.
 
         Args:
-            what: its text says all that must be alike.
+            what: makes something whose text says all that must be alike; called where
+                that is compared, as a plan's hash takes longer than many a step.
 
         Raises:
             PlanError: processes have other plans, versions or kinds of device, or did
@@ -65,7 +66,7 @@ class Agreement:
         if not self._open:
             return
         self._open = False
-        found = _exchanged(self._facts(what), self.wait_seconds)
+        found = _exchanged(self._facts(what()), self.wait_seconds)
         problems = differences(found)
         if problems:
             raise PlanError(

@@ -49,7 +49,6 @@ class Moves:
         """
         self._agreement.check(self.described)
 
-    @property
     def described(self) -> object:
         """All that processes must have alike."""
         layouts = [

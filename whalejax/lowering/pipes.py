@@ -125,8 +125,9 @@ class Pipes(Following):
 
     def _agree(self) -> None:
         """Compare plans and shares with those of the others, the first time."""
-        described = [one.moves.described for one in self.pipelines]
-        self._agreement.check((described, self.shares))
+        self._agreement.check(
+            lambda: ([one.moves.described() for one in self.pipelines], self.shares)
+        )
 
     def _joined(self, copies: Mapping[int, Any]) -> Any:
         """A tree on all devices, of those of the pipelines here."""

@@ -145,7 +145,7 @@ class Uneven(Following):
 
     def _agree(self) -> None:
         """Compare the plan with that of the other processes, the first time."""
-        self._agreement.check((self._plan.hash, self.shares))
+        self._agreement.check(lambda: (self._plan.hash, self.shares))
 
     def _on(self, replica: int) -> TrainState:
         """The layouts of a state on one replica."""
