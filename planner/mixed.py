@@ -20,6 +20,7 @@ from whalejax.planner.balance import (
 from whalejax.planner.frames import Frames
 from whalejax.planner.layer_cuts import ends, pace_of, stage_layers, stage_pace
 from whalejax.planner.outlook import Cases, Model, Placement
+from whalejax.planner.plan import Plan
 from whalejax.planner.replicas import Replicas
 
 
@@ -46,12 +47,24 @@ def share_notes(model: Model, frames: Frames, placement: Placement) -> Iterator[
             "were weighed and are slower, do not fit, or do not divide the batch, the "
             "layers or the devices"
         )
-    if int(Cases(model, frames, placement, None).mesh["tensor"][0]) > 1:
-        yield (
-            "split: shards are even over tensor. Uneven ones are not planned: programs "
-            "of unlike devices are compiled apart and cannot share the collectives "
-            "inside a layer, and one program stores every shard as large as the largest"
-        )
+
+
+def split_notes(plan: Plan) -> list[str]:
+    """Why shards of a split are even on unlike devices, where anything is split.
+
+    Args:
+        plan: for devices of one or of several kinds.
+    """
+    every = [plan, *(own for one in plan.pipelines or (plan,) for own in one.apart)]
+    if plan.cluster.is_uniform or all(
+        one.axis_sizes.get("tensor", 1) == 1 for one in every
+    ):
+        return []
+    return [
+        "split: shards are even over tensor. Uneven ones are not planned: programs of "
+        "unlike devices are compiled apart and cannot share the collectives inside a "
+        "layer, and one program stores every shard as large as the largest"
+    ]
 
 
 def _replicas(model: Model, frames: Frames, placement: Placement) -> Balance:

@@ -83,4 +83,6 @@ def _verdict(one: Weighed, best: Weighed) -> str:
     if not one.fits:
         return f"needs {gigabytes(one.memory.total_bytes)} of memory"
     slower = one.time.step_seconds / best.time.step_seconds - 1
-    return f"{slower:.1%} slower" if slower >= 0 else f"{-slower:.1%} faster"
+    if slower >= 0:
+        return f"{slower:.1%} slower"
+    return f"{-slower:.1%} faster, by less than predictions tell apart"

@@ -31,6 +31,7 @@ from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.mixed import split_notes
 from whalejax.planner.ordering import ordered
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
@@ -297,7 +298,7 @@ class Asked:
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*_attention_note(found, programs), *adapter.notes),
-                *option_note(options),
+                *(*split_notes(found), *option_note(options)),
             ),
             question=self,
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
@@ -63,3 +66,20 @@ def test_devices_alike_have_nothing_to_say() -> None:
 def test_even_shards_are_said() -> None:
     notes = notes_of("h100:2+a100-80:2", 8, {"stage": 1, "data": 2, "tensor": 2})
     assert notes[-1].startswith("split: shards are even over tensor")
+
+
+@pytest.mark.parametrize("cluster", ["v100-32:2+p100-16:2", "v100-32:4"])
+def test_plans_that_run_say_that_shards_are_even(cluster: str) -> None:
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        with wh.split():
+            return jnp.mean(jax.nn.logsumexp(batch @ model["head"], -1))
+
+    plan = wh.plan(
+        loss,
+        {"head": jax.ShapeDtypeStruct((512, 4096), jnp.float32)},
+        jax.ShapeDtypeStruct((256, 512), jnp.float32),
+        cluster=cluster,
+        mesh={"tensor": 2},
+    )
+    said = any(note.startswith("split: shards are even") for note in plan.notes)
+    assert plan.runnable and said == ("+" in cluster)
