@@ -12,6 +12,7 @@ if __name__ == "models":
     raise ImportError("import whalejax.models, not models")
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.models._names import pick
@@ -61,6 +62,35 @@ def available() -> tuple[str, ...]:
     ('bert-base', 'bert-large')
     """
     return tuple(sorted(_NAMES))
+
+
+def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes that go with another width, where that alone is given.
+
+    Args:
+        name: one of ``available()``.
+        overrides: as for ``job``.
+
+    Returns:
+        ``mlp`` and ``heads`` in proportion to ``embed``, as far as the model has them,
+        they were not given, and they come out whole.
+
+    >>> widened("gpt-small", {"embed": 12_288})
+    {'mlp': 49152, 'heads': 192}
+    >>> widened("llama-7b", {"embed": 8192, "heads": 64})
+    {'mlp': 22016}
+    """
+    module_name, size = pick(name, _NAMES, "model")
+    sizes = importlib.import_module(f"whalejax.models.{module_name}").SIZES
+    base, embed = sizes[size], overrides.get("embed")
+    if not isinstance(embed, int) or not getattr(base, "embed", 0):
+        return {}
+    found = {}
+    for option in ("mlp", "heads"):
+        whole, rest = divmod(getattr(base, option, 0) * embed, base.embed)
+        if whole > 0 and not rest and option not in overrides:
+            found[option] = whole
+    return {} if embed == base.embed else found
 
 
 def job(name: str, **overrides: Any) -> "Job":

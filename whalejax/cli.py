@@ -392,7 +392,11 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
 
     if name in models.available():
         words = {SYNONYMS.get(key, key): v for key, v in (options or {}).items()}
-        return models.job(name, **words)
+        if wider := models.widened(name, words):
+            sizes = " ".join(f"{key}={value}" for key, value in wider.items())
+            text = f"{sizes}, in proportion to hidden as in {name}; --set fixes others"
+            print(f"whalejax: {text}", file=sys.stderr)
+        return models.job(name, **words, **wider)
     near = difflib.get_close_matches(name, models.available(), n=3, cutoff=0.5)
     raise WhaleError(
         f"no reference model is named {name!r}"

@@ -15,7 +15,7 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
-from whalejax import cli
+from whalejax import cli, jobs, models
 from whalejax.meshes.problems import WhaleError
 from whalejax.options import (
     PlanCommand,
@@ -447,6 +447,22 @@ def test_options_of_a_model_are_set_from_words() -> None:
     assert job.name.startswith("gpt")
     with pytest.raises(WhaleError, match="has no option 'layerz'; nearest: layers"):
         cli.find_job("gpt", {"layerz": 2})
+
+
+@pytest.mark.parametrize("name", models.available())
+def test_what_goes_with_the_width_is_changed_with_it(
+    name: str, capsys: Captured
+) -> None:
+    assert models.widened(name, {}) == {}
+    sizes = models.widened(name, {"embed": 4096, "heads": 16})
+    assert set(sizes) <= {"mlp"}
+    if name == "gpt-small":
+        assert sizes == {"mlp": 16_384}
+        job = cli.find_job(name, named_values(["hidden=1536", "layers=2"]))
+        up = jobs.abstract_model(job).blocks[0].up.kernel
+        assert up.shape == (1536, 6144)
+        said = capsys.readouterr().err
+        assert "mlp=6144 heads=24, in proportion to hidden as in gpt-small" in said
 
 
 def test_malformed_options_are_listed_together() -> None:
