@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from whalejax.meshes.problems import Problems, WhaleError
 
@@ -37,6 +37,12 @@ def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
         f"no {what} is named {name!r}{_nearest(name, choices)}. "
         f"There are: {', '.join(sorted(choices))}."
     )
+
+
+COUNTS: Final = frozenset(
+    ("layers", "embed", "heads", "kv_heads", "mlp", "vocab", "sequence", "experts")
+)
+"""Fields of which a model has some."""
 
 
 def change(
@@ -69,6 +75,8 @@ def change(
                 f"{type(config).__name__} has no option {name!r}"
                 f"{_nearest(name, known)}. Options: {', '.join(known)}."
             )
+        elif name in COUNTS and (type(changes[name]) is not int or changes[name] < 1):
+            problems.add(f"{name} is {changes[name]!r}; expected a number, 1 or more.")
     problems.raise_if_any(title="model options")
     return dataclasses.replace(config, **changes)
 

@@ -20,6 +20,7 @@ from whalejax.planner.explain import (
     layout_text,
     mesh_words,
     milliseconds,
+    pipeline_words,
     shape_text,
     spec_text,
     whole_dimensions,
@@ -181,7 +182,7 @@ def _regions(plan: Plan, width: int | None) -> Iterator[Line]:
 def _stages(plan: Plan, width: int | None) -> Iterator[Line]:
     """One row for each stage, where there are any."""
     if plan.stages is not None:
-        yield from paragraph("stages", [plan.stages.words()], width)
+        yield from paragraph("stages", pipeline_words(plan), width, " · ")
         yield from table(*stage_rows(plan), width)
 
 
@@ -189,6 +190,15 @@ def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Names of columns, and a row for each stage of a plan that has some."""
     stages = plan.stages
     assert stages is not None
+    if plan.pipelines:
+        head = ["pipeline", "stage", "kind", "layers", "mesh", "memory per device"]
+        return head, [
+            [str(pipeline), str(number), own.cluster.kinds[0].display_name(), *rest]
+            for pipeline, one in enumerate(plan.pipelines)
+            for number, own in enumerate(one.apart)
+            for held in [gigabytes(own.memory.crossing.total_bytes)]
+            for rest in [["as cut", mesh_words(own.axis_sizes), held]]
+        ]
     count = dict(plan.axes).get("stage", 1)
     rows = []
     for number in range(count):

@@ -70,9 +70,17 @@ def layout_text(plan: Plan) -> str:
     own = own_words(plan.remat, plan.offload, plan.sequence_parallel, plan.attention)
     own += chunk_words(plan.loss_chunks)
     own += precision_words(plan.precisions, plan.precision)
-    own += [plan.stages.words()] if plan.stages else []
+    own += pipeline_words(plan)
     beyond = plan.beyond.words() if plan.beyond else ()
     return " · ".join([words, *own, *beyond])
+
+
+def pipeline_words(plan: Plan) -> list[str]:
+    """A plan's pipeline in a few words, or each of those side by side."""
+    each = [one.stages.words() for one in plan.pipelines or (plan,) if one.stages]
+    if len(set(each)) < 2:
+        return each[:1]
+    return [f"pipeline {number}: {words}" for number, words in enumerate(each)]
 
 
 def leaf_note(
@@ -113,7 +121,8 @@ def whole_reasons(plan: Plan) -> list[tuple[str, list[LeafPlan]]]:
     homes = {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
     for leaf in plan.leaves:
         if not any(leaf.param_spec):
-            reason = _whole_leaf(homes.get(leaf.path, plan), leaf)
+            home = homes.get(leaf.path, plan)
+            reason = _whole_leaf(home, leaf, alone=home is plan)
             found.setdefault(reason, []).append(leaf)
     return sorted(found.items(), key=lambda pair: -sum(leaf.nbytes for leaf in pair[1]))
 
@@ -133,10 +142,10 @@ def whole_dimensions(plan: Plan) -> list[str]:
     ]
 
 
-def _whole_leaf(home: Plan, leaf: LeafPlan) -> str:
+def _whole_leaf(home: Plan, leaf: LeafPlan, *, alone: bool) -> str:
     """Why a parameter is whole on every device, for all its dimensions at once."""
     if not home.axes:
-        return "there is one device"
+        return "there is one device" if alone else "its stage is one device"
     if leaf.note:
         return leaf.note
     roles = {r.name: r for r in home.roles}
@@ -175,10 +184,19 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
     if leaf.note:
         lines.append(f"  whole because {leaf.note}")
     if home is not plan:
-        lines.append(f"  lies on stage {plan.apart.index(home)}")
+        lines.append(f"  lies on {_stage_words(plan, leaf.path)}")
     lines.append("  plans that were weighed:")
     lines += [f"    {candidate}" for candidate in plan.candidates]
     return "\n".join(lines)
+
+
+def _stage_words(plan: Plan, path: str) -> str:
+    """The stage that stores a parameter, of each pipeline where there are several."""
+    each = [one.apart.index(one.home(path)) for one in plan.pipelines or (plan,)]
+    if len(set(each)) == 1:
+        return f"stage {each[0]}"
+    words = [f"stage {stage} of pipeline {r}" for r, stage in enumerate(each)]
+    return " and ".join(words)
 
 
 def _why_dim(

@@ -251,8 +251,8 @@ class Plan(Pictured):
     def room_bytes(self) -> int:
         """Memory of a device of those that ``memory`` is predicted for."""
         each = [own for one in self.pipelines or (self,) for own in one.apart]
-        same = (p for p in each if self.memory in (p.memory, p.memory.crossing))
-        return next(same, self).cluster.memory_bytes
+        same = [p for p in each if self.memory in (p.memory, p.memory.crossing)]
+        return min(own.cluster.memory_bytes for own in same or [self])
 
     @property
     def replica(self) -> Plan:
@@ -334,7 +334,7 @@ class Plan(Pictured):
         for leaf in self.leaves:
             if path in (leaf.path, starred(leaf.path)):
                 return leaf
-        raise PlanError(no_such_leaf(self, path))
+        raise PlanError(no_such_leaf(self, str(path)))
 
     def why(self, path: str) -> str:
         """Why a parameter is laid out as it is, what else was weighed and its cost.

@@ -24,14 +24,19 @@ if TYPE_CHECKING:
 
 def explain(plan: Plan) -> str:
     """What decided for a plan, what would change the choice, and what stays whole."""
-    spare = plan.cluster.memory_bytes - plan.memory.total_bytes
+    spare = plan.room_bytes - plan.memory.total_bytes
     lines = [
         f"chosen: {layout_text(plan)}: {milliseconds(plan.time.step_seconds)} a step, "
         f"{gigabytes(plan.memory.total_bytes)} per device, {gigabytes(spare)} to spare"
     ]
     other = plan.runner_up
     if other is None:
-        lines.append("no other layout that was weighed fits")
+        several = len(plan.candidates) > 1
+        lines.append(
+            "no other layout that was weighed fits"
+            if several
+            else "no other layout was weighed: all that was asked for leaves this one"
+        )
     else:
         lines += _against(plan, other)
     refused = [c for c in plan.candidates if not c.fits]

@@ -298,9 +298,10 @@ def _sizes(
     ]
     if not sizes:
         raise PlanError(
-            f"replicas lie on one kind, inside a node or on whole ones, and have the "
-            f"same number of devices: none such has a multiple of {fixed} as mesh asks"
-            + ("" if data is None else f", and data {data} needs another number")
+            "replicas lie on one kind, inside a node or on whole ones, and have the "
+            "same number of devices: none "
+            + (f"such has a multiple of {fixed}, as mesh asks" if fixed > 1 else "do")
+            + ("" if data is None else f"; mesh asks for data {data}")
             + '. Change mesh or shares, or give shares="even"'
         )
     yield from sizes

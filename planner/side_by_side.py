@@ -220,7 +220,8 @@ def _check(
             f"shares has {len(asked)} entries; {request.num_devices} devices make no "
             f"{len(asked)} pipelines of {stages} equal stages"
             + ("" if data is None else f", and mesh asks for data {data}")
-            + ". Give one number for each pipeline"
+            + ". Give one number for each pipeline, or leave them to the planner "
+            "(shares=None)"
         )
     if total == 0 or size % total or count not in (None, total):
         raise PlanError(

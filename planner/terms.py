@@ -92,10 +92,14 @@ class TimeTerms:
         )
 
     def by_size(self) -> list[tuple[str, float]]:
-        """The terms above zero, largest first, such as ``[("compute", 0.3), …]``."""
+        """The terms above zero, largest first, such as ``[("compute", 0.3), …]``.
+
+        What is lost in the last digits of the others is none.
+        """
+        least = 1e-12 * self.step_seconds
         names = [f.name for f in dataclasses.fields(self)]
         pairs = [(n.removesuffix("_seconds"), float(getattr(self, n))) for n in names]
-        return sorted((p for p in pairs if p[1] > 0), key=lambda p: -p[1])
+        return sorted((p for p in pairs if p[1] > least), key=lambda p: -p[1])
 
     @property
     def step_seconds(self) -> float:

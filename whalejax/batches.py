@@ -7,6 +7,7 @@ dtype of every leaf, and the containers around them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,3 +106,14 @@ def _rebuilt(described: Any, leaves: Iterator[Any]) -> Any:
         f"the batch holds a container ({', '.join(described) or 'unknown'}) that a "
         "plan cannot rebuild. Pass batch= (abstract will do) to wh.compile"
     )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a tree, keys of random numbers as two words."""
+    total = 0
+    for leaf in map(aval_of, jax.tree.leaves(tree)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            total += 8 * math.prod(leaf.shape)
+        else:
+            total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total

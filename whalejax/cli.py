@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import os
 import sys
@@ -74,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
         error; 130 where the user interrupted.
     """
     started = time.monotonic()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what has no bars or arrows gets "?"
+        sys.stdout.reconfigure(errors="replace")
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
         return 0

@@ -27,6 +27,10 @@ def check_mesh(
     Raises:
         PlanError: which axis, the numbers, and what would do.
     """
+    if not isinstance(mesh, Mapping):
+        raise PlanError(
+            f"mesh is {mesh!r:.60}; expected sizes by axis, such as {{'tensor': 2}}"
+        )
     problems = Problems("wh.plan(mesh=…)")
     for axis, size in mesh.items():
         if axis not in MESH_AXES:

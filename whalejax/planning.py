@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt
-from whalejax.batches import batch_leaves, batch_tree
+from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.fixed import check_mesh
@@ -46,7 +44,7 @@ from whalejax.planner.terms import (
     remat_words,
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS
-from whalejax.programs import Programs, Traces
+from whalejax.programs import Programs, Traces, attention_note
 from whalejax.xla_options import checked_options, option_note
 
 
@@ -258,8 +256,8 @@ class Asked:
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
-            state_bytes=_tree_bytes(adapter.rest),
-            batch_bytes=tuple(_tree_bytes(x) for x in jax.tree.leaves(self.batch)),
+            state_bytes=tree_bytes(adapter.rest),
+            batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,
             default=kind,
             cast_bytes=CAST_BYTES[self._whole],
@@ -297,7 +295,7 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
-                *(*_attention_note(found, programs), *adapter.notes),
+                *(*attention_note(found, programs), *adapter.notes),
                 *(*split_notes(found), *option_note(options)),
             ),
             question=self,
@@ -403,7 +401,8 @@ class Asked:
         """``Plan.what_if``."""
         known = (
             "batch cluster mesh zero num_micro_batches precision remat offload "
-            "sequence_parallel attention loss_chunks shares runnable compiler_options"
+            "sequence_parallel attention loss_chunks shares runnable compiler_options "
+            "allow_idle"
         ).split()
         problems = Problems("what_if", PlanError)
         for name in changes:
@@ -413,14 +412,24 @@ class Asked:
                     f"{', '.join(known)}"
                 )
         size = changes.get("batch")
-        if "batch" in changes and (not isinstance(size, int) or size < 1):
+        if "batch" in changes and not _is_count(size, 1):
             problems.add(f"batch is {size!r}; expected a number of samples, 1 or more")
         problems.raise_if_any()
         if "batch" in changes:
             changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
         if "cluster" in changes:
+            if changes["cluster"] is None:
+                raise PlanError(
+                    "cluster is None; expected a Cluster or text such as 'h100:8', or "
+                    "'local' for the devices of this process"
+                )
             changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
+
+
+def _is_count(value: object, least: int) -> bool:
+    """A whole number, and no truth value, that is not too small."""
+    return type(value) is int and value >= least
 
 
 def _compiled_with(
@@ -502,16 +511,6 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     ]
 
 
-def _attention_note(found: Plan, programs: Programs) -> list[str]:
-    """Why keys and values are gathered that might go round, where any are."""
-    if not found.runnable or found.axis_sizes.get("context", 1) == 1:
-        return []
-    reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole
-    return [
-        f"keys and values are gathered over context: {reason}" for reason in reasons
-    ]
-
-
 def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
     count = request.num_devices
     tell(f"searching layouts of {count} device{'s' if count > 1 else ''}")
@@ -532,6 +531,9 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
 
 def _check_options(asked: Asked) -> str | None:
     _check_switch("sequence_parallel", asked.sequence_parallel)
+    for name in ("runnable", "allow_idle"):
+        if not isinstance(value := getattr(asked, name), bool):
+            raise PlanError(f"{name} is {value!r:.60}; expected True or False")
     default, precision, zero = asked.default, asked.precision, asked.zero
     num_micro_batches = asked.num_micro_batches
     problems = Problems("wh.plan")
@@ -543,13 +545,13 @@ def _check_options(asked: Asked) -> str | None:
         )
     elif isinstance(precision, str) and precision not in PRECISIONS:
         problems.add(f"precision is {precision!r}; expected one of {known}")
-    if num_micro_batches is not None and num_micro_batches < 1:
+    if num_micro_batches is not None and not _is_count(num_micro_batches, 1):
         problems.add(
-            f"num_micro_batches is {num_micro_batches}; expected 1 or more, or None"
+            f"num_micro_batches is {num_micro_batches!r}; expected 1 or more, or None"
         )
-    if zero not in (None, 0, 1, 2):
+    if zero is not None and not (_is_count(zero, 0) and zero <= 2):
         problems.add(
-            f"zero is {zero}; expected 0, 1 or 2 (over the axis data). ZeRO-3 is the "
+            f"zero is {zero!r}; expected 0, 1 or 2 (over the axis data). ZeRO-3 is the "
             'mesh axis fsdp: mesh={"fsdp": n}'
         )
     mark = getattr(default, "mark", None)
@@ -588,13 +590,3 @@ def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
             "'h100:8', 'v5p:4x4x4', a .toml file or 'local'"
         )
     return found
-
-
-def _tree_bytes(tree: Any) -> int:
-    total = 0
-    for leaf in map(aval_of, jax.tree.leaves(tree)):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            total += 8 * math.prod(leaf.shape)
-        else:
-            total += math.prod(leaf.shape) * leaf.dtype.itemsize
-    return total

@@ -18,10 +18,11 @@ from whalejax.capture.reductions import batch_reductions
 from whalejax.meshes.telling import tell
 from whalejax.planner.decide import Known
 from whalejax.planner.graph import BatchReduction, Graph
-from whalejax.planner.plan import Chosen, Remat
+from whalejax.planner.plan import Chosen, Plan, Remat
 from whalejax.planner.precisions import checked_precisions
 from whalejax.planner.resized import resized
 from whalejax.planner.space import Spaces
+from whalejax.planner.terms import ALL
 from whalejax.precision import at_precision
 
 
@@ -197,3 +198,13 @@ class Traces:
             found.graph  # noqa: B018  What cannot be traced is not kept.
             self._known[key] = found
         return self._known[key]
+
+
+def attention_note(found: Plan, programs: Programs) -> list[str]:
+    """Why keys and values are gathered that might go round, where any are."""
+    if not found.runnable or found.axis_sizes.get("context", 1) == 1:
+        return []
+    reasons = programs.traced.blocks(found.attention or ((ALL, "ring"),)).whole
+    return [
+        f"keys and values are gathered over context: {reason}" for reason in reasons
+    ]

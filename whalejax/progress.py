@@ -9,6 +9,7 @@ It stands apart from ``show`` because it lives while something runs.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -45,12 +46,17 @@ def make_console(*, quiet: bool = False) -> Console:
     Args:
         quiet: print nothing.
     """
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    columns = os.environ.get("COLUMNS", "")
+    width: int | None = None
+    if not sys.stdout.isatty() and not columns.strip("0").isdecimal():
+        width = _PLAIN_WIDTH
+    elif columns.isdecimal() and not int(columns):  # a terminal that does not know
+        width = shutil.get_terminal_size().columns
     return Console(
         quiet=quiet,
         highlight=False,
         soft_wrap=False,
-        width=None if known else _PLAIN_WIDTH,
+        width=width,
     )
 
 

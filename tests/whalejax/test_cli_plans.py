@@ -190,6 +190,21 @@ def test_colour_is_for_terminals_that_want_it(two_plans: tuple[str, str]) -> Non
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", bare)
 
 
+@pytest.mark.parametrize("env", [{"COLUMNS": "0"}, {"PYTHONIOENCODING": "ascii"}])
+def test_odd_surroundings_leave_a_plan_to_read(
+    env: dict[str, str], two_plans: tuple[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "whalejax", "show", two_plans[0]],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and not done.stderr
+    assert "Plan " in done.stdout and "predicted" in done.stdout
+
+
 # Completion.
 
 

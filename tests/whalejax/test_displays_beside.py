@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from functools import cache
 
 import whalejax as wh
 from tests.whalejax.test_displays import checked, html_of, shape, unrolled
+from whalejax.planner.explain import gigabytes
 
 
 @cache
@@ -64,3 +66,50 @@ def test_pipelines_side_by_side_are_named_by_all_their_kinds() -> None:
     assert "pipeline 0 (V100-32) 3 · pipeline 1 (P100-16 and V100-32) 5" in text
     (row,) = [line for line in text.splitlines() if line.startswith("head ")]
     assert row.endswith("all-reduce over data") and "8 all-reduce" not in row
+
+
+def test_text_shows_every_pipeline() -> None:
+    plan = beside()
+    assert "lies on stage 1" in plan.why("head") and "pipeline" not in plan.why("head")
+    first, second = plan.pipelines
+    places = {
+        leaf.path: tuple(
+            [leaf.path in [x.path for x in own.leaves] for own in one.apart].index(True)
+            for one in (first, second)
+        )
+        for leaf in plan.leaves
+    }
+    for path, (one, other) in places.items():
+        words = f"stage {one} of pipeline 0 and stage {other} of pipeline 1"
+        assert (words if one != other else f"stage {one}") in plan.why(path)
+    text = str(plan)
+    for pipeline, one in enumerate(plan.pipelines):
+        for stage, own in enumerate(one.apart):
+            memory, _ = plan.memory_chart().bars[f"{pipeline}: stage {stage}"]
+            (row,) = re.findall(rf"^{pipeline} +{stage} +(.*)$", text, re.MULTILINE)
+            assert row.startswith(own.cluster.kinds[0].display_name())
+            assert row.endswith(gigabytes(memory.total_bytes))
+    assert "its stage is one device" in text and "there is one device" not in text
+    spare = plan.room_bytes - plan.memory.total_bytes
+    assert f"{gigabytes(spare)} to spare" in plan.explain()
+    checked(html_of(plan))
+
+
+def test_the_fullest_device_is_that_with_least_to_spare() -> None:
+    plan = beside()
+    smaller = dataclasses.replace(
+        plan.pipelines[1].apart[0],
+        memory=dataclasses.replace(
+            plan.pipelines[1].apart[0].memory, params_bytes=10**9
+        ),
+    )
+    stages = plan.pipelines[1].stages
+    assert stages is not None
+    stages = dataclasses.replace(stages, plans=(smaller, *stages.plans[1:]))
+    first, second = plan.pipelines
+    plan = dataclasses.replace(
+        plan, pipelines=(first, dataclasses.replace(second, stages=stages))
+    )
+    chart = plan.memory_chart()
+    shares = {name: m.total_bytes / room for name, (m, room) in chart.bars.items()}
+    assert f"fullest on {max(shares, key=lambda name: shares[name])}" in str(chart)

@@ -111,6 +111,32 @@ def test_what_if_keeps_what_was_asked(estimate: wh.Plan) -> None:
     assert "batch is 0; expected a number of samples" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"zero": True}, "zero is True; expected 0, 1 or 2"),
+        ({"zero": "1"}, "zero is '1'; expected 0, 1 or 2"),
+        ({"batch": True}, "batch is True; expected a number of samples"),
+        ({"runnable": "no"}, "runnable is 'no'; expected True or False"),
+        ({"num_micro_batches": "4"}, "num_micro_batches is '4'; expected 1 or more"),
+        ({"mesh": 8}, "mesh is 8; expected sizes by axis"),
+        ({"mesh": "data"}, "mesh is 'data'; expected sizes by axis"),
+        ({"cluster": None}, "cluster is None; expected a Cluster or text"),
+    ],
+)
+def test_what_if_refuses_what_is_no_answer(
+    changes: dict[str, Any], words: str, estimate: wh.Plan
+) -> None:
+    with pytest.raises(wh.WhaleError, match=words):
+        estimate.what_if(**changes)
+
+
+def test_what_if_leaves_devices_idle_where_asked(estimate: wh.Plan) -> None:
+    mesh = dict.fromkeys(("data", "fsdp", "expert", "context", "tensor"), 1)
+    found = estimate.what_if(mesh={**mesh, "stage": 4}, allow_idle=True)
+    assert found.num_devices == 4
+
+
 def test_what_if_of_a_runnable_plan_is_runnable() -> None:
     net = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
     x = jax.ShapeDtypeStruct((64, 512), jnp.float32)

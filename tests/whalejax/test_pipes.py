@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from tests.whalejax.test_mpmd import Marked
 from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
 from whalejax import jobs, models
 from whalejax.losses import Job
+from whalejax.lowering.exchange import Exchange
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -283,3 +286,37 @@ def test_processes_with_stages_of_unlike_pipelines(count: int, tmp_path: Path) -
         assert [losses, shares, seconds, told, paces] == found[0][2:]
         assert told == paces  # of the process with each pipeline's first stage
         assert sum(shares) == 8 and min(seconds) > 0
+
+
+def test_gradients_are_not_held_beside_what_they_cross_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = job_of("gpt", "float32")
+    plan = planned(job, UNLIKE, shares=(3, 5))
+    step = wh.compile(
+        plan,
+        job.loss_fn,
+        jobs.abstract_model(job),
+        optimizer=job.optimizer,
+        devices=jax.devices()[: plan.num_devices],
+    )
+    state = step.init(job.make_model, rng=jax.random.key(0))
+    held: list[int] = []
+    add = Exchange.add
+
+    def looked(self: Exchange, packed: Any) -> Any:
+        jax.block_until_ready(packed)
+        time.sleep(0.1)  # Who times them lets go once they are there.
+        gc.collect()
+        shapes = {leaf.shape for leaf in jax.tree.leaves(state.params)}
+        held.append(sum(x.shape in shapes for x in jax.live_arrays() if x.ndim > 1))
+        return add(self, packed)
+
+    monkeypatch.setattr(Exchange, "add", looked)
+    counts = []
+    for number in range(3):
+        held.clear()
+        state, metrics = step(state, job.batch_at(number))
+        jax.block_until_ready(metrics)
+        counts.append(held[:])
+    assert counts[0] == counts[1] == counts[2]  # it is timed from the second step on

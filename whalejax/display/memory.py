@@ -64,12 +64,18 @@ def _bars(plan: Plan) -> Bars:
 
 
 def _title(bars: Bars) -> str:
-    name, (memory, room) = max(bars.items(), key=lambda bar: bar[1][0].total_bytes)
+    name, (memory, room) = max(bars.items(), key=_share)
     where = f", fullest on {name}" if len(bars) > 1 else ""
     return (
         f"Memory: {gigabytes(memory.total_bytes)} of {gigabytes(room)} "
         f"per device predicted{where}"
     )
+
+
+def _share(bar: tuple[str, tuple[MemoryTerms, int]]) -> float:
+    """How much of its device is used."""
+    _, (memory, room) = bar
+    return memory.total_bytes / max(1, room)
 
 
 def _whole(bars: Bars) -> int:

@@ -111,7 +111,8 @@ class StepTimeline(Picture):
         number = f"{len(self.lanes)} stages, {plan.num_micro_batches} micro-batches"
         if plan.pipelines:
             each, length = " and ".join(map(str, plan.shares)), plan.axis_sizes["stage"]
-            pipelines = f"{len(plan.pipelines)} pipelines of {length} stages"
+            several = "s" * (len(plan.pipelines) > 1)
+            pipelines = f"{len(plan.pipelines)} pipeline{several} of {length} stages"
             number = f"{pipelines}, {each} micro-batches"
         found = [
             f"Timeline: {stages.schedule}, {number}: {len(self.slices):,} rows in "

@@ -166,9 +166,10 @@ class Pipes(Following):
         timed = self._start()
         runs = self._ran(seen, batch)
         gradients = {r: run.summed() for r, run in runs.items()}
-        for r in timed:
-            ends = [x for x in gradients[r] if x is not ABSENT]
-            self._stopwatches[r].stop(ends, self.shares[r])
+        for r in timed:  # No name here may hold them while they cross.
+            self._stopwatches[r].stop(
+                [x for x in gradients[r] if x is not ABSENT], self.shares[r]
+            )
         losses, rest = self._met(runs, gradients)
         paces = self._paces()
         new, metrics = dict[int, TrainState](), dict[int, Metrics]()
