@@ -166,14 +166,17 @@ def decide_shares(
             break  # Links between nodes are slower than those inside.
         replicas = cluster.num_devices // size
         several = counts(graph, request, asked, least=replicas, most_counts=MOST_COUNTS)
-        for count in several:
-            for zero in (0, 1) if request.zero is None else (request.zero,):
+        for zero in (0, 1) if request.zero is None else (request.zero,):
+            for count in reversed(several):
                 case = Case(size=size, count=count, zero=zero)
                 if request.zero is None and zero and _roomy(found, case, request):
                     continue
                 try:
                     one = _weigh(graph, cluster, request, case, asked, decide, options)
                     found.append(one)
+                except NothingFits as error:
+                    problems.append(error)
+                    break  # Fewer micro-batches are larger ones.
                 except PlanError as error:
                     problems.append(error)
     if not found:

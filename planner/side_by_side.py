@@ -173,11 +173,14 @@ def decide_pipelines(
     for replicas in _replicas(request, stages, asked):
         least = 2 * stages * replicas
         several = counts(graph, request, asked, least=least, most_counts=MOST_COUNTS)
-        for count in several:
+        for count in reversed(several):
             try:
                 found.append(
                     _weigh(cluster, request, stages, replicas, count, asked, decide)
                 )
+            except NothingFits as error:
+                problem = problem or error
+                break  # Fewer micro-batches are larger ones.
             except PlanError as error:
                 problem = problem or error
     if not found:
