@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from whalejax.planner.explain import gigabytes
+from whalejax.planner.graph import Graph
 from whalejax.planner.plan import Candidate, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import check_devices
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.written import KEPT_CANDIDATES
+
+
+UNEVEN = 1.5
+"""Times its even part that a stage takes where the cut is worth a word."""
 
 
 class Weighed(Protocol):
@@ -54,6 +59,25 @@ def check_stages(request: Request, stages: int, *, most: int) -> None:
             'attention is "ring": stages do not run attention in blocks yet. Leave '
             "attention out, or the axis stage"
         )
+
+
+def uncut_notes(graph: Graph, seconds: Sequence[float]) -> list[str]:
+    """Why one stage takes most of the time, where a loop is the reason.
+
+    Args:
+        graph: the captured loss.
+        seconds: of a micro-batch on each stage.
+    """
+    work = [op.flops * op.trip for op in graph.ops]
+    looped = sum(n for n, op in zip(work, graph.ops, strict=True) if op.trip > 1)
+    share = max(seconds) / max(sum(seconds), 1e-30)
+    if share * len(seconds) < UNEVEN or 2 * looped < sum(work):
+        return []
+    return [
+        f"one of {len(seconds)} stages takes {share:.0%} of the time of all: a loop "
+        "over layers is one part of the model here, and is not cut. Write the layers "
+        "out (of the reference models: scan_layers=False) to share them out"
+    ]
 
 
 def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:
