@@ -62,7 +62,8 @@ def refusal(search: Search, *, open_remat: bool = True) -> PlanError:
         problems.add(text)
     if BATCH_DOES_NOT_DIVIDE in search.refused:
         problems.add(_batch(search))
-        if SEQUENCE_DOES_NOT_DIVIDE in search.refused:
+        asked = "context" in (search.request.mesh or {})
+        if asked and SEQUENCE_DOES_NOT_DIVIDE in search.refused:
             problems.add(_reason(search, SEQUENCE_DOES_NOT_DIVIDE))
     if not problems:
         for why in sorted(search.refused):
@@ -110,7 +111,7 @@ def _padding(search: Search) -> str:
             f"activations then take {gigabytes(nbytes)} more on each device) and mask "
             "what was added"
         )
-    return "; ".join([*found, "or fix another size"])
+    return "; ".join([*found, "or fix another size"]) if found else "Fix another size"
 
 
 def _devices(count: int) -> str:
