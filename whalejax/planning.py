@@ -328,7 +328,7 @@ class Asked:
         """Micro-batches, if the user says how many, or what else is asked for does."""
         if self.sync_batch_stats and reductions:
             return _synced(self.num_micro_batches, reductions)
-        return self.num_micro_batches
+        return None if self.num_micro_batches is None else int(self.num_micro_batches)
 
     def _attention(self, programs: Programs) -> Chosen | None:
         """How attention is to run, if the user says so and it can."""
@@ -416,7 +416,9 @@ class Asked:
             problems.add(f"batch is {size!r}; expected a number of samples, 1 or more")
         problems.raise_if_any()
         if "batch" in changes:
-            changes["batch"] = resized(self.batch, self.batch_axes, changes["batch"])
+            changes["batch"] = resized(
+                self.batch, self.batch_axes, int(changes["batch"])
+            )
         if "cluster" in changes:
             if changes["cluster"] is None:
                 raise PlanError(
@@ -429,7 +431,9 @@ class Asked:
 
 def _is_count(value: object, least: int) -> bool:
     """A whole number, and no truth value, that is not too small."""
-    return type(value) is int and value >= least
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return int(value) >= least
 
 
 def _compiled_with(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -100,7 +101,7 @@ def test_what_if_keeps_what_was_asked(estimate: wh.Plan) -> None:
     other = estimate.what_if(cluster="h100:2x8", mesh={"stage": 2})
     assert other.num_devices == 16
     assert other.axis_sizes["stage"] == 2
-    half = estimate.what_if(batch=32)
+    half = estimate.what_if(batch=np.int64(32))
     assert half.batch[0].shape[0] == 32
     assert half.time.step_seconds < estimate.time.step_seconds
     full = estimate.what_if(remat="full")
