@@ -528,8 +528,7 @@ class Search:
             yield fixed
             return
         parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
-        most = self.graph.batch_size // parts
-        yield from (m for m in range(1, most + 1) if most % m == 0)
+        yield from divisors(self.graph.batch_size // parts)
 
     def _time(
         self,
