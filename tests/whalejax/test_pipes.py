@@ -291,8 +291,8 @@ def test_processes_with_stages_of_unlike_pipelines(count: int, tmp_path: Path) -
 def test_gradients_are_not_held_beside_what_they_cross_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = job_of("gpt", "float32")
-    plan = planned(job, UNLIKE, shares=(3, 5))
+    job = dataclasses.replace(Marked().job(), batch_size=24)
+    plan = planned(job, "cpu:6", mesh=None, shares=(4, 2), num_micro_batches=6)
     step = wh.compile(
         plan,
         job.loss_fn,
