@@ -349,7 +349,9 @@ class WideSearch:
             return
         least = self.sieve.least_step(placement, frames, self.model)
         may = least <= self.sieve.limit
-        frames, least = self.sieve.scheduled(placement, frames.take(may), least[may])
+        frames, least = frames.take(may), least[may]
+        if len(frames) > FIRST_BLOCK:  # a few are weighed sooner than sieved
+            frames, least = self.sieve.scheduled(placement, frames, least)
         order = np.argsort(least, kind="stable")
         at, size = 0, SOME if self.tally.best < math.inf else FIRST_BLOCK
         while at < len(order):
