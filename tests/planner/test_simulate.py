@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.planner.test_schedules import schedules
 from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import Schedule, schedule
-from whalejax.planner.simulate import Timeline, simulate, simulate_many
+from whalejax.planner.schedules import Schedule, schedule, written
+from whalejax.planner.simulate import Timeline, compiled, simulate, simulate_many
 
 
 PLAIN = ("gpipe", "1f1b", "1f1b-ahead", "gpipe-lockstep", "1f1b-lockstep")
@@ -85,6 +85,10 @@ def test_many_at_once_are_one_each(table: Schedule, seed: int) -> None:
     transfer = random.random(3)
     weight = many[2] if table.splits_backward else None
     found = simulate_many(table, many[0], many[1], transfer, weight=weight)
+    sizes = table.num_stages, table.num_micro_batches, table.num_chunks
+    steps = compiled(*written(table.name, *sizes))  # without its rows
+    again = steps.step_seconds(many[0], many[1], transfer, weight=weight)
+    assert (found == again).all()
     for case in range(3):
         forward, backward, *rest = (times[:, case].tolist() for times in many)
         one = simulate(

@@ -66,6 +66,16 @@ def both(job: Job, cluster: str, **options: Any) -> tuple[wh.TrainStep, wh.Train
     return made[0], made[1]
 
 
+def compiled(plan: wh.Plan, job: Job) -> wh.TrainStep:
+    return wh.compile(
+        plan,
+        job.loss_fn,
+        jobs.abstract_model(job),
+        optimizer=job.optimizer,
+        devices=jax.devices()[: plan.num_devices],
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "cluster", "options"),
     [
@@ -149,13 +159,7 @@ def test_shares_are_the_best_of_all() -> None:
 def test_other_shares_compile_nothing(tmp_path: Path) -> None:
     job = dataclasses.replace(Marked().job(), batch_size=24)
     plan = planned(job, "cpu:6", mesh=None, shares=(4, 2), num_micro_batches=6)
-    step = wh.compile(
-        plan,
-        job.loss_fn,
-        jobs.abstract_model(job),
-        optimizer=job.optimizer,
-        devices=jax.devices()[:6],
-    )
+    step = compiled(plan, job)
     step.rebalances = False
     state = step.init(job.make_model, rng=jax.random.key(0))
     for number, shares in enumerate([(4, 2), (1, 5)]):
@@ -166,13 +170,7 @@ def test_other_shares_compile_nothing(tmp_path: Path) -> None:
     for a, b in zip(*map(jax.tree.leaves, (again.params, state.params)), strict=True):
         assert np.array_equal(a, b)
     alone = planned(job, "cpu:3", mesh=None, num_micro_batches=6)
-    single = wh.compile(
-        alone,
-        job.loss_fn,
-        jobs.abstract_model(job),
-        optimizer=job.optimizer,
-        devices=jax.devices()[:3],
-    )
+    single = compiled(alone, job)
     expected = single.restore(tmp_path / "kept")
     runner: Any = step._runner
     programs = [
@@ -181,15 +179,15 @@ def test_other_shares_compile_nothing(tmp_path: Path) -> None:
         for site in one.sites
         for piece in (site.forward, site.backward)
     ]
-    compiled = [program._cache_size() for program in programs]
-    assert compiled == [1] * len(programs)
+    made = [program._cache_size() for program in programs]
+    assert made == [1] * len(programs)
     for number, shares in enumerate([(6, 0), (3, 3)], 2):
         step.shares = shares
         state, metrics = step(state, job.batch_at(number))
         expected, wanted = single(expected, job.batch_at(number))
         assert apart(metrics, wanted) <= 1e-5
     assert apart(state.model, expected.model) <= 1e-5
-    assert [program._cache_size() for program in programs] == compiled
+    assert [program._cache_size() for program in programs] == made
 
 
 @pytest.mark.parametrize(
@@ -293,13 +291,7 @@ def test_gradients_are_not_held_beside_what_they_cross_in(
 ) -> None:
     job = dataclasses.replace(Marked().job(), batch_size=24)
     plan = planned(job, "cpu:6", mesh=None, shares=(4, 2), num_micro_batches=6)
-    step = wh.compile(
-        plan,
-        job.loss_fn,
-        jobs.abstract_model(job),
-        optimizer=job.optimizer,
-        devices=jax.devices()[: plan.num_devices],
-    )
+    step = compiled(plan, job)
     state = step.init(job.make_model, rng=jax.random.key(0))
     held: list[int] = []
     add = Exchange.add
