@@ -148,7 +148,12 @@ class Steps:
                 known.setdefault(number, result)
         return [_read(x, known) for x in wanted]
 
-    def kept(self, wanted: Sequence[Operand], later: Collection[int]) -> list[int]:
+    def kept(
+        self,
+        wanted: Sequence[Operand],
+        later: Collection[int],
+        given: Collection[int] = (),
+    ) -> list[int]:
         """What one part of a program has to keep for another.
 
         What cheap operations make is made again where that keeps fewer bytes, as
@@ -157,11 +162,12 @@ class Steps:
         Args:
             wanted: what the other part makes.
             later: values that only the other part can make, or is given.
+            given: what both are given, whose own sources may be gone.
         """
         inputs = {*self.inputs}
         _, read = self.needed(wanted, self.avals.keys() - set(later))
         direct = [n for n in read if n not in later and n not in inputs]
-        behind = {n: self._behind(n, inputs) for n in direct}
+        behind = {n: self._behind(n, inputs, given) for n in direct}
         found: set[int] = set()
         for together in _joined(behind):
             sources = set[int]().union(*(behind[n] for n in together))
@@ -173,7 +179,9 @@ class Steps:
                     found.discard(number)
         return sorted(found)
 
-    def _behind(self, number: int, inputs: Collection[int]) -> frozenset[int]:
+    def _behind(
+        self, number: int, inputs: Collection[int], given: Collection[int]
+    ) -> frozenset[int]:
         """The values from which cheap operations make one; itself if none do."""
         found, seen, open_ = set[int](), set[int](), [number]
         while open_:
@@ -182,7 +190,7 @@ class Steps:
                 continue
             seen.add(n)
             step = self.maker(n)
-            if step is not None and self._cheap(step, n):
+            if step is not None and n not in given and self._cheap(step, n):
                 open_ += step.sources
             else:
                 found.add(n)

@@ -13,9 +13,7 @@ import whalejax as wh
 from tests import cases, features, stages
 from tests.cases import Case
 from tests.compilations import count_compilations
-from tests.equality import (
-    free_links,
-)
+from tests.equality import free_links, run_case
 from whalejax import jobs
 
 
@@ -133,3 +131,11 @@ def test_what_is_compiled_again_is_seen() -> None:
         for by in (2, 2, 3):
             forward_0(1.0, by)
     assert compiles.count == 2
+
+
+def test_gradients_apart_read_nothing_that_is_gone() -> None:
+    """What the forward pass keeps is not made again of what it does not keep."""
+    name = "bert/stages-4-zb-h1-tensor/8/m2/float64"
+    (case,) = [case for case in stages.whole() if case.id == name]
+    with jax.enable_x64(True):
+        assert not run_case(case, steps=1).problems

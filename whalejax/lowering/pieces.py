@@ -106,7 +106,7 @@ def site_of(
         made = {n for s in steps.needed(names.returns, given)[0] for n in s.writes}
         there = {*given, *made}
         late = [n for n in steps.avals if n not in there]
-        more = steps.kept(names.gradients, late)
+        more = steps.kept(names.gradients, late, {*kept})
         weight = piece("weight", names.gradients, {*inputs, *more}, gradients)
         gives = [*names.returns, *(n for n in more if n in made)]
     return Site(
