@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any, Final, TypeVar
 
 from whalejax.meshes.problems import Problems, WhaleError
@@ -75,10 +76,15 @@ def change(
                 f"{type(config).__name__} has no option {name!r}"
                 f"{_nearest(name, known)}. Options: {', '.join(known)}."
             )
-        elif name in COUNTS and (type(changes[name]) is not int or changes[name] < 1):
+        elif name in COUNTS and not _is_count(changes[name]):
             problems.add(f"{name} is {changes[name]!r}; expected a number, 1 or more.")
     problems.raise_if_any(title="model options")
     return dataclasses.replace(config, **changes)
+
+
+def _is_count(value: Any) -> bool:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return whole and bool(value >= 1)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
