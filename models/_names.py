@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from numbers import Integral
 from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from whalejax.meshes.problems import Problems, WhaleError
 
@@ -83,8 +84,8 @@ def change(
 
 
 def _is_count(value: Any) -> bool:
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    return whole and bool(value >= 1)
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and int(value) >= 1
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
