@@ -97,7 +97,7 @@ def weigh(cases: Cases, micro_batches: Array | None = None) -> Weighed:
     time["allocation"] = cases.fresh(cases.groups[0].kind, temporary)
     return Weighed(
         pace=pace,
-        pipeline=_bound(cases, pace, parts, cases.frames.chunks),
+        pipeline=_bound(cases, pace, parts),
         after=sum(after.values(), time["allocation"]),
         time=time,
         memory=memory,
@@ -125,8 +125,7 @@ def least_step(
         scheduled: only the schedules of the frames count.
     """
     pace, _ = stage_pace(cases)
-    parts = cases.frames.chunks
-    found = _bound(cases, pace, micro_batches, parts, scheduled=scheduled)
+    found = _bound(cases, pace, micro_batches, scheduled=scheduled)
     found = np.minimum(found, _any_cut(cases, micro_batches, chunks))
     least: Array = found + least_after(cases, zeros, micro_batches)
     return least
@@ -158,7 +157,7 @@ def least_fill(cases: Cases, pace: Array, most: Array) -> Array:
         pace: seconds of a micro-batch at the slowest stage.
         most: micro-batches that there are at most; with fewer it takes no less.
     """
-    whole = _bound(cases, pace, most, cases.frames.chunks, scheduled=False)
+    whole = _bound(cases, pace, most, scheduled=False)
     fill: Array = np.maximum(0.0, whole - most * pace)
     return fill
 
@@ -212,9 +211,7 @@ def handed_seconds(cases: Cases) -> Array:
     return found
 
 
-def _bound(
-    cases: Cases, pace: Array, parts: Array, chunks: Array, *, scheduled: bool = True
-) -> Array:
+def _bound(cases: Cases, pace: Array, parts: Array, *, scheduled: bool = True) -> Array:
     """The least time of a pipeline: a stage waits for those before it, twice.
 
     Where a schedule is given, it waits for those behind it too: its first backward
@@ -222,27 +219,31 @@ def _bound(
     hold activations; so it is with its last forward and the backwards then.
     """
     hop = handed_seconds(cases)
+    stages, chunks = cases.frames.stage, cases.frames.chunks
     found: Array = parts * pace
     before = np.zeros(cases.number)
-    ahead: list[Array] = []
+    lasts: list[tuple[Array, Array]] = []
     for g in cases.groups:
         layer, alone = ends(cases, g)
-        one = g.layers * layer + alone
-        inner = g.together * layer + g.count * alone - one
-        # Of interleaved stages at least the first part of each comes before.
-        slots = cases.frames.stage * cases.frames.chunks
-        part = cases.model.layers // slots * cases.frames.chunks * layer + alone
-        even = np.maximum(0, g.count - 1) * part
-        spread = np.where(cases.frames.chunks > 1, even, inner)
-        ahead.append(before + np.where(g.count > 0, spread, 0.0))
-        mine = np.where(cases.frames.chunks > 1, part, one)
-        before = np.where(g.count > 0, ahead[-1] + mine, before)
-    for g, first in zip(cases.groups, ahead, strict=True):
+        own = g.layers * layer + alone
+        inner = g.together * layer + g.count * alone - own
+        # Of interleaved stages the first part of each comes before.
+        even, left = np.divmod(cases.model.layers, stages * chunks)
         place = g.index + g.count - 1
-        one = cases.stage_seconds(g, g.layers)
-        whole = first / chunks + 2 * hop * place + parts * one
+        layers = chunks * even + -(-np.maximum(0, left - place) // stages)
+        longer = np.clip(left - g.index, 0, np.maximum(0, g.count - 1))
+        parted = np.maximum(0, g.count - 1) * (even * layer + alone) + longer * layer
+        inner = np.where(chunks > 1, parted, inner)
+        mine = np.where(chunks > 1, (even + (place < left)) * layer + alone, own)
+        own = np.where(chunks > 1, layers * layer + alone, own)
+        first = before + np.where(g.count > 0, inner, 0.0)
+        before = np.where(g.count > 0, first + mine, before)
+        lasts.append((first, own))
+    for g, (first, own) in zip(cases.groups, lasts, strict=True):
+        place = g.index + g.count - 1
+        whole = first + 2 * hop * place + parts * own
         if scheduled:
-            behind = before - first - one + 2 * hop * (cases.frames.stage - 1 - place)
+            behind = before - first - own + 2 * hop * (stages - 1 - place)
             whole = whole + _waits(cases, g, parts, behind)
         found = np.where(g.count > 0, np.maximum(found, whole), found)
     return found

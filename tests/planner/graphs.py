@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from whalejax.planner.graph import Graph
+from whalejax.planner.graph import Factor, Graph
 from whalejax.planner.programs import Program as Program
 
 
@@ -132,3 +133,39 @@ def mlp(
         w = p.param(path.format(i), rows, columns)
         x = p.unary("tanh", p.einsum("bi,ij->bj", x, w))
     return p, p.einsum("bj->", x)
+
+
+def stacked(graph: Graph, layers: int) -> Graph:
+    """A graph of ``decoder_graph`` with its layers' weights as a scan slices them.
+
+    The decoder's own layers are read by name; capture sees stacks of weights.
+    """
+    tensors = list(graph.tensors)
+    slices = []
+    loop = next(i for i, op in enumerate(graph.ops) if op.kind == "scan")
+    for tensor in graph.params:
+        if not tensor.path.startswith("layer."):
+            continue
+        stack = dataclasses.replace(
+            tensor,
+            id=len(tensors),
+            shape=(layers, *tensor.shape),
+            names=(None, *tensor.names) if tensor.names else (),
+            pinned=(None, *tensor.pinned) if tensor.pinned else (),
+        )
+        tensors.append(stack)
+        tensors[tensor.id] = dataclasses.replace(tensor, kind="value", path="")
+        factors = tuple(
+            Factor(members=((0, d + 1), (1, d)), kind="linked")
+            for d in range(len(tensor.shape))
+        )
+        slices.append(
+            dataclasses.replace(
+                graph.ops[loop],
+                operands=(stack.id,),
+                results=(tensor.id,),
+                factors=factors,
+            )
+        )
+    ops = (*graph.ops[:loop], *slices, *graph.ops[loop:])
+    return dataclasses.replace(graph, tensors=tuple(tensors), ops=ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.balance import pieces_at, smallest_pace
@@ -25,14 +27,17 @@ from whalejax.planner.decide import analyse_graph
 from whalejax.planner.decoder import Decoder, decoder_graph
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.foresee import foresee
-from whalejax.planner.frames import ORDERS
+from whalejax.planner.frames import ORDERS, Frames
 from whalejax.planner.graph import Graph
+from whalejax.planner.layer_cuts import cut_layers
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.outlook import Cases, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.schedules import most_in_flight, schedule
 from whalejax.planner.search import Request, Search
 from whalejax.planner.simulate import any_cut_share, simulate, simulate_many
+from whalejax.planner.weigh import Weighed, settle, weigh
 from whalejax.planner.wide import WideSearch
 
 
@@ -43,7 +48,8 @@ MOST_CHOICES = 9000
 def decoder(batch: int, regions: int = 1, **sizes: int) -> Graph:
     """A decoder in one TaskGraph, or with the head in one of its own."""
     given_sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512, **sizes}
-    graph = decoder_graph(Decoder(**given_sizes), batch)  # type: ignore[arg-type]
+    shape = Decoder(**given_sizes)  # type: ignore[arg-type]
+    graph = stacked(decoder_graph(shape, batch), shape.layers)
     head = len(graph.task_graphs) - 1
     return dataclasses.replace(
         graph,
@@ -148,6 +154,7 @@ def test_it_covers_what_the_oracle_counts() -> None:
     machine = with_memory(cluster("h100:2x2"), 1e12, None)
     search = WideSearch(graph, machine, request_of(graph, machine))
     search.run()
+    assert search.model.layers == 3
     assert search.tally.covered == sum(1 for _ in Oracle(search).choices())
     assert 0 < search.tally.weighed
 
@@ -289,7 +296,7 @@ def test_an_impossible_request_names_what_lacks() -> None:
         "no plan fits, with anything computed again or moved to host"
     )
     assert " bytes) of 1 MB per device" in text
-    machine = with_memory(cluster("h100:2"), 2.8e7, 1.2e7)
+    machine = with_memory(cluster("h100:2"), 7e7, 1.2e7)
     with pytest.raises(PlanError, match="of host memory per device"):
         foresee(graph, machine, request_of(graph, machine))
 
@@ -335,6 +342,41 @@ def test_no_cut_beats_the_least_of_all_cuts(cut: list[int], parts: int) -> None:
     one = np.ones(1)
     share = any_cut_share(parts * one, len(cut) * one, one)[0]
     assert found >= 3 * sum(cut) * share * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("text", ["a100-80:8", "a100-80:4+v100-32:4"])
+@pytest.mark.parametrize("layers", [6, 7, 11])
+def test_no_schedule_is_faster_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch, text: str, layers: int
+) -> None:
+    kept = WideSearch._settle
+    settled: collections.Counter[bool] = collections.Counter()
+
+    def checked(
+        self: WideSearch, placement: Placement, frames: Frames, found: Weighed
+    ) -> None:
+        piped = np.flatnonzero(frames.stage > 1)
+        if placement.by != "replicas" and len(piped):
+            some = frames.take(piped)
+            cases = Cases(self.model, some, placement, None)
+            cut_layers(cases)
+            exact = weigh(cases)
+            bound = exact.pipeline.copy()
+            settle(cases, exact, np.arange(len(some)), some.micro_batches)
+            assert (exact.pipeline >= bound * (1 - 1e-9)).all()
+            uneven = (some.chunks > 1) & (layers % (some.stage * some.chunks) > 0)
+            settled[True] += int(uneven.sum())
+            settled[False] += int((~uneven).sum())
+        kept(self, placement, frames, found)
+
+    monkeypatch.setattr(WideSearch, "_settle", checked)
+    graph = decoder(16, hidden=256, ffn=1024, layers=layers, seq=512)
+    machine = cluster(text)
+    for stages in (2, 4):
+        asked = dataclasses.replace(request_of(graph, machine), mesh={"stage": stages})
+        WideSearch(graph, machine, asked).run()
+    assert settled[False]
+    assert settled[True] or "+" in text or layers == 6
 
 
 def test_too_many_task_graphs_are_said() -> None:
