@@ -197,8 +197,8 @@ def searches(
     fixed = dict(request.mesh or {})
     every = meshes(request.num_devices, fixed.get("context", 1))
     count = sum(fixed.items() <= mesh.items() for mesh in every)
-    if count > MANY:
-        graphs = [*_unlike(graph, request, again)]
+    if count > MANY and request.among is None:
+        graphs = [*unlike(graph, request, again).values()]
         among, bound = promising(graphs, cluster, request)
         some = dataclasses.replace(request, among=among)
         found: list[tuple[Analysed, Search]] = []
@@ -212,14 +212,17 @@ def searches(
     return _Searches(graph, cluster, request, again, known).all()
 
 
-def _unlike(graph: Graph, request: Request, again: Again | None) -> Iterator[Graph]:
+def unlike(graph: Graph, request: Request, again: Again | None) -> dict[Chosen, Graph]:
     """The loss as it is, and with attention in blocks, as far as they are asked for."""
+    found: dict[Chosen, Graph] = {}
     if not request.attention:
-        yield graph
+        found[()] = graph
     if again is not None and request.attention != ():
-        ringed = again((), request.attention or ((ALL, "ring"),), 1)
+        blocks = request.attention or ((ALL, "ring"),)
+        ringed = again((), blocks, 1)
         if any(op.kind == ATTENTION for op in ringed.ops):
-            yield ringed
+            found[blocks] = ringed
+    return found
 
 
 class _Searches:

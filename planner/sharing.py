@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
+from whalejax.planner.asked_shares import DATA, check_shares
 from whalejax.planner.balance import (
     dealt,
     even_shares,
@@ -27,11 +28,13 @@ from whalejax.planner.balance import (
 )
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
+from whalejax.planner.decide import unlike
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
+from whalejax.planner.shortlist import Likely, likely_replicas
 from whalejax.planner.slices import (
     Slices,
     check_zero,
@@ -49,7 +52,11 @@ Decide = Callable[..., Plan]
 MOST_COUNTS = 5
 """Numbers of micro-batches that are weighed for replicas of one size."""
 
-DATA = "data"
+MANY_DEVICES = 32
+"""Of more, only replicas that the wide search finds promising are weighed."""
+
+LEAST_TRIES, MOST_TRIES = 4, 12
+"""Promising replicas that are weighed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,31 +164,117 @@ def decide_shares(
     Raises:
         PlanError: shares that cannot be, or no plan fits.
     """
-    _check(graph, cluster, request, asked)
-    found: list[_Shared] = []
-    problems: list[PlanError] = []
+    check_zero(request)
+    if asked is not None:
+        check_shares(graph, request, asked, num_devices=cluster.num_devices)
     options = {"known": {}, **options}
-    for size in _sizes(cluster, request, asked):
-        if size > _within(cluster) and any(one.fits for one in found):
+
+    def weigh(case: Case, likely: Likely | None) -> _Shared:
+        one = request
+        if likely is not None:
+            attention = likely.attention
+            one = dataclasses.replace(one, among=likely.among, attention=attention)
+        return _weigh(graph, cluster, one, case, asked, decide, options)
+
+    tries = _Tries(request, weigh)
+    several = {
+        size: counts(
+            graph,
+            request,
+            asked,
+            least=cluster.num_devices // size,
+            most_counts=MOST_COUNTS,
+        )
+        for size in _sizes(cluster, request, asked)
+    }
+    if cluster.num_devices > MANY_DEVICES:
+        graphs = unlike(graph, request, options.get("again"))
+        tries.add_likely(
+            one
+            for one in likely_replicas(graphs, cluster, request)
+            if one.count in several.get(one.size, ())
+        )
+        marks = [region.strategy for region in graph.task_graphs]
+        if 1 in several and any(mark and mark.kind == "split" for mark in marks):
+            tries.add(1, several[1][::-1])  # One device has nothing to split.
+    for size in several if tries.best_seconds == math.inf else ():
+        if size > _within(cluster) and tries.best_seconds < math.inf:
             break  # Links between nodes are slower than those inside.
-        replicas = cluster.num_devices // size
-        several = counts(graph, request, asked, least=replicas, most_counts=MOST_COUNTS)
+        tries.add(size, several[size][::-1])
+    if not tries.found:
+        raise _nearest(cluster, tries.problems)
+    return _written(cluster, sorted(tries.found, key=lambda one: one.step_seconds))
+
+
+class _Tries:
+    """Replicas that were weighed, and what was wrong with others.
+
+    Attributes:
+        found: what was weighed.
+        problems: why others cannot be.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        weigh: Callable[[Case, Likely | None], _Shared],
+    ) -> None:
+        self.request = request
+        self.weigh = weigh
+        self.found: list[_Shared] = []
+        self.problems: list[PlanError] = []
+
+    @property
+    def best_seconds(self) -> float:
+        """Step time of the fastest that fits; infinite where none does."""
+        return min((o.step_seconds for o in self.found if o.fits), default=math.inf)
+
+    def add(self, size: int, several: Sequence[int]) -> None:
+        """Weigh replicas of some size.
+
+        Args:
+            size: devices of a replica.
+            several: numbers of micro-batches, the most first.
+        """
+        request = self.request
         for zero in (0, 1) if request.zero is None else (request.zero,):
-            for count in reversed(several):
+            for count in several:
                 case = Case(size=size, count=count, zero=zero)
-                if request.zero is None and zero and _roomy(found, case, request):
+                if request.zero is None and zero and _roomy(self.found, case, request):
                     continue
-                try:
-                    one = _weigh(graph, cluster, request, case, asked, decide, options)
-                    found.append(one)
-                except NothingFits as error:
-                    problems.append(error)
+                if self._lacks(case):
                     break  # Fewer micro-batches are larger ones.
-                except PlanError as error:
-                    problems.append(error)
-    if not found:
-        raise _nearest(cluster, problems)
-    return _written(cluster, sorted(found, key=lambda one: one.step_seconds))
+
+    def add_likely(self, likely: Iterable[Likely]) -> None:
+        """Weigh the promising, the best first, while they may be faster than others.
+
+        The wide search has all of a step but for what replicas wait for each other;
+        what it leaves out of the rest takes a like part of everyone's.
+        """
+        ratio = 1.0
+        for number, one in enumerate(itertools.islice(likely, MOST_TRIES)):
+            if number >= LEAST_TRIES and one.seconds * ratio >= self.best_seconds:
+                break
+            case = Case(size=one.size, count=one.count, zero=one.zero)
+            whole = dataclasses.replace(case, zero=0)
+            if any(other.fits and other.case == whole for other in self.found):
+                continue  # Slices of the state would only have to be gathered.
+            before = len(self.found)
+            self._lacks(case, one)
+            for shared in self.found[before:]:
+                own = (shared.pace + shared.after) / one.seconds
+                ratio = own if before == 0 else min(ratio, own)
+
+    def _lacks(self, case: Case, likely: Likely | None = None) -> bool:
+        """Weigh a case; whether memory is too small for any plan of it."""
+        try:
+            self.found.append(self.weigh(case, likely))
+        except NothingFits as error:
+            self.problems.append(error)
+            return True
+        except PlanError as error:
+            self.problems.append(error)
+        return False
 
 
 def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
@@ -224,35 +317,6 @@ def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
     return tuple(slice(m, None, total) for numbers in mine for m in numbers)
 
 
-def _check(
-    graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
-) -> None:
-    mesh = dict(request.mesh or {})
-    data, count = mesh.get(DATA), request.num_micro_batches
-    check_zero(request)
-    if asked is None:
-        return
-    if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in asked):
-        raise PlanError(
-            f"shares is {list(asked)!r:.80}; expected whole numbers of micro-batches, "
-            "0 or more, one for each replica"
-        )
-    if cluster.num_devices % len(asked) or data not in (None, len(asked)):
-        raise PlanError(
-            f"shares has {len(asked)} entries; {cluster.num_devices} devices make no "
-            f"{len(asked)} equal replicas"
-            + ("" if data is None else f", and mesh asks for data {data}")
-            + ". Give one number for each replica"
-        )
-    total, size = sum(asked), graph.batch_size * graph.num_micro_batches
-    if total == 0 or size % total or count not in (None, total):
-        raise PlanError(
-            f"shares add up to {total} micro-batches; the batch has {size} samples"
-            + ("" if count is None else f", and num_micro_batches is {count}")
-            + f". Let them add up to {count or 'a divisor of the batch'}"
-        )
-
-
 def _roomy(found: Sequence[_Shared], case: Case, request: Request) -> bool:
     """Replicas have room for the whole state, or nothing of it can be cut."""
     if request.offload or not sliceable(request):
@@ -273,7 +337,7 @@ def _kinds(cluster: Cluster) -> list[DeviceKind]:
 
 def _sizes(
     cluster: Cluster, request: Request, asked: Sequence[int] | None
-) -> Iterator[int]:
+) -> list[int]:
     """Devices of a replica, the fewest first: of one kind, and part of a node or nodes.
 
     A replica lies inside a node, or on whole ones.
@@ -307,7 +371,7 @@ def _sizes(
             + ("" if data is None else f"; mesh asks for data {data}")
             + '. Change mesh or shares, or give shares="even"'
         )
-    yield from sizes
+    return sizes
 
 
 def counts(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Final, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
-from whalejax.planner.terms import OFFLOADS
+from whalejax.planner.terms import OFFLOADS, Chosen
 from whalejax.planner.weigh import Weighed
 from whalejax.planner.wide import NoMeshError, WideSearch
 
@@ -33,6 +33,10 @@ MANY: Final = 40
 
 MOST: Final = 8
 """Promising meshes of one program that are looked at."""
+
+CLEAR: Final = 0.1
+"""By which part the steps of one way of attention are longer than those of another
+where only the other is looked at."""
 
 SLACK: Final = 0.3
 """A mesh is promising whose best plan is slower than the best by this part at most."""
@@ -54,7 +58,7 @@ def promising(
     """
     for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
         asked = dataclasses.replace(request, mesh={**fixed, **(request.mesh or {})})
-        searches = [*_searches(graphs, cluster, asked)]
+        searches = [*_searches(graphs, cluster, asked, _Search)]
         every = [search.steps for search in searches]
         limit = min((s for one in every for s in one.values()), default=math.inf)
         limit *= 1 + SLACK
@@ -67,16 +71,102 @@ def promising(
 Mesh = tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Likely:
+    """Replicas of unlike devices that may be among the best.
+
+    Attributes:
+        size: devices of a replica.
+        count: micro-batches of all.
+        zero: level over replicas.
+        seconds: of a step, as the wide search has it.
+        among: sizes of ``PLANNED_AXES`` of the promising meshes of one replica.
+        attention: how it runs, where the others are far slower; otherwise as asked.
+    """
+
+    size: int
+    count: int
+    zero: int
+    seconds: float
+    among: frozenset[Mesh]
+    attention: Chosen | None
+
+
+def likely_replicas(
+    graphs: Mapping[Chosen, Graph], cluster: Cluster, request: Request
+) -> list[Likely]:
+    """Sizes of replicas and numbers of micro-batches, the most promising first.
+
+    Args:
+        graphs: the captured loss, and what else may be run for it, by how attention
+            runs.
+        cluster: the machine.
+        request: what is asked of replicas that take unlike shares.
+    """
+    for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
+        asked = dataclasses.replace(
+            request,
+            mesh={**fixed, **(request.mesh or {})},
+            num_micro_batches=None,
+        )
+        cases: dict[_Case, dict[tuple[Mesh, Chosen], float]] = {}
+        for attention, graph in graphs.items():
+            for search in _searches([graph], cluster, asked, _Replicas):
+                for (mesh, count, zero), step in search.counted.items():
+                    inner = (1, *mesh[1:])
+                    case = math.prod(inner), count, zero
+                    steps = cases.setdefault(case, {})
+                    key = inner, attention
+                    steps[key] = min(step, steps.get(key, step))
+        if cases:
+            return _near(cases, request.attention)
+    return []
+
+
+_Case = tuple[int, int, int]
+"""Devices of a replica, micro-batches and level of ZeRO."""
+
+
+def _near(
+    cases: Mapping[_Case, Mapping[tuple[Mesh, Chosen], float]], asked: Chosen | None
+) -> list[Likely]:
+    limit = min(min(steps.values()) for steps in cases.values()) * (1 + SLACK)
+    found = []
+    for (size, count, zero), steps in cases.items():
+        seconds = min(steps.values())
+        meshes: dict[Mesh, float] = {}
+        ways: set[Chosen] = set()
+        for (mesh, attention), step in steps.items():
+            meshes[mesh] = min(step, meshes.get(mesh, step))
+            if step <= seconds * (1 + CLEAR):
+                ways.add(attention)
+        if seconds <= limit:
+            found.append(
+                Likely(
+                    size=size,
+                    count=count,
+                    zero=zero,
+                    seconds=seconds,
+                    among=frozenset(m for m in _least(meshes) if meshes[m] <= limit),
+                    attention=ways.pop() if len(ways) == 1 else asked,
+                )
+            )
+    return sorted(found, key=lambda one: (one.seconds, one.zero, one.size, one.count))
+
+
 def _least(values: dict[Mesh, float]) -> list[Mesh]:
     return sorted(values, key=lambda mesh: values[mesh])[:MOST]
 
 
 def _searches(
-    graphs: Sequence[Graph], cluster: Cluster, request: Request
-) -> Iterator[_Search]:
+    graphs: Sequence[Graph],
+    cluster: Cluster,
+    request: Request,
+    kind: type[_Kind],
+) -> Iterator[_Kind]:
     for graph in graphs:
         try:
-            search = _Search(graph, cluster, request)
+            search = kind(graph, cluster, request)
         except NoMeshError:
             continue
         search.run()
@@ -139,3 +229,40 @@ class _Search(WideSearch):
             for index in np.argsort(lack, kind="stable").tolist():
                 found.setdefault(self._mesh(cases, index), float(lack[index]))
         return found
+
+
+_Kind = TypeVar("_Kind", bound=_Search)
+
+
+class _Replicas(_Search):
+    """A wide search of replicas on unlike devices.
+
+    Attributes:
+        counted: seconds of a step in the best plan of each mesh, number of
+            micro-batches and level of ZeRO.
+    """
+
+    def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
+        super().__init__(graph, cluster, request)
+        self.counted: dict[tuple[Mesh, int, int], float] = {}
+
+    def placements(self) -> list[Placement]:
+        """Replicas of one kind each."""
+        return [p for p in WideSearch.placements(self) if p.by == "replicas"]
+
+    def _zeros(self) -> list[int]:
+        """Slices of the optimizer's state are all that replicas can cut."""
+        return [zero for zero in super()._zeros() if zero < 2]
+
+    def _keep(
+        self,
+        placement: Placement,
+        frames: Frames,
+        found: Weighed,
+        counts: Sequence[tuple[int, ...]],
+        index: int,
+    ) -> None:
+        super()._keep(placement, frames, found, counts, index)
+        step, mesh = float(found.step[index]), self._mesh(frames, index)
+        key = mesh, int(frames.micro_batches[index]), int(frames.zero[index])
+        self.counted[key] = min(step, self.counted.get(key, step))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.asked_shares import DATA, check_shares
 from whalejax.planner.balance import (
     even_shares,
     gain_words,
@@ -21,6 +22,7 @@ from whalejax.planner.balance import (
 )
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
+from whalejax.planner.cuts import TooFewParts
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
@@ -32,8 +34,6 @@ from whalejax.planner.sharing import counts
 from whalejax.planner.simulate import simulate
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
-
-DATA = "data"
 
 Decide = Callable[[Cluster, Request], Plan]
 """The plan of one pipeline on its devices."""
@@ -178,6 +178,8 @@ def decide_pipelines(
                 found.append(
                     _weigh(cluster, request, stages, replicas, count, asked, decide)
                 )
+            except TooFewParts:
+                raise  # Nor are there more under other numbers.
             except NothingFits as error:
                 problem = problem or error
                 break  # Fewer micro-batches are larger ones.
@@ -208,29 +210,9 @@ def _check(
             f"offload is {list(request.offload)}: pipelines that take unlike shares "
             "keep everything in the devices' memory. Drop it, or the shares"
         )
-    if asked is None:
-        return
-    data, size = dict(request.mesh or {}).get(DATA), graph.batch_size
-    size *= graph.num_micro_batches
-    total, count = sum(asked), request.num_micro_batches
-    if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in asked):
-        raise PlanError(
-            f"shares is {list(asked)!r:.80}; expected whole numbers of micro-batches, "
-            "0 or more, one for each pipeline"
-        )
-    if request.num_devices % (len(asked) * stages) or data not in (None, len(asked)):
-        raise PlanError(
-            f"shares has {len(asked)} entries; {request.num_devices} devices make no "
-            f"{len(asked)} pipelines of {stages} equal stages"
-            + ("" if data is None else f", and mesh asks for data {data}")
-            + ". Give one number for each pipeline, or leave them to the planner "
-            "(shares=None)"
-        )
-    if total == 0 or size % total or count not in (None, total):
-        raise PlanError(
-            f"shares add up to {total} micro-batches; the batch has {size} samples"
-            + ("" if count is None else f", and num_micro_batches is {count}")
-            + f". Let them add up to {count or 'a divisor of the batch'}"
+    if asked is not None:
+        check_shares(
+            graph, request, asked, num_devices=request.num_devices, stages=stages
         )
 
 

@@ -148,7 +148,7 @@ class WideSearch:
         options = Options(
             remats=range(len(self.model.policies)),
             lightest=self.model.lightest,
-            zeros=[0, 1, 2] if request.zero is None else [request.zero],
+            zeros=self._zeros(),
             offloads=self._offloads(),
         )
         self.sieve = Sieve(self.model, ideally, options, self.tally, self.slack)
@@ -306,6 +306,10 @@ class WideSearch:
             self._block(placement, frames.take(here))
             size = min(GROWTH * size, LAST_BLOCK)
             yield float(least.min())
+
+    def _zeros(self) -> list[int]:
+        """Levels of ZeRO over ``data``."""
+        return [0, 1, 2] if self.request.zero is None else [self.request.zero]
 
     def _offloads(self) -> list[int]:
         """Sets of what may lie in host memory, least first."""

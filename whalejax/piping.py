@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +102,11 @@ SURE = 0.1
 asks for one: predictions of the two are no closer to each other."""
 
 
+FIRST_TIME = {"none": 1.0, "dots": 0.9, "full": 0.75}
+"""The least part of a step's work that is left where nothing is computed again: the
+forward products are one in three, and what is no product is less."""
+
+
 class _Staging:
     """Plans in stages, by the executor that can run them.
 
@@ -156,10 +162,12 @@ class _Staging:
             plans, problem = _made(functools.partial(shares, *given, **options))
             if plans and not _may_gain(plans[0]):
                 return plans[0]
-            each = _whole_stages(cluster, request.num_devices)
-            staged, _ = _made(
-                *(functools.partial(self._of(n), *given, **options) for n in each)
-            )
+            each = [
+                functools.partial(self._of(n), *given, **options)
+                for n in _whole_stages(cluster, request.num_devices)
+                if not plans or self._may_be_faster(n, plans[0])
+            ]
+            staged, _ = _made(*each)
             clearly = [
                 plan
                 for plan in staged
@@ -170,6 +178,20 @@ class _Staging:
             return _fastest([*plans, *staged], problem, best)
 
         return found
+
+    def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
+        """Whether as many stages may be clearly faster than replicas.
+
+        The largest part that cannot be cut lies on one stage, were that of the fastest
+        devices. Models in one program for all stages cut every scan.
+        """
+        if not _why_apart(self.captured, self.asked, False, replicas.cluster):
+            return True
+        graph, units = self.traced(())
+        part = _largest_part(graph, units) / _speed_of_fastest(replicas, stages)
+        time = replicas.time
+        busy = (time.compute_seconds + time.launch_seconds) * _first_time(replicas)
+        return busy * max(1.0, part) * (1 + SURE) < time.step_seconds
 
     def _of(self, stages: int) -> _Staging:
         """The same, for a number of stages."""
@@ -224,7 +246,7 @@ class _Staging:
             )
         except TooFewParts as error:
             said = str(error).rstrip(".")
-            raise PlanError(f"{said}. One program for all stages: {why}") from error
+            raise TooFewParts(f"{said}. One program for all stages: {why}") from error
         note = f"stages have programs of their own: {why}"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
 
@@ -272,6 +294,30 @@ def _may_gain(replicas: Plan) -> bool:
     others = time.step_seconds - time.compute_seconds - time.launch_seconds
     short = bool(replicas.remat or replicas.offload)
     return short or others * (1 + SURE) > time.step_seconds * SURE
+
+
+def _first_time(plan: Plan) -> float:
+    """The least part of its work that is not done again in the backward pass."""
+    return min((FIRST_TIME.get(p, 0.75) for _, p in plan.remat), default=1.0)
+
+
+def _speed_of_fastest(replicas: Plan, stages: int) -> float:
+    """What the fastest devices, as many as hold a stage, do of a step's work."""
+    shares = sorted(replicas.shares, reverse=True)
+    whole, rest = divmod(len(shares), stages)
+    fastest = sum(shares[:whole]) + shares[whole] * rest / stages
+    return fastest / sum(shares)
+
+
+def _largest_part(graph: Graph, units: Units) -> float:
+    """The share of all products' work in the largest part that nothing cuts."""
+    starts = sorted(units.borders.values())
+    work = [0] * (len(starts) + 1)
+    for op in graph.ops:
+        unit = units.unit_at(op.position)
+        if unit is not None:
+            work[bisect_right(starts, unit)] += op.flops * op.trip
+    return max(work) / max(1, sum(work))
 
 
 def _fastest(

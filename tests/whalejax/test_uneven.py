@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from flax import nnx
 
 import whalejax as wh
 from tests import cases
-from whalejax import jobs
+from whalejax import jobs, models, piping
 from whalejax.losses import Job
+from whalejax.planner import sharing
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -276,6 +278,79 @@ def test_mixed_devices_are_given_shares_by_their_speed(tmp_path: Path) -> None:
     assert even.time.step_seconds > plan.time.step_seconds
     whole = plan.what_if(shares="even")
     assert whole.shares == () and whole.num_devices == 4
+
+
+@pytest.mark.parametrize("cluster", ["a100-80:4x8+v100-32:4x8", "h100:2x8+a100-80:4x8"])
+def test_promising_replicas_are_no_worse_than_all(
+    monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    job = models.job(
+        "gpt-test",
+        layers=8,
+        embed=1024,
+        mlp=4096,
+        sequence=512,
+        vocab=8192,
+        scan_layers=True,
+        annotated=False,
+    )
+    weighed: list[int] = []
+    kept = sharing._weigh
+
+    def counted(*args: Any) -> Any:
+        weighed[-1] += 1
+        return kept(*args)
+
+    monkeypatch.setattr(sharing, "_weigh", counted)
+
+    def ask() -> wh.Plan:
+        weighed.append(0)
+        return wh.plan(
+            job.loss_fn,
+            jobs.abstract_model(job),
+            jax.eval_shape(lambda: job.batch_at(0, 768)),
+            optimizer=optax.adam(1e-3),
+            cluster=cluster,
+            precision="bf16",
+        )
+
+    some = ask()
+    monkeypatch.setattr(sharing, "MANY_DEVICES", math.inf)
+    every = ask()
+    assert some.shares and every.shares
+    assert some.time.step_seconds <= every.time.step_seconds * 1.001
+    assert 0 < weighed[0] < weighed[1]
+
+
+def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage would hold all of it; cut in layers it may be faster."""
+    asked: list[int] = []
+    kept = piping._Staging.__call__
+
+    def counted(self: Any, *args: Any, **options: Any) -> wh.Plan:
+        asked.append(self.asked.mesh["stage"])
+        return kept(self, *args, **options)
+
+    monkeypatch.setattr(piping._Staging, "__call__", counted)
+    for scan, stages in ((True, []), (False, [2, 4])):
+        job = models.job(
+            "gpt-test",
+            layers=4,
+            embed=512,
+            mlp=2048,
+            scan_layers=scan,
+            annotated=False,
+        )
+        asked.clear()
+        plan = wh.plan(
+            job.loss_fn,
+            jobs.abstract_model(job),
+            jax.eval_shape(lambda job=job: job.batch_at(0, 64)),
+            optimizer=optax.adam(1e-3),
+            cluster="a100-80:2+v100-32:2",
+        )
+        assert plan.shares
+        assert asked == stages
 
 
 @pytest.mark.parametrize(

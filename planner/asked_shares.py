@@ -1,0 +1,59 @@
+"""Shares that a user asks for by hand: what they have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.planner.graph import Graph
+from whalejax.planner.plan import PlanError
+from whalejax.planner.scored import Request
+
+
+DATA = "data"
+
+
+def check_shares(
+    graph: Graph,
+    request: Request,
+    asked: Sequence[int],
+    *,
+    num_devices: int,
+    stages: int = 1,
+) -> None:
+    """Refuse shares that cannot be.
+
+    Args:
+        graph: the captured loss.
+        request: what else was asked for.
+        asked: micro-batches of each replica, or of each pipeline.
+        num_devices: of the whole mesh.
+        stages: of each pipeline; 1 for replicas without stages.
+
+    Raises:
+        PlanError: they are no counts, or the devices or the batch do not divide so.
+    """
+    one = "replica" if stages == 1 else "pipeline"
+    data, size = dict(request.mesh or {}).get(DATA), graph.batch_size
+    size *= graph.num_micro_batches
+    count = request.num_micro_batches
+    if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in asked):
+        raise PlanError(
+            f"shares is {list(asked)!r:.80}; expected whole numbers of micro-batches, "
+            f"0 or more, one for each {one}"
+        )
+    if num_devices % (len(asked) * stages) or data not in (None, len(asked)):
+        equal = f"equal {one}s" if stages == 1 else f"{one}s of {stages} equal stages"
+        raise PlanError(
+            f"shares has {len(asked)} entries; {num_devices} devices make no "
+            f"{len(asked)} {equal}"
+            + ("" if data is None else f", and mesh asks for data {data}")
+            + f". Give one number for each {one}, or leave them to the planner "
+            "(shares=None)"
+        )
+    total = sum(asked)
+    if total == 0 or size % total or count not in (None, total):
+        raise PlanError(
+            f"shares add up to {total} micro-batches; the batch has {size} samples"
+            + ("" if count is None else f", and num_micro_batches is {count}")
+            + f". Let them add up to {count or 'a divisor of the batch'}"
+        )
