@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.decide import Analysed, searches
+from whalejax.planner.decide import Analysed, Known, searches
 from whalejax.planner.graph import Graph
 from whalejax.planner.parts import Division, Units, divided, divided_by_marks
 from whalejax.planner.plan import PlanError
@@ -14,7 +14,7 @@ from whalejax.planner.refusals import refusal
 from whalejax.planner.schedules import Schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
-from whalejax.planner.segments import Segments
+from whalejax.planner.segments import Folded, Segments
 from whalejax.planner.shared import STAGE
 from whalejax.planner.stage_kinds import (
     Allotted,
@@ -49,17 +49,19 @@ class Laid:
     scored: Scored
 
 
-def laid_out(graph: Graph, cluster: Cluster, request: Request) -> list[Laid]:
+def laid_out(
+    graph: Graph, cluster: Cluster, request: Request, known: Known
+) -> list[Laid]:
     """Every layout of a model, however much memory it takes.
 
     Args:
-        graph, cluster, request: as for ``decide``.
+        graph, cluster, request, known: as for ``decide``.
 
     Raises:
         PlanError: there is none.
     """
     roomy = cluster.with_memory(ROOM * cluster.memory_bytes)
-    pairs = searches(graph, roomy, request, None)
+    pairs = searches(graph, roomy, request, None, known)
     found = [
         Laid(analysed=analysed, search=search, scored=scored)
         for analysed, search in pairs
@@ -68,6 +70,39 @@ def laid_out(graph: Graph, cluster: Cluster, request: Request) -> list[Laid]:
     if not found:
         raise refusal(pairs[-1][1], open_remat=False)
     return found
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Whole:
+    """One program that may be cut, and what all plans in stages share of it.
+
+    Attributes:
+        graph: the captured loss.
+        units: the same in units.
+        known: what searches have found of it.
+        stages: the model of each stage by where it is cut, and what searches have
+            found of that.
+    """
+
+    graph: Graph
+    units: Units
+    known: Known = field(default_factory=dict)
+    stages: dict[tuple[object, ...], tuple[Graph, Known]] = field(default_factory=dict)
+
+    _folded: dict[tuple[int, bool], Folded] = field(default_factory=dict)
+
+    def folded(self, analysed: Analysed, cluster: Cluster) -> Folded:
+        """Its operations by segment, with the TaskGraphs that a search gave it."""
+        copies = cluster.compiler.copies_kernels
+        key = id(analysed.graph), copies  # of a graph that what is found keeps alive
+        if key not in self._folded:
+            found = Folded(self.units, analysed, copies_kernels=copies)
+            self._folded[key] = found
+        return self._folded[key]
+
+    def by_marks(self) -> Division:
+        """Where ``stage`` marks cut it."""
+        return divided_by_marks(self.units, self.units.labels(self.graph))
 
 
 class TooFewParts(PlanError):
@@ -81,14 +116,14 @@ class Cut:
     Attributes:
         division: what each part runs.
         paces: about how long each takes for a micro-batch.
-        graphs: the model of each stage.
+        graphs: the model of each stage, and what searches have found of it.
         grounds: the devices of each stage.
         allotted: how unlike devices share out the model; None where they are alike.
     """
 
     division: Division
     paces: tuple[float, ...]
-    graphs: tuple[Graph, ...]
+    graphs: tuple[tuple[Graph, Known], ...]
     grounds: tuple[Ground, ...]
     allotted: Allotted | None
 
@@ -98,13 +133,12 @@ class Cuts:
     """Cuts of one program, found once for each number of parts.
 
     Attributes:
-        graph, units: the program.
+        whole: the program.
         cluster: all devices.
         marked: ``stage`` marks say where to cut.
     """
 
-    graph: Graph
-    units: Units
+    whole: Whole
     cluster: Cluster
     marked: bool
     _found: dict[tuple[object, ...], Cut] = field(default_factory=dict)
@@ -139,7 +173,7 @@ class Cuts:
         self, table: Schedule, request: Request, reserved: Mapping[str, float]
     ) -> Cut:
         stages, chunks = table.num_stages, table.num_chunks
-        lying = grounds(self.graph, self.cluster, request.num_devices, stages)
+        lying = grounds(self.whole.graph, self.cluster, request.num_devices, stages)
         segments = self._segments(lying, request, stages)
         first = next(iter(segments.values()))
         allotted = None
@@ -153,17 +187,22 @@ class Cuts:
             division=division,
             paces=paces,
             graphs=tuple(
-                stage_graph(
-                    self.graph,
-                    first.analysed.dims,
-                    division,
-                    places_of(stage, stages, chunks),
-                )
+                self._stage(first, division, places_of(stage, stages, chunks))
                 for stage in range(stages)
             ),
             grounds=lying,
             allotted=allotted,
         )
+
+    def _stage(
+        self, segments: Segments, division: Division, places: Sequence[int]
+    ) -> tuple[Graph, Known]:
+        key = division.starts, len(division.parts), tuple(places)
+        if key not in self.whole.stages:
+            dims = segments.folded.analysed.dims
+            found = stage_graph(self.whole.graph, dims, division, places)
+            self.whole.stages[key] = found, {}
+        return self.whole.stages[key]
 
     def _segments(
         self, lying: tuple[Ground, ...], request: Request, stages: int
@@ -174,7 +213,9 @@ class Cuts:
             name = ground.kind.name
             key = stages, name, request.num_micro_batches
             if key not in self._chains:
-                laid = laid_out(self.graph, ground.cluster, request)
+                laid = laid_out(
+                    self.whole.graph, ground.cluster, request, self.whole.known
+                )
                 best = min(laid, key=lambda one: one.scored.time.step_seconds)
                 self._chains[key] = self._segments_of(best, stages)
             found[name] = self._chains[key]
@@ -185,8 +226,7 @@ class Cuts:
     def _segments_of(self, best: Laid, stages: int) -> Segments:
         mesh = {STAGE: stages, **best.scored.mesh}
         return Segments(
-            self.units,
-            best.analysed,
+            self.whole.folded(best.analysed, best.search.cluster),
             best.search,
             best.scored,
             lambda nbytes: handed_seconds(nbytes, mesh, self.cluster),
@@ -204,7 +244,9 @@ class Cuts:
         chains = {name: one.layers for name, one in segments.items()}
         division = None
         if self.marked:
-            division = divided_by_marks(self.units, self.units.labels(self.graph))
+            division = divided_by_marks(
+                self.whole.units, self.whole.units.labels(self.whole.graph)
+            )
             chains = {name: one.layers_of(division) for name, one in segments.items()}
         elif len(first.layers) < table.num_stages:
             raise _too_few(table, len(first.layers))
@@ -215,14 +257,16 @@ class Cuts:
             roomy = dict.fromkeys(segments, -float("inf"))
             found = allot(chains, lying, table, roomy)
         starts = first.starts(found.placed.cut.counts)
-        return division or divided(self.units, starts), found
+        return division or divided(self.whole.units, starts), found
 
     def _division(
         self, segments: Segments, table: Schedule, part: Cluster
     ) -> tuple[Division, tuple[float, ...]]:
         """The model in parts, and about how long each takes."""
         if self.marked:
-            division = divided_by_marks(self.units, self.units.labels(self.graph))
+            division = divided_by_marks(
+                self.whole.units, self.whole.units.labels(self.whole.graph)
+            )
             return division, segments.seconds_of(division)
         held = 1 if table.num_chunks > 1 else None
         places = [
@@ -240,7 +284,7 @@ class Cuts:
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
             found = cut(layers, [Stage()] * len(places))
-        return divided(self.units, segments.starts(found.counts)), found.seconds
+        return divided(self.whole.units, segments.starts(found.counts)), found.seconds
 
 
 def _too_few(table: Schedule, parts: int) -> TooFewParts:

@@ -15,14 +15,13 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
-from whalejax.planner.cuts import Cut, Cuts, Laid, laid_out
+from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
 from whalejax.planner.explain import gigabytes, mesh_words
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.parts import (
     Division,
-    Units,
 )
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -64,8 +63,8 @@ MOST_CUTS = 4
 COUNTS = (2, 4, 8)
 """Micro-batches that are weighed, for each stage."""
 
-Traced = Callable[[Remat], tuple[Graph, Units]]
-"""The captured loss with some TaskGraphs computed again, and its units."""
+Traced = Callable[[Remat], Whole]
+"""The captured loss with some TaskGraphs computed again."""
 
 
 def decide_mpmd(
@@ -86,7 +85,7 @@ def decide_mpmd(
         graph, cluster, request, precision, batch: as for ``decide``; the mesh that the
             request fixes is that of one stage.
         piped: the pipeline that is asked for.
-        traced: the loss with what is computed again, and its units.
+        traced: the loss with what is computed again.
         marked: ``stage`` marks say where to cut.
         again: is not used.
 
@@ -103,8 +102,8 @@ def decide_mpmd(
     policies = [request.remat] if request.remat is not None else [(), *_remats(request)]
     for remat in policies:
         program = traced(remat)
-        cuts = Cuts(graph=program[0], units=program[1], cluster=cluster, marked=marked)
-        if remat and request.remat is None and program[0] is graph:
+        cuts = Cuts(whole=program, cluster=cluster, marked=marked)
+        if remat and request.remat is None and program.graph is graph:
             continue
         for count in _counts(graph, request, piped):
             ask = _Ask(
@@ -194,7 +193,7 @@ class _Ask:
         cluster, request: what was asked for.
         stages: how many.
         schedule: its name.
-        program: the loss, and its units.
+        program: the loss.
         cuts: of it into parts.
         remat: what of it is computed again.
         count: micro-batches.
@@ -205,7 +204,7 @@ class _Ask:
     request: Request
     stages: int
     schedule: str
-    program: tuple[Graph, Units]
+    program: Whole
     cuts: Cuts
     remat: Remat
     count: int
@@ -270,7 +269,8 @@ class _Ask:
 
     def _stage(self, found: Cut, stage: int, part: Cluster) -> list[Laid]:
         """The layouts of one stage on its devices."""
-        table, graph, division = self.table, found.graphs[stage], found.division
+        table, division = self.table, found.division
+        graph, known = found.graphs[stage]
         owned = {
             graph.tensors[i].path
             for i, path in enumerate(division.units.params)
@@ -288,16 +288,16 @@ class _Ask:
             ),
             in_flight=max(1.0, table.in_flight[stage] / table.num_chunks),
         )
-        return laid_out(graph, part, one)
+        return laid_out(graph, part, one, known)
 
     def _batch_bytes(self, tensor: int) -> int:
         """Bytes of a leaf of the global batch, or of what is handed and held."""
-        leaves = [t.id for t in self.program[0].tensors if t.kind == "batch"]
+        leaves = [t.id for t in self.program.graph.tensors if t.kind == "batch"]
         if tensor in leaves:
             sizes = self.request.batch_bytes
             return sizes[leaves.index(tensor)] if sizes else 0
-        t = self.program[0].tensors[tensor]
-        parts = self.count // self.program[0].num_micro_batches
+        t = self.program.graph.tensors[tensor]
+        parts = self.count // self.program.graph.num_micro_batches
         return t.nbytes // parts * (max(self.table.in_flight) + 1)
 
 
@@ -413,7 +413,7 @@ class _Weighed:
         Args:
             place: that is handed values, and hands back their cotangents.
         """
-        graph, units = self.ask.program
+        graph, units = self.ask.program.graph, self.ask.program.units
         handed = returned = 0.0
         makers = {
             tensor: self.division.made_at[value]
@@ -430,7 +430,7 @@ class _Weighed:
     def _shards(self, place: int) -> int:
         """In how many a stage cuts what the whole batch makes, to hand it on."""
         mesh = self.chosen[place % self.table.num_stages].scored.mesh
-        parts = self.ask.count // self.ask.program[0].num_micro_batches
+        parts = self.ask.count // self.ask.program.graph.num_micro_batches
         return int(parts * mesh["data"] * mesh["fsdp"])
 
     def _transfer_seconds(self) -> float:
@@ -545,7 +545,7 @@ class _Weighed:
         batch: Sequence[BatchLeaf],
     ) -> Plan:
         laid = self.chosen[stage]
-        whole = self.ask.program[0]
+        whole = self.ask.program.graph
         leaves = [t.id for t in whole.tensors if t.kind == "batch"]
         own = []
         for t in laid.analysed.graph.tensors:

@@ -23,66 +23,51 @@ from whalejax.planner.cost import (
 from whalejax.planner.decide import Analysed
 from whalejax.planner.graph import Graph, TaskGraph
 from whalejax.planner.layout import Table, shards
-from whalejax.planner.memory import kept_bytes, residents
+from whalejax.planner.memory import Kept, kept_bytes, residents
 from whalejax.planner.parts import Division, Units
+from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.stages import Layer
 from whalejax.planner.views import build_rows
 
 
-class Segments:
-    """A model's segments in one layout.
+class Folded:
+    """A model's operations by segment, whatever their layout.
 
     Attributes:
         units: the program.
+        analysed: the same with its logical dimensions.
         borders: names of the parameters whose reading begins each segment but the
             first, in order.
-        handed: seconds in which so many bytes reach the next stage.
+        at: the unit that each of these begins with.
     """
 
     def __init__(
-        self,
-        units: Units,
-        analysed: Analysed,
-        search: Search,
-        scored: Scored,
-        handed: Callable[[float], float],
+        self, units: Units, analysed: Analysed, *, copies_kernels: bool
     ) -> None:
         self.units = units
-        self.handed = handed
         self.analysed = analysed
-        self.search = search
-        self.scored = scored
+        self._copies_kernels = copies_kernels
         order = sorted(units.borders.items(), key=lambda pair: pair[1])
         at = [border for _, border in order]
         # Of two names for one border the first is kept.
         self.borders = [
             name for i, (name, border) in enumerate(order) if border not in at[:i]
         ]
-        self._at = sorted(set(at))
-
-    def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
-        """Where parts begin that have so many segments each."""
-        ends = itertools.accumulate(counts)
-        return tuple(self.borders[end - 1] for end in ends if end <= len(self.borders))
+        self.at = sorted(set(at))
 
     def segment_of(self, unit: int) -> int:
         """The segment that a unit lies in."""
-        return bisect_right(self._at, unit)
+        return bisect_right(self.at, unit)
 
     @property
     def count(self) -> int:
         """How many segments there are."""
-        return len(self._at) + 1
-
-    @property
-    def setting(self) -> Setting:
-        """What rows are priced under."""
-        return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
+        return len(self.at) + 1
 
     @functools.cached_property
-    def _spots(self) -> tuple[Graph, list[tuple[int, int]]]:
+    def _regions(self) -> tuple[Graph, list[tuple[int, int]]]:
         """The graph with a TaskGraph for each segment of each of its own."""
         graph, spots = self.analysed.graph, dict[tuple[int, int], int]()
         ops = []
@@ -95,17 +80,67 @@ class Segments:
         found = replace(graph, ops=tuple(ops), task_graphs=regions)
         return found, list(spots)
 
+    @property
+    def spots(self) -> list[tuple[int, int]]:
+        """Segment and TaskGraph of each region that rows are folded by."""
+        return self._regions[1]
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """What operations do, by these regions."""
+        return build_rows(self._regions[0], self.analysed.dims)
+
+    @functools.cached_property
+    def saved(self) -> Sequence[Kept]:
+        """What is kept for the backward pass, by these regions."""
+        graph = self._regions[0]
+        weight = graph.weight_tensors()
+        copies = self._copies_kernels
+        found = residents(graph, self.analysed.dims, weight, copies_kernels=copies)
+        return found.saved
+
+
+class Segments:
+    """A model's segments in one layout.
+
+    Attributes:
+        folded: its operations by segment.
+        search, scored: the layout, and the search that found it.
+        handed: seconds in which so many bytes reach the next stage.
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        search: Search,
+        scored: Scored,
+        handed: Callable[[float], float],
+    ) -> None:
+        self.folded = folded
+        self.handed = handed
+        self.search = search
+        self.scored = scored
+
+    def starts(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """Where parts begin that have so many segments each."""
+        ends, borders = itertools.accumulate(counts), self.folded.borders
+        return tuple(borders[end - 1] for end in ends if end <= len(borders))
+
+    @property
+    def setting(self) -> Setting:
+        """What rows are priced under."""
+        return self.search.setting(self.scored.mesh, self.scored.num_micro_batches)
+
     @functools.cached_property
     def _tables(self) -> dict[int, Table]:
-        _, spots = self._spots
+        spots = self.folded.spots
         return {i: self.scored.tables[home] for i, (_, home) in enumerate(spots)}
 
     @functools.cached_property
     def seconds(self) -> list[float]:
         """Of each segment, forward and backward of a micro-batch."""
-        graph, spots = self._spots
-        rows = build_rows(graph, self.analysed.dims)
-        s, found = self.setting, [0.0] * self.count
+        rows, spots = self.folded.rows, self.folded.spots
+        s, found = self.setting, [0.0] * self.folded.count
         launch = self.search.cluster.slowest.launch_seconds
         for row in rows.ops:
             cost = row_cost(row, row_hits(row, self._tables[row.task_graph], s), s)
@@ -121,17 +156,10 @@ class Segments:
     @functools.cached_property
     def layers(self) -> list[Layer]:
         """The segments as links of a chain."""
-        graph, spots = self._spots
-        s, kept = self.setting, [0.0] * self.count
-        found = residents(
-            graph,
-            self.analysed.dims,
-            graph.weight_tensors(),
-            copies_kernels=self.search.cluster.compiler.copies_kernels,
-        ).saved
-        sizes = kept_bytes(found, self._tables, s)
-        for entry, nbytes in zip(found, sizes, strict=True):
-            kept[spots[entry.task_graph][0]] += float(nbytes)
+        saved, kept = self.folded.saved, [0.0] * self.folded.count
+        sizes = kept_bytes(saved, self._tables, self.setting)
+        for entry, nbytes in zip(saved, sizes, strict=True):
+            kept[self.folded.spots[entry.task_graph][0]] += float(nbytes)
         static, handed = self._static_bytes(), self._handed_seconds()
         return [
             Layer(
@@ -140,7 +168,7 @@ class Segments:
                 activation_bytes=kept[i],
                 transfer_seconds=handed[i],
             )
-            for i in range(self.count)
+            for i in range(self.folded.count)
         ]
 
     def seconds_of(self, division: Division) -> tuple[float, ...]:
@@ -169,12 +197,13 @@ class Segments:
 
     def _shares(self, division: Division) -> list[dict[int, float]]:
         """Of each part, how much it has of which segments, by operations."""
-        sizes = Counter(map(self.segment_of, range(len(self.units.units))))
+        segment_of, units = self.folded.segment_of, self.folded.units
+        sizes = Counter(map(segment_of, range(len(units.units))))
         return [
             {
                 segment: count / sizes[segment]
                 for segment, count in sorted(
-                    Counter(map(self.segment_of, part.units)).items()
+                    Counter(map(segment_of, part.units)).items()
                 )
             }
             for part in division.parts
@@ -183,9 +212,10 @@ class Segments:
     def _static_bytes(self) -> list[float]:
         """Parameters, gradients and optimizer state, where they are read first."""
         facts, mesh = self.scored.facts, self.scored.mesh
-        found, seen = [0.0] * self.count, set[int]()
-        for index, inputs in enumerate(self.units.inputs):
-            if self.units.free[index]:
+        found, seen = [0.0] * self.folded.count, set[int]()
+        units = self.folded.units
+        for index, inputs in enumerate(units.inputs):
+            if units.free[index]:
                 continue
             for leaf in inputs - seen:
                 seen.add(leaf)
@@ -193,7 +223,7 @@ class Segments:
                     continue
                 place = facts.group_of[leaf]
                 group, layout = facts.groups[place][0], self.scored.layouts[place]
-                found[self.segment_of(index)] += (
+                found[self.folded.segment_of(index)] += (
                     group.nbytes / shards(layout.param, mesh)
                     + group.nbytes / shards(layout.gradient, mesh)
                     + group.optimizer_bytes / shards(layout.optimizer, mesh)
@@ -202,8 +232,8 @@ class Segments:
 
     def _handed_seconds(self) -> list[float]:
         """For the result of each segment to reach another stage, and back."""
-        crossing = self.units.crossing
+        crossing = self.folded.units.crossing
         s, mesh = self.setting, self.scored.mesh
         shared = mesh["data"] * mesh["fsdp"] * s.num_micro_batches
-        found = [2 * self.handed(crossing[at] / shared) for at in self._at]
+        found = [2 * self.handed(crossing[at] / shared) for at in self.folded.at]
         return [*found, 0.0]

@@ -52,7 +52,7 @@ Decide = Callable[..., Plan]
 MOST_COUNTS = 5
 """Numbers of micro-batches that are weighed for replicas of one size."""
 
-MANY_DEVICES = 32
+MANY_DEVICES = 8
 """Of more, only replicas that the wide search finds promising are weighed."""
 
 LEAST_TRIES, MOST_TRIES = 4, 12

@@ -9,6 +9,8 @@ pipeline alike and gives all the same number of micro-batches.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +45,10 @@ MOST_COUNTS = 3
 
 MOST_REPLICAS = 16
 """Pipelines side by side, at most, where the planner chooses."""
+
+FAR = 0.2
+"""By which part of a plan that there is pipelines are far slower than it: their number
+changes what they exchange, and little else."""
 
 
 class _Pipeline:
@@ -153,6 +159,7 @@ def decide_pipelines(
     stages: int,
     asked: Sequence[int] | None,
     decide: Decide,
+    known_seconds: float = math.inf,
 ) -> Plan:
     """Choose how pipelines side by side run a model, and who takes how much of it.
 
@@ -163,30 +170,27 @@ def decide_pipelines(
         stages: of each pipeline.
         asked: the shares that the user wants, in node order, or None.
         decide: makes the plan of one pipeline.
+        known_seconds: of a step in a plan that there is already. Where pipelines are
+            far slower, more of them are not tried.
 
     Raises:
         PlanError: it cannot be, or nothing fits.
     """
     _check(graph, request, stages, asked)
     found: list[_Beside] = []
-    problem: PlanError | None = None
+    problems: list[PlanError] = []
+    weigh = functools.partial(_weigh, cluster, request, stages, asked, decide)
     for replicas in _replicas(request, stages, asked):
         least = 2 * stages * replicas
         several = counts(graph, request, asked, least=least, most_counts=MOST_COUNTS)
-        for count in reversed(several):
-            try:
-                found.append(
-                    _weigh(cluster, request, stages, replicas, count, asked, decide)
-                )
-            except TooFewParts:
-                raise  # Nor are there more under other numbers.
-            except NothingFits as error:
-                problem = problem or error
-                break  # Fewer micro-batches are larger ones.
-            except PlanError as error:
-                problem = problem or error
+        some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
+        found += some
+        if some and min(o.step_seconds for o in some) > known_seconds * (1 + FAR):
+            break
+    if not found and problems:
+        raise problems[0]
     if not found:
-        raise problem or PlanError(
+        raise PlanError(
             f"{request.num_devices} devices make no several pipelines of {stages} "
             "stages. Take fewer stages, or more devices"
         )
@@ -195,6 +199,41 @@ def decide_pipelines(
         raise _too_large(min(found, key=lambda one: one.lacks_bytes))
     best = min(fitting, key=lambda one: one.step_seconds)
     return _written(cluster, stages, best, found)
+
+
+def _while_faster(
+    weigh: Callable[[int], _Beside], several: Sequence[int], problems: list[PlanError]
+) -> Iterator[_Beside]:
+    """Weigh numbers of micro-batches, the fewest first, while more of them help.
+
+    Where the fewest do not fit, the most are weighed first: fewer are larger ones.
+
+    Args:
+        weigh: weighs one number.
+        several: the numbers, the fewest first.
+        problems: is given what was wrong with others.
+    """
+    best, lacking = math.inf, False
+    left = [*several]
+    while left:
+        try:
+            one = weigh(left.pop(-1 if lacking else 0))
+        except TooFewParts:
+            raise  # Nor are there more under other numbers.
+        except NothingFits as error:
+            problems.append(error)
+            if lacking:
+                return
+            lacking = True
+        except PlanError as error:
+            problems.append(error)
+        else:
+            yield one
+            slower = one.step_seconds > best
+            if one.lacks_bytes <= 0:
+                if slower and not lacking:
+                    return
+                best = min(best, one.step_seconds)
 
 
 def _check(
@@ -233,10 +272,10 @@ def _weigh(
     cluster: Cluster,
     request: Request,
     stages: int,
-    replicas: int,
-    count: int,
     asked: Sequence[int] | None,
     decide: Decide,
+    replicas: int,
+    count: int,
 ) -> _Beside:
     """So many pipelines, with so many micro-batches in all."""
     size = request.num_devices // replicas

@@ -16,13 +16,12 @@ from whalejax.capture.stack import stack_of
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.planner.asked import Asked
-from whalejax.planner.cuts import TooFewParts
+from whalejax.planner.cuts import TooFewParts, Whole
 from whalejax.planner.decide import check_marks, decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
-from whalejax.planner.parts import Units
 from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
@@ -115,6 +114,7 @@ class _Staging:
         asked: the pipeline that is asked for.
         uneven: whether several pipelines side by side may take unlike shares, or those
             that are asked for.
+        known_seconds: of a step in a plan that there is already.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class _Staging:
         self.captured = captured
         self.asked = asked
         self.uneven = uneven
+        self.known_seconds = math.inf
         self.traced = functools.cache(self._traced)
 
     def __call__(
@@ -141,12 +142,14 @@ class _Staging:
             cluster,
             request,
             stages=self.asked.mesh[STAGE],
-            asked=self.uneven if isinstance(self.uneven, tuple) else None,
             decide=lambda part, one: self.apart(graph, part, one, **options),
         )
         if isinstance(self.uneven, tuple):
-            return several()
-        return _fastest(*_made(alone, several))
+            return several(asked=self.uneven)
+        found, problem = _made(alone)
+        least = min(self.known_seconds, *map(_seconds, found), math.inf)
+        more, other = _made(functools.partial(several, asked=None, known_seconds=least))
+        return _fastest([*found, *more], problem or other)
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
         """Replicas, or pipelines where these are clearly faster or all that fits.
@@ -162,8 +165,9 @@ class _Staging:
             plans, problem = _made(functools.partial(shares, *given, **options))
             if plans and not _may_gain(plans[0]):
                 return plans[0]
+            known = min(map(_seconds, plans), default=math.inf)
             each = [
-                functools.partial(self._of(n), *given, **options)
+                functools.partial(self._of(n, known), *given, **options)
                 for n in _whole_stages(cluster, request.num_devices)
                 if not plans or self._may_be_faster(n, plans[0])
             ]
@@ -187,17 +191,17 @@ class _Staging:
         """
         if not _why_apart(self.captured, self.asked, False, replicas.cluster):
             return True
-        graph, units = self.traced(())
-        part = _largest_part(graph, units) / _speed_of_fastest(replicas, stages)
+        part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
         time = replicas.time
         busy = (time.compute_seconds + time.launch_seconds) * _first_time(replicas)
         return busy * max(1.0, part) * (1 + SURE) < time.step_seconds
 
-    def _of(self, stages: int) -> _Staging:
+    def _of(self, stages: int, known_seconds: float = math.inf) -> _Staging:
         """The same, for a number of stages."""
         asked = dataclasses.replace(self.asked, mesh={**self.asked.mesh, STAGE: stages})
         found = _Staging(self.captured, asked, self.uneven)
         found.traced = self.traced
+        found.known_seconds = known_seconds
         return found
 
     def alone(
@@ -267,9 +271,9 @@ class _Staging:
             ) from problem
         return _fastest(found, problem)
 
-    def _traced(self, remat: Remat) -> tuple[Graph, Units]:
+    def _traced(self, remat: Remat) -> Whole:
         program = self.captured.with_remat(remat) if remat else self.captured
-        return program.graph, units_of(program)
+        return Whole(graph=program.graph, units=units_of(program))
 
 
 def _made(*each: Callable[[], Plan]) -> tuple[list[Plan], PlanError | None]:
@@ -309,12 +313,12 @@ def _speed_of_fastest(replicas: Plan, stages: int) -> float:
     return fastest / sum(shares)
 
 
-def _largest_part(graph: Graph, units: Units) -> float:
+def _largest_part(program: Whole) -> float:
     """The share of all products' work in the largest part that nothing cuts."""
-    starts = sorted(units.borders.values())
+    starts = sorted(program.units.borders.values())
     work = [0] * (len(starts) + 1)
-    for op in graph.ops:
-        unit = units.unit_at(op.position)
+    for op in program.graph.ops:
+        unit = program.units.unit_at(op.position)
         if unit is not None:
             work[bisect_right(starts, unit)] += op.flops * op.trip
     return max(work) / max(1, sum(work))
