@@ -244,9 +244,7 @@ class Cuts:
         chains = {name: one.layers for name, one in segments.items()}
         division = None
         if self.marked:
-            division = divided_by_marks(
-                self.whole.units, self.whole.units.labels(self.whole.graph)
-            )
+            division = self.whole.by_marks()
             chains = {name: one.layers_of(division) for name, one in segments.items()}
         elif len(first.layers) < table.num_stages:
             raise _too_few(table, len(first.layers))
@@ -264,9 +262,7 @@ class Cuts:
     ) -> tuple[Division, tuple[float, ...]]:
         """The model in parts, and about how long each takes."""
         if self.marked:
-            division = divided_by_marks(
-                self.whole.units, self.whole.units.labels(self.whole.graph)
-            )
+            division = self.whole.by_marks()
             return division, segments.seconds_of(division)
         held = 1 if table.num_chunks > 1 else None
         places = [

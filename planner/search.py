@@ -242,14 +242,14 @@ class Search:
             context: the size of that axis; None for the one that the user fixed.
         """
         fixed, among = self.request.mesh or {}, self.request.among
-        found = [
+        every = [
             mesh
             for mesh in meshes(
                 self.request.num_devices, context or fixed.get("context", 1)
             )
             if all(mesh[axis] == size for axis, size in fixed.items())
-            and (among is None or tuple(mesh.values()) in among)
         ]
+        found = [m for m in every if among is None or tuple(m.values()) in among]
 
         def obeyed(mesh: Mapping[str, int]) -> int:
             return sum(mesh.get(axis, 1) > 1 for axis in self.named_axes)

@@ -52,10 +52,11 @@ Decide = Callable[..., Plan]
 MOST_COUNTS = 5
 """Numbers of micro-batches that are weighed for replicas of one size."""
 
-MANY_DEVICES = 8
-"""Of more, only replicas that the wide search finds promising are weighed."""
+MANY_DEVICES, MANY_CASES = 8, 8
+"""Of more devices, and sizes of replicas with numbers of micro-batches, only those
+that the wide search finds promising are weighed."""
 
-LEAST_TRIES, MOST_TRIES = 4, 12
+LEAST_TRIES, MOST_TRIES = 5, 12
 """Promising replicas that are weighed."""
 
 
@@ -187,15 +188,15 @@ def decide_shares(
         )
         for size in _sizes(cluster, request, asked)
     }
-    if cluster.num_devices > MANY_DEVICES:
+    cases = sum(map(len, several.values()))
+    if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
         graphs = unlike(graph, request, options.get("again"))
-        tries.add_likely(
-            one
-            for one in likely_replicas(graphs, cluster, request)
-            if one.count in several.get(one.size, ())
-        )
-        marks = [region.strategy for region in graph.task_graphs]
-        if 1 in several and any(mark and mark.kind == "split" for mark in marks):
+        tries.add_likely(likely_replicas(graphs, cluster, request, several))
+        split = {
+            request.default,
+            *(r.strategy.kind for r in graph.task_graphs if r.strategy),
+        }
+        if 1 in several and "split" in split:
             tries.add(1, several[1][::-1])  # One device has nothing to split.
     for size in several if tries.best_seconds == math.inf else ():
         if size > _within(cluster) and tries.best_seconds < math.inf:
@@ -258,7 +259,7 @@ class _Tries:
             case = Case(size=one.size, count=one.count, zero=one.zero)
             whole = dataclasses.replace(case, zero=0)
             if any(other.fits and other.case == whole for other in self.found):
-                continue  # Slices of the state would only have to be gathered.
+                continue  # Slices were no faster, or they would have come before.
             before = len(self.found)
             self._lacks(case, one)
             for shared in self.found[before:]:

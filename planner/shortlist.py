@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.slices import sliceable
 from whalejax.planner.terms import OFFLOADS, Chosen
 from whalejax.planner.weigh import Weighed
 from whalejax.planner.wide import NoMeshError, WideSearch
@@ -33,10 +34,6 @@ MANY: Final = 40
 
 MOST: Final = 8
 """Promising meshes of one program that are looked at."""
-
-CLEAR: Final = 0.1
-"""By which part the steps of one way of attention are longer than those of another
-where only the other is looked at."""
 
 SLACK: Final = 0.3
 """A mesh is promising whose best plan is slower than the best by this part at most."""
@@ -81,7 +78,7 @@ class Likely:
         zero: level over replicas.
         seconds: of a step, as the wide search has it.
         among: sizes of ``PLANNED_AXES`` of the promising meshes of one replica.
-        attention: how it runs, where the others are far slower; otherwise as asked.
+        attention: how it runs.
     """
 
     size: int
@@ -89,11 +86,14 @@ class Likely:
     zero: int
     seconds: float
     among: frozenset[Mesh]
-    attention: Chosen | None
+    attention: Chosen
 
 
 def likely_replicas(
-    graphs: Mapping[Chosen, Graph], cluster: Cluster, request: Request
+    graphs: Mapping[Chosen, Graph],
+    cluster: Cluster,
+    request: Request,
+    allowed: Mapping[int, Collection[int]],
 ) -> list[Likely]:
     """Sizes of replicas and numbers of micro-batches, the most promising first.
 
@@ -102,6 +102,7 @@ def likely_replicas(
             runs.
         cluster: the machine.
         request: what is asked of replicas that take unlike shares.
+        allowed: by devices of a replica, the numbers of micro-batches to look at.
     """
     for fixed in ({"stage": 1, "context": 1}, {"stage": 1}):
         asked = dataclasses.replace(
@@ -109,49 +110,40 @@ def likely_replicas(
             mesh={**fixed, **(request.mesh or {})},
             num_micro_batches=None,
         )
-        cases: dict[_Case, dict[tuple[Mesh, Chosen], float]] = {}
+        cases: dict[tuple[Chosen, int, int, int], dict[Mesh, float]] = {}
         for attention, graph in graphs.items():
             for search in _searches([graph], cluster, asked, _Replicas):
                 for (mesh, count, zero), step in search.counted.items():
                     inner = (1, *mesh[1:])
-                    case = math.prod(inner), count, zero
-                    steps = cases.setdefault(case, {})
-                    key = inner, attention
-                    steps[key] = min(step, steps.get(key, step))
+                    size = math.prod(inner)
+                    if count in allowed.get(size, ()):
+                        case = attention, size, count, zero
+                        steps = cases.setdefault(case, {})
+                        steps[inner] = min(step, steps.get(inner, step))
         if cases:
-            return _near(cases, request.attention)
+            return _near(cases)
     return []
 
 
-_Case = tuple[int, int, int]
-"""Devices of a replica, micro-batches and level of ZeRO."""
-
-
 def _near(
-    cases: Mapping[_Case, Mapping[tuple[Mesh, Chosen], float]], asked: Chosen | None
+    cases: Mapping[tuple[Chosen, int, int, int], dict[Mesh, float]],
 ) -> list[Likely]:
     limit = min(min(steps.values()) for steps in cases.values()) * (1 + SLACK)
-    found = []
-    for (size, count, zero), steps in cases.items():
-        seconds = min(steps.values())
-        meshes: dict[Mesh, float] = {}
-        ways: set[Chosen] = set()
-        for (mesh, attention), step in steps.items():
-            meshes[mesh] = min(step, meshes.get(mesh, step))
-            if step <= seconds * (1 + CLEAR):
-                ways.add(attention)
-        if seconds <= limit:
-            found.append(
-                Likely(
-                    size=size,
-                    count=count,
-                    zero=zero,
-                    seconds=seconds,
-                    among=frozenset(m for m in _least(meshes) if meshes[m] <= limit),
-                    attention=ways.pop() if len(ways) == 1 else asked,
-                )
-            )
-    return sorted(found, key=lambda one: (one.seconds, one.zero, one.size, one.count))
+    found = [
+        Likely(
+            size=size,
+            count=count,
+            zero=zero,
+            seconds=min(steps.values()),
+            among=frozenset(mesh for mesh in _least(steps) if steps[mesh] <= limit),
+            attention=attention,
+        )
+        for (attention, size, count, zero), steps in cases.items()
+    ]
+    return sorted(
+        (one for one in found if one.seconds <= limit),
+        key=lambda one: (one.seconds, one.zero, one.size, one.count, one.attention),
+    )
 
 
 def _least(values: dict[Mesh, float]) -> list[Mesh]:
@@ -251,8 +243,10 @@ class _Replicas(_Search):
         return [p for p in WideSearch.placements(self) if p.by == "replicas"]
 
     def _zeros(self) -> list[int]:
-        """Slices of the optimizer's state are all that replicas can cut."""
-        return [zero for zero in super()._zeros() if zero < 2]
+        """Slices of the optimizer's state are all that replicas can cut, if that."""
+        if self.request.zero is not None:
+            return [self.request.zero]
+        return [0, 1] if sliceable(self.request) and not self.request.offload else [0]
 
     def _keep(
         self,

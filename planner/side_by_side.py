@@ -46,9 +46,9 @@ MOST_COUNTS = 3
 MOST_REPLICAS = 16
 """Pipelines side by side, at most, where the planner chooses."""
 
-FAR = 0.2
-"""By which part of a plan that there is pipelines are far slower than it: their number
-changes what they exchange, and little else."""
+FAR, LESS = 0.2, 0.05
+"""More pipelines are not tried where the fastest so far is slower by the first part
+than a plan that there is, and no faster by the second than that of fewer pipelines."""
 
 
 class _Pipeline:
@@ -180,15 +180,19 @@ def decide_pipelines(
     found: list[_Beside] = []
     problems: list[PlanError] = []
     weigh = functools.partial(_weigh, cluster, request, stages, asked, decide)
+    here = math.inf
     for replicas in _replicas(request, stages, asked):
         least = 2 * stages * replicas
         several = counts(graph, request, asked, least=least, most_counts=MOST_COUNTS)
         some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
         found += some
-        if some and min(o.step_seconds for o in some) > known_seconds * (1 + FAR):
+        steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)
+        before, here = here, min(steps, default=math.inf)
+        if known_seconds * (1 + FAR) < here and before * (1 - LESS) < here < math.inf:
             break
     if not found and problems:
-        raise problems[0]
+        short = [error for error in problems if isinstance(error, NothingFits)]
+        raise min(short, key=lambda error: error.lacks_bytes, default=problems[0])
     if not found:
         raise PlanError(
             f"{request.num_devices} devices make no several pipelines of {stages} "

@@ -186,11 +186,9 @@ class _Staging:
     def _may_be_faster(self, stages: int, replicas: Plan) -> bool:
         """Whether as many stages may be clearly faster than replicas.
 
-        The largest part that cannot be cut lies on one stage, were that of the fastest
-        devices. Models in one program for all stages cut every scan.
+        An estimate: the largest part that cannot be cut lies on one stage, were that
+        of the fastest devices, and takes its share of what replicas compute.
         """
-        if not _why_apart(self.captured, self.asked, False, replicas.cluster):
-            return True
         part = _largest_part(self.traced(())) / _speed_of_fastest(replicas, stages)
         time = replicas.time
         busy = (time.compute_seconds + time.launch_seconds) * _first_time(replicas)

@@ -376,7 +376,7 @@ def test_no_schedule_is_faster_than_its_bound(
         asked = dataclasses.replace(request_of(graph, machine), mesh={"stage": stages})
         WideSearch(graph, machine, asked).run()
     assert settled[False]
-    assert settled[True] or "+" in text or layers == 6
+    assert settled[True] or "+" in text
 
 
 def test_too_many_task_graphs_are_said() -> None:

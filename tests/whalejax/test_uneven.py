@@ -280,9 +280,18 @@ def test_mixed_devices_are_given_shares_by_their_speed(tmp_path: Path) -> None:
     assert whole.shares == () and whole.num_devices == 4
 
 
-@pytest.mark.parametrize("cluster", ["a100-80:4x8+v100-32:4x8", "h100:2x8+a100-80:4x8"])
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [
+        ("a100-80:4x8+v100-32:4x8", {}),
+        ("h100:2x8+a100-80:4x8", {}),
+        ("v100-32:8+t4:8", {}),
+        ("a100-80:8+v100-32:8", {"default": wh.split()}),
+        ("a100-80:8+v100-32:8", {"offload": "optimizer"}),
+    ],
+)
 def test_promising_replicas_are_no_worse_than_all(
-    monkeypatch: pytest.MonkeyPatch, cluster: str
+    monkeypatch: pytest.MonkeyPatch, cluster: str, options: dict[str, Any]
 ) -> None:
     job = models.job(
         "gpt-test",
@@ -312,6 +321,7 @@ def test_promising_replicas_are_no_worse_than_all(
             optimizer=optax.adam(1e-3),
             cluster=cluster,
             precision="bf16",
+            **options,
         )
 
     some = ask()
@@ -319,7 +329,8 @@ def test_promising_replicas_are_no_worse_than_all(
     every = ask()
     assert some.shares and every.shares
     assert some.time.step_seconds <= every.time.step_seconds * 1.001
-    assert 0 < weighed[0] < weighed[1]
+    assert 0 < weighed[0] <= weighed[1]
+    assert some.offload == every.offload
 
 
 def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
