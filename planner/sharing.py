@@ -258,7 +258,8 @@ class _Tries:
                 break
             case = Case(size=one.size, count=one.count, zero=one.zero)
             whole = dataclasses.replace(case, zero=0)
-            if any(other.fits and other.case == whole for other in self.found):
+            known = any(other.fits and other.case == whole for other in self.found)
+            if known and one.zero:
                 continue  # Slices were no faster, or they would have come before.
             before = len(self.found)
             self._lacks(case, one)
