@@ -252,16 +252,17 @@ class _Tries:
         The wide search has all of a step but for what replicas wait for each other;
         what it leaves out of the rest takes a like part of everyone's.
         """
-        ratio = 1.0
-        for number, one in enumerate(itertools.islice(likely, MOST_TRIES)):
-            if number >= LEAST_TRIES and one.seconds * ratio >= self.best_seconds:
+        ratio, tries = 1.0, 0
+        for one in likely:
+            far = tries >= LEAST_TRIES and one.seconds * ratio >= self.best_seconds
+            if far or tries == MOST_TRIES:
                 break
             case = Case(size=one.size, count=one.count, zero=one.zero)
             whole = dataclasses.replace(case, zero=0)
             known = any(other.fits and other.case == whole for other in self.found)
             if known and one.zero:
                 continue  # Slices were no faster, or they would have come before.
-            before = len(self.found)
+            tries, before = tries + 1, len(self.found)
             self._lacks(case, one)
             for shared in self.found[before:]:
                 own = (shared.pace + shared.after) / one.seconds
