@@ -12,6 +12,9 @@ timed in turn. The last line is one JSON object:
     interleaved_over_1f1b_simulated   first is at most 1.05 times the second
     zb_h1_over_1f1b, zb_h1_over_1f1b_simulated    the same
 
+The C library keeps what they free (``paired.KEPT_MEMORY``) unless ``--default-malloc``:
+parts that are run again to be measured have other page faults than in a step.
+
     python scripts/bench_processes.py [--rounds 7] [--micro-batches 4]
 """
 
@@ -28,6 +31,8 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from paired import keep_memory
 
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")
@@ -51,12 +56,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step")
+    parser.add_argument("--default-malloc", action="store_true", help="see above")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.process is not None:
         _work(arguments)
         return
+    if not arguments.default_malloc:
+        keep_memory()
     from whalejax.meshes.launching import free_port
 
     command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
