@@ -463,6 +463,8 @@ class _Path:
 
     def bring(self, before: Spec, after: Spec, phase: str) -> None:
         """Change the layout; slicing costs nothing."""
+        if before == after:
+            return
         old = {axis: d for d, axes in enumerate(before) for axis in axes}
         new = {axis: d for d, axes in enumerate(after) for axis in axes}
         mesh = self.s.mesh

@@ -52,6 +52,7 @@ Layout = tuple[tuple[int, ...], ...]
 """Roles of each dimension of a tensor, major atom first."""
 
 
+@functools.lru_cache(maxsize=2**16)
 def roles_of(layout: Layout) -> frozenset[int]:
     """Every role that stands in a tensor."""
     return frozenset(role for atoms in layout for role in atoms)

@@ -288,11 +288,14 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
     error = min(short, key=lambda one: one.lacks_bytes)
     if cluster.is_uniform:
         return error
-    least = min(_kinds(cluster), key=lambda kind: kind.memory_bytes).display_name()
+    kinds = _kinds(cluster)
+    least = min(kinds, key=lambda kind: kind.memory_bytes).display_name()
+    needed = error.of_bytes + error.lacks_bytes
+    enough = max(kind.memory_bytes for kind in kinds) >= needed
     said = str(error).removeprefix("no plan fits:").strip().rstrip(".")
     return NothingFits(
-        f"no plan fits {least}, of these kinds that with the least memory: {said}. Or "
-        f"plan without {least}",
+        f"no plan fits {least}, of these kinds that with the least memory: {said}. "
+        + (f"Or plan without {least}" if enough else "All the others lack memory, too"),
         lacks_bytes=error.lacks_bytes,
         of_bytes=error.of_bytes,
         nearest=error.nearest,

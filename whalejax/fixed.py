@@ -1,9 +1,12 @@
-"""Mesh axes that a user fixes, checked before anything is searched."""
+"""Mesh axes and shares that a user fixes, checked before anything is searched."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.layout import MESH_AXES
@@ -55,6 +58,46 @@ def check_mesh(
             f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
             "on purpose: allow_idle=True"
         )
+
+
+def uneven_shares(
+    shares: Any,
+    *,
+    mixed: bool,
+    runnable: bool,
+    allow_idle: bool,
+    synced: bool,
+) -> bool | tuple[int, ...]:
+    """Whether replicas take unlike shares, or those that are asked for.
+
+    Args:
+        shares: what the user gives.
+        mixed: devices are of several kinds.
+        runnable: what cannot run is not wanted.
+        allow_idle: some devices may be left without work.
+        synced: the whole batch is one micro-batch, for statistics that are its own.
+
+    Raises:
+        PlanError: shares that are none, or that something else rules out.
+    """
+    if shares is None or (isinstance(shares, str) and shares == "even"):
+        return shares is None and mixed and runnable and not allow_idle
+    several = isinstance(shares, Sequence | np.ndarray) and len(shares) > 0
+    if isinstance(shares, str) or not several:
+        raise PlanError(
+            f"shares is {shares!r:.60}; expected 'even', the micro-batches of each "
+            "replica such as [5, 3], or None for the planner to choose"
+        )
+    if not runnable or allow_idle:
+        other = "allow_idle=True" if allow_idle else "runnable=False"
+        raise PlanError(f"shares cannot be given with {other}. Drop one of them")
+    asked = tuple(k.item() if isinstance(k, np.integer) else k for k in shares)
+    if synced and len(asked) > 1:
+        raise PlanError(
+            "sync_batch_stats=True takes the global batch as one micro-batch, and "
+            f"shares={list(asked)!r:.60} deals several out. Drop one of them"
+        )
+    return asked
 
 
 def _products(number: int, parts: int) -> str:

@@ -14,6 +14,7 @@ from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.stack import stack_of
 from whalejax.capture.units import units_of
+from whalejax.fixed import check_mesh
 from whalejax.meshes import Cluster
 from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import TooFewParts, Whole
@@ -25,6 +26,7 @@ from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
+from whalejax.planner.search import PLANNED_AXES
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines
@@ -43,6 +45,7 @@ def decider(
     *,
     runnable: bool,
     uneven: bool | tuple[int, ...] = False,
+    allow_idle: bool = False,
 ) -> tuple[Callable[..., Plan], Request]:
     """Who decides how a model runs.
 
@@ -51,6 +54,7 @@ def decider(
         request: what was asked for.
         runnable: what cannot run is not wanted.
         uneven: whether replicas take unlike shares, or those that are asked for.
+        allow_idle: some devices may be left without work.
 
     Returns:
         The search, and what is asked of it: where there are stages, of the devices of
@@ -66,6 +70,9 @@ def decider(
     asked, found = _asked(programs.graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, 1)
+    if mesh and stages > 1 and request.num_devices % stages == 0:
+        # The stages may be those of marks, of which the mesh that was given says none.
+        check_mesh(asked.mesh, request.num_devices, allow_idle, PLANNED_AXES)
     request = dataclasses.replace(
         request, mesh=mesh, num_micro_batches=asked.num_micro_batches
     )

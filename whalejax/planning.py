@@ -16,7 +16,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.fixed import check_mesh
+from whalejax.fixed import check_mesh, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -276,7 +276,17 @@ class Asked:
             loss_chunks=self._chunks(programs),
         )
         search, request = decider(
-            programs, request, runnable=self.runnable, uneven=self._uneven()
+            programs,
+            request,
+            runnable=self.runnable,
+            uneven=uneven_shares(
+                self.shares,
+                mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
+                runnable=self.runnable,
+                allow_idle=idle,
+                synced=count is not None and self.num_micro_batches is None,
+            ),
+            allow_idle=idle,
         )
         decided = functools.partial(
             search,
@@ -301,23 +311,6 @@ class Asked:
             question=self,
         )
         return ordered(found)
-
-    def _uneven(self) -> bool | tuple[int, ...]:
-        """Whether replicas take unlike shares, or those that are asked for."""
-        given = self.shares
-        if given is None or given == "even":
-            mixed = len({node.kind.name for node in self.cluster.nodes}) > 1
-            return given is None and mixed and self.runnable and not self.allow_idle
-        several = isinstance(given, Sequence | np.ndarray) and len(given) > 0
-        if isinstance(given, str) or not several:
-            raise PlanError(
-                f"shares is {given!r:.60}; expected 'even', the micro-batches of each "
-                "replica such as [5, 3], or None for the planner to choose"
-            )
-        if not self.runnable or self.allow_idle:
-            other = "allow_idle=True" if self.allow_idle else "runnable=False"
-            raise PlanError(f"shares cannot be given with {other}. Drop one of them")
-        return tuple(np.asarray(given).tolist())
 
     @property
     def _whole(self) -> str:

@@ -131,14 +131,16 @@ model = {k: np.full((8, 8), 0.1, np.float32) for k in "ab"}
 batch = {"x": np.ones((16, 8), np.float32)}
 
 def loss(m, b):
-    with wh.pipeline(schedule=["gpipe", "1f1b"][index]):
+    with wh.pipeline(schedule=["gpipe", "1f1b"][index * (sys.argv[5] == "schedule")]):
         with wh.stage():
             h = jax.numpy.tanh(b["x"] @ m["a"])
         with wh.stage():
             return ((h @ m["b"] - 1) ** 2).mean()
 
 tx = optax.sgd(0.1)
-plan = wh.plan(loss, model, batch, optimizer=tx, cluster="h100:2", num_micro_batches=4)
+precision = ["f32", "bf16"][index * (sys.argv[5] == "precision")]
+plan = wh.plan(loss, model, batch, optimizer=tx, cluster="h100:2", num_micro_batches=4,
+               precision=precision)
 step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
 try:
     step(step.init_from(model), batch)
@@ -147,8 +149,9 @@ except wh.WhaleError as error:
 """
 
 
-def test_processes_with_other_plans_are_told_so() -> None:
-    for output in finish(start(DIFFER)):
+@pytest.mark.parametrize("what", ["schedule", "precision"])
+def test_processes_with_other_plans_are_told_so(what: str) -> None:
+    for output in finish(start(DIFFER, what)):
         assert "processes 1 have another plan than process 0" in output
         assert "plan.save" in output
 

@@ -350,6 +350,7 @@ def contradicting(model: Any, x: Any) -> Any:
         (scanned, {"num_micro_batches": 5}, "do not divide into 5 micro-batches"),
         (staged, {}, "one stage is marked, and a pipeline needs two"),
         (contradicting, {}, "asks for num_stages 4, and mesh={'stage': 2} for 2"),
+        (contradicting, {"mesh": {"data": 8}}, "needs 32 devices; there are 8"),
         (
             contradicting,
             {"mesh": {"stage": 4}, "cluster": "h100:4"},

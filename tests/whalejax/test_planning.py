@@ -266,6 +266,8 @@ def test_synchronised_statistics_take_one_micro_batch() -> None:
         planned("resnet-test", sync_batch_stats=True, num_micro_batches=2)
     assert "sync_batch_stats" in str(caught.value)
     assert "num_micro_batches" in str(caught.value)
+    with pytest.raises(wh.WhaleError, match="sync_batch_stats=True takes"):
+        planned("resnet-test", sync_batch_stats=True, shares=[3, 1])
 
 
 def test_models_without_statistics_do_not_mind_synchronising_them() -> None:

@@ -60,7 +60,7 @@ class Moves:
             for plan in self._apart.plans
         ]
         places = [[d.id for d in row] for row in self._apart.mesh.devices]
-        return self.order, layouts, places
+        return self._apart.plan.hash, self.order, layouts, places
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
         """An input of the loss on another stage; None if that is not here.

@@ -79,6 +79,7 @@ class Apart:
     """Runs a plan whose stages have programs of their own; see ``runner.Runner``.
 
     Attributes:
+        plan: that it runs.
         captured: the loss.
         plans, meshes: of each stage.
         whole: for each stage, the layout of what all its devices hold.
@@ -96,7 +97,7 @@ class Apart:
         origin: Origin,
     ) -> None:
         assert plan.stages is not None
-        self._plan = plan
+        self.plan = plan
         self._origin = origin
         self.captured = captured
         self._options: Any = dict(plan.compiler_options) or None
@@ -204,7 +205,7 @@ class Apart:
     def leaf(self, stage: int, path: str) -> Any:
         """The plan of a parameter on a stage; what no stage reads lies whole."""
         found = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
-        return next(found, self._plan.leaf(path))
+        return next(found, self.plan.leaf(path))
 
     def _rest_owner(self, number: int) -> int:
         return self.owner(len(self._owners) + number)
@@ -230,7 +231,7 @@ class Apart:
             return self._of_param(number, "param_spec", stage)
         if number < self.first_batch:
             return self.whole[stage]
-        planned = self._plan.batch[number - self.first_batch]
+        planned = self.plan.batch[number - self.first_batch]
         leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
         return named(next(leaves, planned).spec, self.meshes[stage])
 
@@ -357,7 +358,7 @@ class Apart:
                 for v, t in tensors.items()
                 if t is not None and graph.tensors[t].differentiable
             ),
-            scales=self._plan.scales_loss,
+            scales=self.plan.scales_loss,
         )
         found: list[Site] = []
         stages = len(self.plans)
@@ -442,7 +443,7 @@ class Apart:
     @functools.cached_property
     def numbers(self) -> list[list[Any]]:
         """For each stage, the numbers of the micro-batches."""
-        every = range(self._plan.num_micro_batches)
+        every = range(self.plan.num_micro_batches)
         return [[placed(np.int32(m), whole) for m in every] for whole in self.whole]
 
     @functools.cached_property
