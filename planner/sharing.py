@@ -288,10 +288,9 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
     error = min(short, key=lambda one: one.lacks_bytes)
     if cluster.is_uniform:
         return error
-    kinds = _kinds(cluster)
-    least = min(kinds, key=lambda kind: kind.memory_bytes).display_name()
-    needed = error.of_bytes + error.lacks_bytes
-    enough = max(kind.memory_bytes for kind in kinds) >= needed
+    kinds = sorted(_kinds(cluster), key=lambda kind: kind.memory_bytes)
+    least = kinds[0].display_name()
+    enough = kinds[-1].memory_bytes >= error.of_bytes + error.lacks_bytes
     said = str(error).removeprefix("no plan fits:").strip().rstrip(".")
     return NothingFits(
         f"no plan fits {least}, of these kinds that with the least memory: {said}. "
@@ -314,7 +313,8 @@ def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
     counts = [one.count for one in plan.cluster.nodes]
     if not 0 <= node < len(counts):
         raise PlanError(
-            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0"
+            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. Of "
+            "processes that are no nodes, step.batch_rows() gives the samples"
         )
     size = plan.num_devices // len(plan.shares)
     start, end = sum(counts[:node]), sum(counts[: node + 1])

@@ -134,8 +134,12 @@ class Feed:
             state: from ``get_state``.
 
         Raises:
-            WhaleError: it is of a source of another kind.
+            WhaleError: it is of a source of another kind, or of none.
         """
+        if not isinstance(state, Mapping) or "step" not in state:
+            raise WhaleError(
+                f"state is {state!r:.60}; expected what get_state gave, with 'step'"
+            )
         self._iterator, self._epoch, self._read = None, 0, 0
         self.step = int(state["step"])
         if state.get("source") is not None:

@@ -154,6 +154,8 @@ def test_streams_that_cannot_go_on_are_told_so() -> None:
         wh.Feed(SAMPLES, 8).set_state(reading.get_state())
     with pytest.raises(wh.WhaleError, match="gave fewer samples"):
         next(iter(wh.Feed(Stream(), 51)))
+    with pytest.raises(wh.WhaleError, match="expected what get_state gave"):
+        wh.Feed(SAMPLES, 8).set_state({"place": 5})
 
 
 def test_nodes_of_a_plan_know_their_samples() -> None:
