@@ -48,9 +48,15 @@ class Rebalance:
         seconds: of a micro-batch on each replica, as believed; 0 where not known.
     """
 
-    def __init__(self, given: Sequence[int]) -> None:
-        """Begin with shares that are given."""
+    def __init__(self, given: Sequence[int], most: Sequence[int] | None = None) -> None:
+        """Begin with shares that are given.
+
+        Args:
+            given: micro-batches of each replica.
+            most: that the memory of each holds; None for no bound.
+        """
         self.shares = tuple(given)
+        self._most = [sum(given)] * len(given) if most is None else list(most)
         self.seconds = (0.0,) * len(given)
         self._total = sum(given)
         self._seen: list[list[float]] = [[] for _ in given]
@@ -84,7 +90,7 @@ class Rebalance:
             if before == now:
                 continue
             ignoring, following = (
-                makespan(shares(self._total, seconds), now) for seconds in (before, now)
+                makespan(self._dealt(seconds), now) for seconds in (before, now)
             )
             if count * (ignoring / following - 1) >= LOST:
                 for seen, (old, new) in zip(self._seen, pairs, strict=True):
@@ -110,12 +116,16 @@ class Rebalance:
     def _wanted(self) -> tuple[int, ...]:
         enough = (seen for seen in self._seen if len(seen) >= WINDOW // 2)
         if any(_scatter(seen) > SCATTER for seen in enough):
-            return shares(self._total, [1.0] * len(self.shares))
-        return shares(self._total, self.seconds)
+            return self._dealt([1.0] * len(self.shares))
+        return self._dealt(self.seconds)
+
+    def _dealt(self, seconds: Sequence[float]) -> tuple[int, ...]:
+        return shares(self._total, seconds, self._most)
 
     def _probe(self) -> None:
         """Now and then, give one micro-batch to who has none, to see how fast it is."""
-        idle = [i for i, share in enumerate(self.shares) if not share]
+        pairs = enumerate(zip(self.shares, self._most, strict=True))
+        idle = [i for i, (share, most) in pairs if most and not share]
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= PROBE:
             found = list(self.shares)

@@ -12,13 +12,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.asked_shares import DATA, check_shares
 from whalejax.planner.balance import (
+    check_pieces,
     dealt,
     even_shares,
     gain_words,
@@ -36,14 +36,14 @@ from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shortlist import Likely, likely_replicas
 from whalejax.planner.slices import (
-    Slices,
     check_zero,
     sliceable,
     sliced,
     with_slices,
 )
-from whalejax.planner.terms import MemoryTerms, TimeTerms
+from whalejax.planner.terms import TimeTerms
 from whalejax.planner.timed import corrections, timing_note, weights_hash
+from whalejax.planner.unlike_replicas import Case, Replicas
 
 
 Decide = Callable[..., Plan]
@@ -58,86 +58,6 @@ that the wide search finds promising are weighed."""
 
 LEAST_TRIES, MOST_TRIES = 5, 12
 """Promising replicas that are weighed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What is weighed at once.
-
-    Attributes:
-        size: devices of a replica.
-        count: micro-batches of all.
-        zero: level over replicas: 1 where each keeps a slice of the optimizer's state.
-    """
-
-    size: int
-    count: int
-    zero: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shared:
-    """A plan of unlike replicas, and what its ranks take.
-
-    Attributes:
-        case: what was weighed.
-        plan: of one replica, as the kind with the least memory would run it alone.
-        kinds: of each replica's devices.
-        seconds: of a micro-batch on each replica.
-        after: seconds of a replica's update.
-        exchange: what replicas add up together, and how long it takes.
-        shares: micro-batches of each.
-        slices: how the optimizer's state is cut between replicas; None where each
-            keeps all of it.
-    """
-
-    case: Case
-    plan: Plan
-    kinds: tuple[DeviceKind, ...]
-    seconds: tuple[float, ...]
-    after: float
-    exchange: tuple[Collective, float]
-    shares: tuple[int, ...]
-    slices: Slices | None
-
-    @property
-    def memory(self) -> MemoryTerms:
-        """On the fullest device: its own micro-batches, and what replicas exchange."""
-        alone, count = self.plan.memory, self.plan.num_micro_batches
-        if self.slices is not None:
-            kept = self.slices.state_bytes
-            alone = dataclasses.replace(alone, optimizer_bytes=kept)
-        return dataclasses.replace(
-            alone,
-            batch_bytes=alone.batch_bytes * max(self.shares) // count,
-            # Beside the sums there is the buffer in which they cross.
-            working_bytes=alone.working_bytes + alone.gradients_bytes,
-        )
-
-    @property
-    def least_bytes(self) -> int:
-        """Memory of the smallest device."""
-        return min(kind.memory_bytes for kind in self.kinds)
-
-    @property
-    def fits(self) -> bool:
-        """Every device holds it."""
-        return self.memory.total_bytes <= self.least_bytes
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted step time."""
-        return self.pace + self.exchange[1] + self.gather_seconds + self.after
-
-    @property
-    def gather_seconds(self) -> float:
-        """In which replicas gather what each has updated."""
-        return 0.0 if self.slices is None else self.slices.gather[1]
-
-    @property
-    def pace(self) -> float:
-        """When the last replica is done with its micro-batches."""
-        return makespan(self.shares, self.seconds)
 
 
 def decide_shares(
@@ -170,7 +90,7 @@ def decide_shares(
         check_shares(graph, request, asked, num_devices=cluster.num_devices)
     options = {"known": {}, **options}
 
-    def weigh(case: Case, likely: Likely | None) -> _Shared:
+    def weigh(case: Case, likely: Likely | None) -> Replicas:
         one = request
         if likely is not None:
             attention = likely.attention
@@ -204,7 +124,8 @@ def decide_shares(
         tries.add(size, several[size][::-1])
     if not tries.found:
         raise _nearest(cluster, tries.problems)
-    return _written(cluster, sorted(tries.found, key=lambda one: one.step_seconds))
+    ranked = sorted(tries.found, key=lambda one: one.step_seconds)
+    return _written(cluster, ranked, asked)
 
 
 class _Tries:
@@ -218,11 +139,11 @@ class _Tries:
     def __init__(
         self,
         request: Request,
-        weigh: Callable[[Case, Likely | None], _Shared],
+        weigh: Callable[[Case, Likely | None], Replicas],
     ) -> None:
         self.request = request
         self.weigh = weigh
-        self.found: list[_Shared] = []
+        self.found: list[Replicas] = []
         self.problems: list[PlanError] = []
 
     @property
@@ -323,7 +244,7 @@ def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
     return tuple(slice(m, None, total) for numbers in mine for m in numbers)
 
 
-def _roomy(found: Sequence[_Shared], case: Case, request: Request) -> bool:
+def _roomy(found: Sequence[Replicas], case: Case, request: Request) -> bool:
     """Replicas have room for the whole state, or nothing of it can be cut."""
     if request.offload or not sliceable(request):
         return True
@@ -413,12 +334,18 @@ def _weigh(
     asked: Sequence[int] | None,
     decide: Decide,
     options: Mapping[str, Any],
-) -> _Shared:
+) -> Replicas:
     """Replicas of so many devices, with so many micro-batches in all."""
     size, count, replicas = case.size, case.count, cluster.num_devices // case.size
     mesh = {**(request.mesh or {}), DATA: 1}
     alone = dataclasses.replace(
-        request, num_devices=size, num_micro_batches=count, mesh=mesh, zero=None
+        request,
+        num_devices=size,
+        num_micro_batches=count,
+        mesh=mesh,
+        zero=None,
+        # How many micro-batches it holds is a question of its share.
+        batch_bytes=tuple(-(-nbytes // count) for nbytes in request.batch_bytes),
     )
     if case.zero:
         alone = with_slices(alone, replicas)
@@ -439,7 +366,7 @@ def _weigh(
     )
     summed = _exchange(first, cluster, len(on))
     slices = sliced(first, cluster, len(on), request) if case.zero else None
-    return _Shared(
+    found = Replicas(
         case=case,
         plan=first,
         kinds=on,
@@ -447,8 +374,12 @@ def _weigh(
         after=max(plan.time.update_seconds for plan in plans.values()),
         exchange=summed,
         slices=slices,
-        shares=tuple(asked) if asked is not None else shares(count, seconds),
     )
+    if asked is not None:
+        return dataclasses.replace(found, shares=tuple(asked))
+    enough = sum(found.most) >= count
+    dealt_out = shares(count, seconds, found.most if enough else None)
+    return dataclasses.replace(found, shares=dealt_out)
 
 
 def _of_kind(cluster: Cluster, kind: DeviceKind, size: int) -> Cluster:
@@ -490,11 +421,13 @@ def _exchange(plan: Plan, cluster: Cluster, replicas: int) -> tuple[Collective, 
     return summed, seconds
 
 
-def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
+def _written(
+    cluster: Cluster, found: Sequence[Replicas], asked: Sequence[int] | None
+) -> Plan:
     """The plan of the fastest that fits; ``found`` has the fastest first."""
     best = next((one for one in found if one.fits), None)
     if best is None:
-        raise _nothing_fits(found)
+        raise _nothing_fits(found, asked)
     plan, slices = best.plan, best.slices
     candidates = [
         Candidate(
@@ -527,27 +460,33 @@ def _written(cluster: Cluster, found: Sequence[_Shared]) -> Plan:
     )
 
 
-def _verdict(one: _Shared, best: _Shared) -> str:
+def _verdict(one: Replicas, best: Replicas) -> str:
     if one is best:
         return "chosen"
     return "slower" if one.fits else "does not fit"
 
 
-def _nothing_fits(found: Sequence[_Shared]) -> NothingFits:
-    nearest = min(found, key=lambda one: one.memory.total_bytes - one.least_bytes)
-    total, limit = nearest.memory.total_bytes, nearest.least_bytes
+def _nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
+    nearest = min(found, key=lambda one: one.lacks_bytes)
+    if asked is not None and min(nearest.most) > 0:
+        try:
+            check_pieces(asked, sum(asked), nearest.devices)
+        except PlanError as error:
+            return error
+    lacks = nearest.lacks_bytes
+    total = nearest.memory.total_bytes
     return NothingFits(
-        f"replicas of {nearest.plan.num_devices} devices need "
-        f"{gigabytes(total)} each with what they exchange, and "
-        f"the smallest device has {gigabytes(limit)}. Give more "
-        "micro-batches, or a mesh with more devices in a replica",
-        lacks_bytes=total - limit,
-        of_bytes=limit,
+        f"memory holds {sum(nearest.most)} of {nearest.case.count} micro-batches "
+        f"({_layout(nearest)}): a device would need up to {gigabytes(total)}, with "
+        f"what replicas exchange, and lacks {gigabytes(lacks)}. Take a smaller batch, "
+        "more devices, or a mesh with more devices in a replica",
+        lacks_bytes=lacks,
+        of_bytes=total - lacks,
         nearest=_layout(nearest),
     )
 
 
-def _time(one: _Shared) -> TimeTerms:
+def _time(one: Replicas) -> TimeTerms:
     """The step, by the terms of the plan of one replica."""
     terms = dataclasses.asdict(one.plan.time)
     terms.pop("update_seconds")
@@ -560,7 +499,7 @@ def _time(one: _Shared) -> TimeTerms:
     )
 
 
-def _layout(one: _Shared) -> str:
+def _layout(one: Replicas) -> str:
     inner = "".join(f" × {axis} {n}" for axis, n in one.plan.axes)
     total = one.plan.num_micro_batches
     zero = f", ZeRO-{one.case.zero}" if one.case.zero else ""
@@ -570,7 +509,7 @@ def _layout(one: _Shared) -> str:
     )
 
 
-def _share_words(one: _Shared) -> str:
+def _share_words(one: Replicas) -> str:
     """Shares by kind, such as ``V100 21–22, P100 10``."""
     by_kind: dict[str, list[int]] = {}
     for kind, share in zip(one.kinds, one.shares, strict=True):
@@ -581,7 +520,7 @@ def _share_words(one: _Shared) -> str:
     )
 
 
-def _notes(one: _Shared) -> Iterator[str]:
+def _notes(one: Replicas) -> Iterator[str]:
     total = sum(one.shares)
     if note := timing_note(one.kinds, weights_hash(one.plan.leaves)):
         yield note

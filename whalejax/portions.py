@@ -21,16 +21,19 @@ from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
 
-def checked_shares(given: Sequence[int], plan: Plan) -> tuple[int, ...]:
+def checked_shares(
+    given: Sequence[int], plan: Plan, most: Sequence[int]
+) -> tuple[int, ...]:
     """Shares that a plan can run with.
 
     Args:
         given: micro-batches of each replica.
         plan: with unlike shares.
+        most: that the memory of each holds.
 
     Raises:
-        PlanError: they are no whole numbers, too few or many, or add up to another
-            number of micro-batches.
+        PlanError: they are no whole numbers, too few or many, add up to another number
+            of micro-batches, or are more than memory holds.
     """
     found = tuple(np.asarray(given).tolist())
     whole = all(isinstance(k, int) and k >= 0 for k in found)
@@ -39,6 +42,13 @@ def checked_shares(given: Sequence[int], plan: Plan) -> tuple[int, ...]:
             f"shares is {list(found)!r:.80}; expected {len(plan.shares)} whole numbers "
             f"that add up to {sum(plan.shares)} micro-batches, such as "
             f"{list(plan.shares)}"
+        )
+    over = [i for i, (k, m) in enumerate(zip(found, most, strict=True)) if k > m]
+    if over:
+        told = ", ".join(f"replica {i}: {found[i]} of {most[i]}" for i in over)
+        raise PlanError(
+            f"shares is {list(found)!r:.80}, and memory does not hold as many "
+            f"micro-batches ({told}). Give at most {list(most)}"
         )
     return found
 

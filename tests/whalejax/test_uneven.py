@@ -19,6 +19,9 @@ from tests import cases
 from whalejax import jobs, models, piping
 from whalejax.losses import Job
 from whalejax.planner import sharing
+from whalejax.planner.rebalance import Rebalance
+from whalejax.planner.unlike_replicas import most_shares
+from whalejax.portions import checked_shares
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -412,6 +415,63 @@ def test_shares_are_any_sequence_of_whole_numbers() -> None:
     for wrong in ([[6], 2], [6.5, 1.5], np.array([[6, 2]]), [True, 7]):
         with pytest.raises(wh.WhaleError, match="expected whole numbers"):
             planned(wrong)
+
+
+def test_shares_are_what_memory_holds() -> None:
+    def planned(v100: int, p100: int, **options: Any) -> wh.Plan:
+        machine, room = wh.cluster("v100-32:1+p100-16:1"), (v100, p100)
+        nodes = [
+            dataclasses.replace(
+                node, kind=dataclasses.replace(node.kind, memory_bytes=nbytes)
+            )
+            for node, nbytes in zip(machine.nodes, room, strict=True)
+        ]
+        shape = jax.ShapeDtypeStruct
+        return wh.plan(
+            lambda m, b: (
+                (jnp.tanh(b["x"] @ m["up"]) @ m["down"] - b["y"]) ** 2
+            ).mean(),
+            {"up": shape((64, 256), "float32"), "down": shape((256, 64), "float32")},
+            {name: shape((32768, 64), "float32") for name in "xy"},
+            optimizer=optax.adam(1e-3),
+            cluster=dataclasses.replace(machine, nodes=tuple(nodes)),
+            **{"num_micro_batches": 64, **options},
+        )
+
+    roomy = planned(10**9, 10**9, shares=[32, 32]).memory
+    piece = roomy.batch_bytes // 32
+    static = roomy.total_bytes - roomy.batch_bytes
+    # A replica holds its own micro-batches, not all of them.
+    assert planned(10**9, static + 32 * piece, shares=[32, 32]).shares == (32, 32)
+    assert planned(10**9, static + 7 * piece).shares == (57, 7)
+    assert planned(static + 40 * piece, static + 24 * piece).shares == (40, 24)
+    words = r"device 1 \(P100-16\) got 32 and holds 2\d, .* short. Give it at most 2\d"
+    with pytest.raises(wh.WhaleError, match=words):
+        planned(10**9, static + 20 * piece, shares=[32, 32])
+    with pytest.raises(wh.WhaleError, match=r"memory holds [56]\d of 64 micro-batches"):
+        planned(static + 30 * piece, static + 20 * piece, mesh={"data": 2})
+
+
+def test_shares_of_a_run_stay_within_memory() -> None:
+    plan = wh.plan(simple, WIDE, ROWS, cluster="cpu:2", shares=[4, 4])
+    memory = plan.memory
+    piece = memory.batch_bytes // 4
+    static = memory.total_bytes - memory.batch_bytes
+    (node,) = plan.cluster.nodes
+    kind = dataclasses.replace(node.kind, memory_bytes=static + 5 * piece)
+    nodes = (dataclasses.replace(node, kind=kind),)
+    short = dataclasses.replace(
+        plan, cluster=dataclasses.replace(plan.cluster, nodes=nodes)
+    )
+    most = most_shares(short)
+    assert most == (5, 5) and most_shares(plan) == (8, 8)
+    assert checked_shares([3, 5], short, most) == (3, 5)
+    with pytest.raises(wh.WhaleError, match=r"replica 1: 6 of 5\). Give at most"):
+        checked_shares([2, 6], short, most)
+    balance = Rebalance([4, 4], most)
+    for _ in range(8):
+        balance.saw([1.0, 4.0])
+    assert balance.shares == (5, 3)
 
 
 def test_a_kind_that_holds_nothing_is_named() -> None:

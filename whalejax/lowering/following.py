@@ -18,6 +18,7 @@ from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.planner.balance import dealt
 from whalejax.planner.plan import Plan
 from whalejax.planner.rebalance import Rebalance
+from whalejax.planner.unlike_replicas import most_shares
 from whalejax.portions import PortionLayout, checked_shares
 
 
@@ -55,7 +56,8 @@ class Following:
 
     @shares.setter
     def shares(self, shares: Sequence[int]) -> None:
-        self._balance = Rebalance(checked_shares(shares, self._plan))
+        most = most_shares(self._plan)
+        self._balance = Rebalance(checked_shares(shares, self._plan, most), most)
 
     @property
     def seconds(self) -> tuple[float, ...]:
