@@ -275,18 +275,9 @@ class Asked:
             attention=self._attention(programs),
             loss_chunks=self._chunks(programs),
         )
+        uneven = self._uneven(count)
         search, request = decider(
-            programs,
-            request,
-            runnable=self.runnable,
-            uneven=uneven_shares(
-                self.shares,
-                mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
-                runnable=self.runnable,
-                allow_idle=idle,
-                synced=count is not None and self.num_micro_batches is None,
-            ),
-            allow_idle=idle,
+            programs, request, runnable=self.runnable, uneven=uneven, allow_idle=idle
         )
         decided = functools.partial(
             search,
@@ -311,6 +302,15 @@ class Asked:
             question=self,
         )
         return ordered(found)
+
+    def _uneven(self, count: int | None) -> bool | tuple[int, ...]:
+        return uneven_shares(
+            self.shares,
+            mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,
+            runnable=self.runnable,
+            allow_idle=self.allow_idle,
+            synced=count is not None and self.num_micro_batches is None,
+        )
 
     @property
     def _whole(self) -> str:
