@@ -43,7 +43,7 @@ from whalejax.planner.slices import (
 )
 from whalejax.planner.terms import TimeTerms
 from whalejax.planner.timed import corrections, timing_note, weights_hash
-from whalejax.planner.unlike_replicas import Case, Replicas
+from whalejax.planner.unlike_replicas import Case, Replicas, device_kinds
 
 
 Decide = Callable[..., Plan]
@@ -209,7 +209,7 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
     error = min(short, key=lambda one: one.lacks_bytes)
     if cluster.is_uniform:
         return error
-    kinds = sorted(_kinds(cluster), key=lambda kind: kind.memory_bytes)
+    kinds = sorted(device_kinds(cluster), key=lambda kind: kind.memory_bytes)
     least = kinds[0].display_name()
     enough = kinds[-1].memory_bytes >= error.of_bytes + error.lacks_bytes
     said = str(error).removeprefix("no plan fits:").strip().rstrip(".")
@@ -257,11 +257,6 @@ def _within(cluster: Cluster) -> int:
     return math.gcd(*(node.count for node in cluster.nodes))
 
 
-def _kinds(cluster: Cluster) -> list[DeviceKind]:
-    """Of each device, in node order."""
-    return [node.kind for node in cluster.nodes for _ in range(node.count)]
-
-
 def _sizes(
     cluster: Cluster, request: Request, asked: Sequence[int] | None
 ) -> list[int]:
@@ -272,7 +267,7 @@ def _sizes(
     mesh = dict(request.mesh or {})
     data = mesh.pop(DATA, None)
     fixed = math.prod(mesh.values())
-    kinds = [kind.name for kind in _kinds(cluster)]
+    kinds = [kind.name for kind in device_kinds(cluster)]
     borders = {0, *itertools.accumulate(node.count for node in cluster.nodes)}
 
     def lies_well(first: int, end: int) -> bool:
@@ -358,7 +353,7 @@ def _weigh(
         kind.name: decide(graph, part[kind.name], same, **options) for kind in kinds[1:]
     }
     plans[kinds[0].name] = first
-    on = tuple(_kinds(cluster)[::size])
+    on = tuple(device_kinds(cluster)[::size])
     ratios = corrections(on, weights_hash(graph.params))
     seconds = tuple(
         _pace(plans[kind.name], count) * ratio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.balance import Device, makespan
 from whalejax.planner.cost import Collective
@@ -120,10 +121,15 @@ class Replicas:
         return makespan(self.shares, self.seconds)
 
 
+def device_kinds(cluster: Cluster) -> list[DeviceKind]:
+    """Of each device, in node order."""
+    return [node.kind for node in cluster.nodes for _ in range(node.count)]
+
+
 def most_shares(plan: Plan) -> tuple[int, ...]:
     """Micro-batches that the memory of each replica of a plan holds.
 
-    Pipelines side by side hold one after the other, and are not bounded by it.
+    Of pipelines side by side a plan does not say it, and they are not bounded.
 
     Args:
         plan: whose replicas take unlike shares.
@@ -132,7 +138,7 @@ def most_shares(plan: Plan) -> tuple[int, ...]:
     if plan.pipelines:
         return (total,) * len(plan.shares)
     memory, size = plan.memory, plan.num_devices // len(plan.shares)
-    kinds = [node.kind for node in plan.cluster.nodes for _ in range(node.count)]
+    kinds = device_kinds(plan.cluster)
     every = (
         Device(
             seconds=1.0,
