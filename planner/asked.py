@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from whalejax.meshes.problems import Problems
 from whalejax.planner.frames import SCHEDULES, Frames
 from whalejax.planner.graph import Graph
@@ -23,11 +21,13 @@ class Asked:
         mesh: sizes of axes.
         num_micro_batches: of one pipeline, or None.
         schedule: of pipelines, or None for any.
+        copies: of the model that there are at least, by the marks.
     """
 
     mesh: Mapping[str, int]
     num_micro_batches: int | None
     schedule: str | None
+    copies: int = 1
 
     @classmethod
     def of(
@@ -81,14 +81,15 @@ class Asked:
             mesh={axis: int(size) for axis, size in given.items()},
             num_micro_batches=None if parts is None else int(parts),
             schedule=schedule,
+            copies=request.copies,
         )
 
     def allows(self, frames: Frames) -> Array:
-        """Frames with the schedule that was asked for, and those without stages."""
-        if self.schedule is None:
-            return np.ones(len(frames), dtype=bool)
-        wanted = frames.schedule == SCHEDULES.index(self.schedule)
-        found: Array = wanted | (frames.stage == 1)
+        """Frames of enough copies, with the schedule asked for or without stages."""
+        found: Array = frames.data * frames.fsdp % self.copies == 0
+        if self.schedule is not None:
+            wanted = frames.schedule == SCHEDULES.index(self.schedule)
+            found &= wanted | (frames.stage == 1)
         return found
 
 

@@ -125,9 +125,42 @@ class Options:
 
         Also where the batch is one sample, and so no dimension at all.
         """
-        batch = set(self.batch)
-        lent = (a for a in mesh if a != "context" and set(table.get(a, ())) <= batch)
+        lent = (a for a in mesh if a != "context" and self._lends(table, a))
         return math.prod(mesh[axis] for axis in lent)
+
+    def _lends(self, table: Table, axis: str) -> bool:
+        """An axis shards the batch, and may shard it where it is no dimension."""
+        roles = set(table.get(axis, ()))
+        return roles <= set(self.batch) and bool(roles or not self.batch)
+
+    def that_divide(
+        self, tables: Mapping[int, Table], mesh: Mapping[str, int], batch: int
+    ) -> dict[int, Table] | None:
+        """Tables under which a batch divides.
+
+        What no mark obliges leaves whole, on every device of a model axis, the samples
+        that this axis would share out, where it cannot. Others use the axis.
+
+        Args:
+            tables: one for each TaskGraph.
+            mesh: axis sizes.
+            batch: samples of a micro-batch.
+
+        Returns:
+            The tables, or None where there are none.
+        """
+        found = dict(tables)
+        for index, table in tables.items():
+            choice = self.choices.get(index)
+            free = choice is not None and choice.strategy is None
+            for axis in ("tensor", "expert") if free else ():
+                if batch % self.batch_parts(found[index], mesh) == 0:
+                    break
+                if mesh[axis] > 1 and self._lends(table, axis):
+                    found[index] = {**found[index], axis: ()}
+            if batch % self.batch_parts(found[index], mesh):
+                return None
+        return found
 
     def _expert(self, choice: Choice, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
         size = mesh["expert"]

@@ -33,10 +33,17 @@ from whalejax.planner.program import Program
 from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
 from whalejax.planner.regions import with_expert_regions
-from whalejax.planner.search import Request, Scored, Search, meshes, ranked
+from whalejax.planner.search import (
+    PLANNED_AXES,
+    Request,
+    Scored,
+    Search,
+    meshes,
+    ranked,
+)
 from whalejax.planner.shortlist import MANY, promising
 from whalejax.planner.terms import ALL
-from whalejax.planner.virtual_devices import check_devices
+from whalejax.planner.virtual_devices import check_devices, copies
 from whalejax.planner.written import written
 
 
@@ -123,7 +130,7 @@ def decide(
         PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
             found is listed.
     """
-    check_marks(graph, request.num_devices)
+    request = by_marks(graph, request)
     decided = decided_on(graph, cluster, request, again, known)
     return written(
         decided.analysed,
@@ -437,3 +444,31 @@ def check_marks(graph: Graph, num_devices: int) -> None:
     if marked:
         check_devices(marked, num_devices, problems)
     problems.raise_if_any()
+
+
+def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
+    """What is asked, with the devices that marks give one copy of the model.
+
+    Args:
+        graph: the captured loss.
+        request: what is asked otherwise.
+        stages: of a pipeline in which no stage is marked.
+
+    Raises:
+        PlanError: nothing can obey the marks; every problem is listed.
+    """
+    check_marks(graph, request.num_devices)
+    count = request.num_devices
+    found = copies(graph.task_graphs, count, stages)
+    mesh = {a: n for a, n in (request.mesh or {}).items() if a in PLANNED_AXES}
+    if found > 1 and not any(
+        mesh.items() <= one.items() and one["data"] * one["fsdp"] % found == 0
+        for one in meshes(count // stages, mesh.get("context", 1))
+    ):
+        fixed = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
+        raise PlanError(
+            f"devices= of the marks gives one copy of the model {count // found} of "
+            f"{count} devices, so data × fsdp is a multiple of {found}; mesh= fixes "
+            f"{fixed}. Change one of the two"
+        )
+    return dataclasses.replace(request, copies=found)

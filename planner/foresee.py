@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.asked import Asked
 from whalejax.planner.cost import Collective
 from whalejax.planner.decide import (
     Again,
     Analysed,
     Known,
     analyse_graph,
-    check_marks,
+    by_marks,
     decide,
 )
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
@@ -84,7 +85,8 @@ def foresee(
         PlanError: the marks cannot be obeyed, or nothing fits; the smallest missing
             resource is named in bytes.
     """
-    check_marks(graph, request.num_devices)
+    stages = Asked.of(graph, request).mesh.get("stage", 1)
+    request = by_marks(graph, request, stages)
     _check_stages(graph)
     try:
         search = WideSearch(graph, cluster, request, spaces)

@@ -16,13 +16,12 @@ from typing import Any
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
+from whalejax.planner.decide import by_marks
 from whalejax.planner.explain import gigabytes, mesh_words
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.leaves import OptimizerBytes
-from whalejax.planner.parts import (
-    Division,
-)
+from whalejax.planner.parts import Division
 from whalejax.planner.plan import (
     BatchLeaf,
     NothingFits,
@@ -94,6 +93,7 @@ def decide_mpmd(
     """
     del again
     stages = piped.mesh[STAGE]
+    request = by_marks(graph, request, stages)
     check_stages(request, stages, most=request.num_devices)
     if piped.schedule == "interleaved":
         _check_interleaved(marked, cluster)

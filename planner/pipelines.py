@@ -20,6 +20,7 @@ from whalejax.planner.cost import Collective, Setting, as_run, row_ahead, row_hi
 from whalejax.planner.decide import (
     Again,
     Decided,
+    by_marks,
     decided_on,
 )
 from whalejax.planner.dimensions import roles_of
@@ -86,6 +87,7 @@ def decide_stages(
         PlanError: it cannot be, or nothing fits.
     """
     shared, stages = Shared.of(graph), piped.mesh[STAGE]
+    request = by_marks(graph, request, stages)
     _check(shared, stages, request)
     own = functools.cache(lambda layers: shared.of_stage(graph, layers))
     found = []

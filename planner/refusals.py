@@ -213,6 +213,9 @@ def _least_share(search: Search) -> int:
         regions = []
         for region in options.order:
             tables = options.tables(region, mesh)
+            if options.choices[region].strategy is None:
+                whole = {"expert": (), "tensor": ()}
+                tables += [{**table, **whole} for table in tables]
             parts = (options.batch_parts(t, mesh) for t in tables)
             regions.append(min(parts, default=request.num_devices))
         shares.append(max(regions))

@@ -64,6 +64,8 @@ class Request:
         in_flight: micro-batches whose activations are kept at once, as in a stage of a
             pipeline.
         among: sizes of the planned axes of meshes to look at, or None for all meshes.
+        copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
+            is a multiple of it.
     """
 
     optimizer: OptimizerBytes
@@ -87,6 +89,7 @@ class Request:
     loss_chunks: int | None = None
     in_flight: float = 1.0
     among: frozenset[tuple[int, ...]] | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

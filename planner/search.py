@@ -193,6 +193,12 @@ class Search:
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
 
+    @property
+    def samples(self) -> int:
+        """Of a micro-batch at most: with as few of them as are asked for."""
+        size = self.graph.batch_size * self.graph.num_micro_batches
+        return size // (self.request.num_micro_batches or 1)
+
     @functools.cached_property
     def residents(self) -> Residents:
         """What a pass holds, all of it at once."""
@@ -233,7 +239,7 @@ class Search:
         return ranked([s for s in self.scored if s.fits])
 
     def meshes(self, context: int | None = None) -> list[dict[str, int]]:
-        """The meshes that obey what the user fixed, by ``mesh`` and by metadata.
+        """The meshes that obey what the user fixed, by ``mesh``, marks and metadata.
 
         Of the axes that metadata names, as many are above size 1 as the devices and
         the user's ``mesh`` allow at once.
@@ -248,6 +254,7 @@ class Search:
                 self.request.num_devices, context or fixed.get("context", 1)
             )
             if all(mesh[axis] == size for axis, size in fixed.items())
+            and mesh["data"] * mesh["fsdp"] % self.request.copies == 0
         ]
         found = [m for m in every if among is None or tuple(m.values()) in among]
 
@@ -275,10 +282,11 @@ class Search:
                     continue
                 options = self.options
                 tables = self.split.tables(tables, options.batch, options.sequence)
-            if self._batch_divides(mesh, tables):
-                yield tables
-            else:
+            found = self.options.that_divide(tables, mesh, self.samples)
+            if found is None:
                 self._refuse(BATCH_DOES_NOT_DIVIDE)
+            else:
+                yield found
 
     def _serves(
         self, split: Split, mesh: Mapping[str, int], tables: Mapping[int, Table]
@@ -315,16 +323,6 @@ class Search:
         for axis in ("expert", "tensor"):
             uses = (t.get(axis, ()) for t in tables.values())
             if mesh[axis] > 1 and all(set(r) <= self.batch_roles for r in uses):
-                return False
-        return True
-
-    def _batch_divides(
-        self, mesh: Mapping[str, int], tables: Mapping[int, Table]
-    ) -> bool:
-        count = self.request.num_micro_batches or 1
-        size = self.graph.batch_size * self.graph.num_micro_batches // count
-        for table in tables.values():
-            if size % self.options.batch_parts(table, mesh):
                 return False
         return True
 

@@ -97,19 +97,25 @@ def check_devices(
     places = _places(task_graphs, num_devices)
     needed = places.needed
     if needed > num_devices:
-        counts = (n for g in task_graphs for n in (_devices(g), _stage_devices(g)))
         remedy = "Lower the counts, or leave devices= out to use all"
-        if all(n is None for n in counts):
+        if not _says_devices(task_graphs):
             remedy = f"Mark at most {num_devices} stages, or take {needed} devices"
         problems.add(
-            f"the marks ask for {needed} devices ({_listing(task_graphs)}); there are "
-            f"{num_devices}. {remedy}"
+            f"the marks ask for {needed} devices ({_listing(task_graphs, places)}); "
+            f"there are {num_devices}. {remedy}"
         )
     elif num_devices % needed:
         problems.add(
-            f"one model replica takes {needed} devices ({_listing(task_graphs)}), "
-            f"which does not divide {num_devices}. Counts that do: "
-            f"{_counts(num_devices)}"
+            f"one model replica takes {needed} devices "
+            f"({_listing(task_graphs, places)}), which does not divide {num_devices}. "
+            f"Counts that do: {_counts(num_devices)}"
+        )
+    around, stages = _around(task_graphs), len(places.starts)
+    if around is not None and stages and around != needed:
+        problems.add(
+            f"replicate(devices={around}) stands around {stages} stages, and one copy "
+            f"of the model takes {needed} devices ({_listing(task_graphs, places)}). "
+            f"Give it {needed}, or leave devices= out in one of the two"
         )
     for graph in task_graphs:
         count, width = _devices(graph), places.widths[_stage_key(graph)]
@@ -121,19 +127,56 @@ def check_devices(
             )
 
 
+def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) -> int:
+    """How many copies of the model there are at least, by the marks.
+
+    Args:
+        task_graphs: all of them, marked or not.
+        num_devices: physical devices.
+        stages: of a pipeline in which no stage is marked.
+
+    Returns:
+        Devices over those of one copy, where a mark gives a number; else 1, which says
+        nothing.
+
+    Raises:
+        PlanError: the devices of a copy do not divide into its stages.
+    """
+    marked = [graph for graph in task_graphs if graph.marks]
+    if not _says_devices(marked):
+        return 1
+    places = _places(marked, num_devices)
+    around = _around(marked)
+    if around is not None and not places.starts and around % stages:
+        raise PlanError(
+            f"replicate(devices={around}) around a pipeline of {stages} stages: one "
+            f"copy of the model takes {around} devices, which do not divide into "
+            f"{stages} stages. Use devices={stages} or a multiple of it"
+        )
+    return max(1, num_devices // places.needed)
+
+
 def _places(task_graphs: Sequence[TaskGraph], num_devices: int) -> _Places:
-    asked: dict[_Key, list[int]] = {}
+    own: dict[_Key, int | None] = {}
+    inside: list[int] = []
+    outside: list[int] = []
+    around = _around(task_graphs)
     for graph in task_graphs:
-        counts = asked.setdefault(_stage_key(graph), [])
-        counts += [n for n in (_devices(graph), _stage_devices(graph)) if n is not None]
-    outside = asked.pop((), [])
-    widths = {key: max(counts, default=1) for key, counts in asked.items()}
+        key, count = _stage_key(graph), _devices(graph)
+        if key:
+            own[key] = own.get(key) or _stage_devices(graph)
+        if count is not None:
+            (inside if key else outside).append(count)
+    shared = max([n for n in (*own.values(), *inside) if n is not None], default=1)
+    if around is not None and own and around % len(own) == 0:
+        shared = max(shared, around // len(own))
     starts: dict[_Key, int] = {}
     offset = 0
-    for key, width in widths.items():
+    for key, width in own.items():
         starts[key] = offset
-        offset += width
-    needed = offset or max(outside, default=num_devices)
+        offset += width or shared
+    widths = {key: width or shared for key, width in own.items()}
+    needed = offset or max(outside, default=around or num_devices)
     return _Places(needed=needed, starts=starts, widths={**widths, (): needed})
 
 
@@ -158,12 +201,30 @@ def _devices(graph: TaskGraph) -> int | None:
     return None
 
 
-def _listing(task_graphs: Sequence[TaskGraph]) -> str:
+def _around(task_graphs: Sequence[TaskGraph]) -> int | None:
+    """The count asked for by the innermost mark around a pipeline that asks."""
+    for graph in task_graphs:
+        kinds = [mark.kind for mark in graph.marks]
+        outer = graph.marks[: kinds.index("pipeline")] if "pipeline" in kinds else ()
+        counts = [mark.devices for mark in outer if mark.devices is not None]
+        if counts:
+            return counts[-1]
+    return None
+
+
+def _says_devices(task_graphs: Sequence[TaskGraph]) -> bool:
+    return any(m.devices is not None for graph in task_graphs for m in graph.marks)
+
+
+def _listing(task_graphs: Sequence[TaskGraph], places: _Places) -> str:
     named = {
-        f"{graph.name}: {_devices(graph) or 1}": None
+        f"{graph.name}: {_devices(graph) or places.widths[_stage_key(graph)]}": None
         for graph in task_graphs
         if _devices(graph) is not None or _stage_key(graph)
     }
+    around = _around(task_graphs)
+    if around is not None:
+        named = {f"around them: {around}": None, **named}
     return ", ".join(named)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from whalejax.planner.graph import Mark, MarkKind, TaskGraph
 from whalejax.planner.plan import PlanError
-from whalejax.planner.virtual_devices import virtual_devices
+from whalejax.planner.virtual_devices import copies, virtual_devices
 
 
 def mark(kind: MarkKind, devices: int | None = None, **more: str) -> Mark:
@@ -71,13 +71,54 @@ def test_what_stands_around_a_pipeline_spans_the_replica() -> None:
     assert found[0].replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def test_a_count_outside_the_pipeline_is_not_the_stages_own() -> None:
-    around = mark("replicate", 4)
-    inner = [
-        region(i, around, mark("pipeline"), mark("stage", i=str(i)), name=f"s{i}")
-        for i in range(2)
+def around(devices: int, *widths: int | None) -> list[TaskGraph]:
+    """Stages of these widths, in a ``replicate`` around their pipeline."""
+    outer = (mark("replicate", devices), mark("pipeline"))
+    return [
+        region(i, *outer, mark("stage", width, i=str(i)), name=f"s{i}")
+        for i, width in enumerate(widths)
     ]
-    assert [v.replicas[0] for v in virtual_devices(inner, 8)] == [(0,), (1,)]
+
+
+def test_a_count_outside_the_pipeline_is_that_of_all_stages() -> None:
+    found = virtual_devices(around(4, None, None), 8)
+    assert [v.replicas for v in found] == [((0, 1), (4, 5)), ((2, 3), (6, 7))]
+    assert copies(around(4, None, None), 8) == 2
+
+
+def test_a_count_outside_the_pipeline_that_its_stages_do_not_make() -> None:
+    assert refused(around(4, 1, 1), 8) == (
+        "the marks do not fit the devices: 1 problem\n"
+        "  1. replicate(devices=4) stands around 2 stages, and one copy of the model "
+        "takes 2 devices (around them: 4, s0: 1, s1: 1). Give it 2, or leave devices= "
+        "out in one of the two"
+    )
+
+
+def test_stages_without_a_number_are_as_wide_as_one_with() -> None:
+    found = virtual_devices([stage(0), stage(1, None, mark("split", 2))], 8)
+    assert found[0].replicas == ((0, 1), (4, 5))
+    assert found[1].replicas == ((2, 3), (6, 7))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "stages", "least"),
+    [
+        ([region(1, mark("replicate"))], 1, 1),
+        ([stage(0), stage(1)], 2, 1),
+        ([stage(0, 1), stage(1, 1)], 2, 4),
+        ([region(1, mark("replicate", 4), mark("pipeline"))], 2, 2),
+    ],
+)
+def test_how_many_copies_there_are_at_least(
+    graphs: list[TaskGraph], stages: int, least: int
+) -> None:
+    assert copies(graphs, 8, stages) == least
+
+
+def test_devices_of_a_copy_that_do_not_divide_into_stages() -> None:
+    with pytest.raises(PlanError, match="Use devices=3 or a multiple of it"):
+        copies([region(1, mark("replicate", 4), mark("pipeline"))], 12, 3)
 
 
 def test_a_split_inside_a_stage_is_repeated_in_it() -> None:
