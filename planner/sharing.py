@@ -66,6 +66,7 @@ def decide_shares(
     request: Request,
     *,
     asked: Sequence[int] | None,
+    even: bool = False,
     decide: Decide,
     **options: Any,
 ) -> Plan:
@@ -76,6 +77,7 @@ def decide_shares(
         cluster: the machine.
         request: what was asked for; the axis ``data`` is what is left to choose.
         asked: the shares that the user wants, in node order, or None.
+        even: the user wants the same for all.
         decide: searches for the plan of one replica.
         options: of that search.
 
@@ -86,6 +88,11 @@ def decide_shares(
         PlanError: shares that cannot be, or no plan fits.
     """
     check_zero(request)
+    if request.num_devices < cluster.num_devices:
+        raise PlanError(
+            "devices of several kinds have programs of their own, which use all of "
+            "them. Drop allow_idle, or plan for fewer devices"
+        )
     if asked is not None:
         check_shares(graph, request, asked, num_devices=cluster.num_devices)
     options = {"known": {}, **options}
@@ -95,7 +102,10 @@ def decide_shares(
         if likely is not None:
             attention = likely.attention
             one = dataclasses.replace(one, among=likely.among, attention=attention)
-        return _weigh(graph, cluster, one, case, asked, decide, options)
+        shared = asked
+        if even:
+            shared = even_shares(case.count, cluster.num_devices // case.size)
+        return _weigh(graph, cluster, one, case, shared, decide, options)
 
     tries = _Tries(request, weigh)
     several = {
@@ -105,6 +115,7 @@ def decide_shares(
             asked,
             least=cluster.num_devices // size,
             most_counts=MOST_COUNTS,
+            even=even,
         )
         for size in _sizes(cluster, request, asked)
     }
@@ -291,7 +302,7 @@ def _sizes(
             "same number of devices: none "
             + (f"such has a multiple of {fixed}, as mesh asks" if fixed > 1 else "do")
             + ("" if data is None else f"; mesh asks for data {data}")
-            + '. Change mesh or shares, or give shares="even"'
+            + ". Change mesh or shares, or plan for one kind"
         )
     return sizes
 
@@ -303,6 +314,7 @@ def counts(
     *,
     least: int,
     most_counts: int,
+    even: bool = False,
 ) -> list[int]:
     """Numbers of micro-batches to weigh, the fewest first.
 
@@ -311,6 +323,7 @@ def counts(
         request, asked: what was asked for, and the shares among it.
         least: micro-batches that keep everybody busy.
         most_counts: how many numbers, at most.
+        even: everybody shall have the same number.
     """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
     if fixed is not None:
@@ -318,6 +331,8 @@ def counts(
     size = graph.batch_size * graph.num_micro_batches
     every = [n for n in divisors(size) if n % graph.num_micro_batches == 0]
     enough = [n for n in every if n >= least]
+    if even:
+        enough = [n for n in enough if n % least == 0] or enough
     return enough[:most_counts] or every[-1:]
 
 
@@ -523,7 +538,8 @@ def _notes(one: Replicas) -> Iterator[str]:
     rest = one.step_seconds - one.pace
     gain = (makespan(even, one.seconds) + rest) / one.step_seconds
     words = gain_words(gain, speed_bound(one.seconds))
-    yield f"shares: {_share_words(one)} of {total} micro-batches: {words}"
+    said = f"shares: {_share_words(one)} of {total} micro-batches"
+    yield said if one.shares == even else f"{said}: {words}"
     if one.slices is not None:
         yield one.slices.note(len(one.kinds))
     idle = [r for r, share in enumerate(one.shares) if not share]

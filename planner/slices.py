@@ -73,9 +73,9 @@ def check_zero(request: Request) -> None:
         return
     if request.zero > 1:
         raise PlanError(
-            f"zero is {request.zero}, and replicas that take unlike shares add up "
-            "whole gradients. Give zero=1, which cuts the optimizer's state, or "
-            'shares="even"'
+            f"zero is {request.zero}, and replicas with shares of their own add up "
+            "whole gradients. Give zero=1, which cuts the optimizer's state, or plan "
+            "for devices of one kind, without shares="
         )
     if request.offload:
         raise PlanError(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import PlanError
+
+
+EVEN: Literal["even"] = "even"
+"""Shares that are all alike."""
+
+Uneven = bool | Literal["even"] | tuple[int, ...]
+"""Whether replicas take shares of their own: alike, or those that are asked for."""
 
 
 def check_mesh(
@@ -67,8 +74,8 @@ def uneven_shares(
     runnable: bool,
     allow_idle: bool,
     synced: bool,
-) -> bool | tuple[int, ...]:
-    """Whether replicas take unlike shares, or those that are asked for.
+) -> Uneven:
+    """Whether replicas take shares of their own, and which.
 
     Args:
         shares: what the user gives.
@@ -80,8 +87,11 @@ def uneven_shares(
     Raises:
         PlanError: shares that are none, or that something else rules out.
     """
-    if shares is None or (isinstance(shares, str) and shares == "even"):
-        return shares is None and mixed and runnable and not allow_idle
+    apart = mixed and runnable  # One program runs on one kind.
+    if shares is None:
+        return apart
+    if isinstance(shares, str) and shares == EVEN:
+        return EVEN if apart else False
     several = isinstance(shares, Sequence | np.ndarray) and len(shares) > 0
     if isinstance(shares, str) or not several:
         raise PlanError(

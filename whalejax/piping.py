@@ -14,7 +14,7 @@ from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.stack import stack_of
 from whalejax.capture.units import units_of
-from whalejax.fixed import check_mesh
+from whalejax.fixed import EVEN, Uneven, check_mesh
 from whalejax.meshes import Cluster
 from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import TooFewParts, Whole
@@ -44,7 +44,7 @@ def decider(
     request: Request,
     *,
     runnable: bool,
-    uneven: bool | tuple[int, ...] = False,
+    uneven: Uneven = False,
     allow_idle: bool = False,
 ) -> tuple[Callable[..., Plan], Request]:
     """Who decides how a model runs.
@@ -53,7 +53,7 @@ def decider(
         programs: the loss, as written and otherwise.
         request: what was asked for.
         runnable: what cannot run is not wanted.
-        uneven: whether replicas take unlike shares, or those that are asked for.
+        uneven: whether replicas take shares of their own, and which.
         allow_idle: some devices may be left without work.
 
     Returns:
@@ -92,6 +92,7 @@ def decider(
     shares = functools.partial(
         decide_shares,
         asked=uneven if isinstance(uneven, tuple) else None,
+        even=uneven == EVEN,
         decide=decide,
         known=known,
     )
@@ -124,12 +125,10 @@ class _Staging:
         known_seconds: of a step in a plan that there is already.
     """
 
-    def __init__(
-        self, captured: Captured, asked: Asked, uneven: bool | tuple[int, ...]
-    ) -> None:
+    def __init__(self, captured: Captured, asked: Asked, uneven: Uneven) -> None:
         self.captured = captured
         self.asked = asked
-        self.uneven = uneven
+        self.uneven: Uneven = uneven
         self.known_seconds = math.inf
         self.traced = functools.cache(self._traced)
 
@@ -141,7 +140,7 @@ class _Staging:
         Where devices are unlike, that is one pipeline or several side by side.
         """
         alone = functools.partial(self.alone, graph, cluster, request, **options)
-        if not self.uneven:
+        if not self.uneven or self.uneven == EVEN:
             return alone()
         several = functools.partial(
             decide_pipelines,
@@ -172,6 +171,8 @@ class _Staging:
             plans, problem = _made(functools.partial(shares, *given, **options))
             if plans and not _may_gain(plans[0]):
                 return plans[0]
+            if problem and request.num_devices < cluster.num_devices:
+                raise problem
             known = min(map(_seconds, plans), default=math.inf)
             each = [
                 functools.partial(self._of(n, known), *given, **options)

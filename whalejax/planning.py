@@ -16,7 +16,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.fixed import check_mesh, uneven_shares
+from whalejax.fixed import Uneven, check_mesh, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -141,9 +141,10 @@ def plan(
             one part at a time, and the loss of them, so that all logits never exist; 1
             makes them at once. None lets the planner choose, where memory is short.
         shares: micro-batches of each data-parallel replica, in node order: ``"even"``
-            cuts every micro-batch into equal parts; numbers that you fix, which a run
-            may change as it measures (``TrainStep.shares``); None lets the planner
-            choose where devices are of several kinds.
+            gives all of them as many, and on devices of one kind cuts every micro-batch
+            into equal parts; numbers that you fix, which a run may change as it
+            measures (``TrainStep.shares``); None lets the planner choose where devices
+            are of several kinds.
         compiler_options: options of XLA that the step is compiled with, as ``jax.jit``
             takes them. Those that are known to change collectives are planned with.
 
@@ -303,7 +304,7 @@ class Asked:
         )
         return ordered(found)
 
-    def _uneven(self, count: int | None) -> bool | tuple[int, ...]:
+    def _uneven(self, count: int | None) -> Uneven:
         return uneven_shares(
             self.shares,
             mixed=len({node.kind.name for node in self.cluster.nodes}) > 1,

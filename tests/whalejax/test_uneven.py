@@ -279,8 +279,18 @@ def test_mixed_devices_are_given_shares_by_their_speed(tmp_path: Path) -> None:
     assert wh.Plan.load(tmp_path / "plan.json").shares == plan.shares
     even = plan.what_if(shares=[16, 16] if half == 1 else [8] * 4)
     assert even.time.step_seconds > plan.time.step_seconds
-    whole = plan.what_if(shares="even")
-    assert whole.shares == () and whole.num_devices == 4
+    alike = plan.what_if(shares="even")
+    assert len({*alike.shares}) == 1 and alike.num_devices == 4
+    assert alike.time.step_seconds > plan.time.step_seconds
+    assert not any("even shares" in note for note in alike.notes)
+
+
+def test_programs_of_several_kinds_use_all_devices() -> None:
+    options: Any = {"optimizer": optax.adam(1e-3), "cluster": "v100-32:1+p100-16:2"}
+    found = wh.plan(simple, WIDE, ROWS, allow_idle=True, **options)
+    assert len(found.shares) == found.num_devices == 3
+    with pytest.raises(wh.WhaleError, match="Change mesh or shares, or plan for one"):
+        wh.plan(simple, WIDE, ROWS, allow_idle=True, mesh={"tensor": 2}, **options)
 
 
 @pytest.mark.parametrize(
