@@ -285,10 +285,10 @@ class Cuts:
 
 def _too_few(table: Schedule, parts: int) -> TooFewParts:
     chunks = table.num_chunks
+    each = f" with {chunks} parts each" if chunks > 1 else ""
+    most = "1 part that reads" if parts == 1 else f"{parts} parts that read"
     return TooFewParts(
-        f"stage is {table.num_stages}"
-        + (f" with {chunks} parts each" if chunks > 1 else "")
-        + f", and the model can be cut into at most {parts} parts that "
-        "read parameters of their own (loops and checkpointed regions are not "
+        f"stage is {table.num_stages}{each}, and the model can be cut into at most "
+        f"{most} parameters of their own (loops and checkpointed regions are not "
         f"cut). Use at most {max(1, parts // chunks)}"
     )

@@ -37,7 +37,7 @@ from whalejax.planner.shared import STAGE
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_kinds import Allotted, notes
 from whalejax.planner.stage_models import places_of, tensors_of
-from whalejax.planner.staging import candidates, check_stages, uncut_notes
+from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import Remat, TimeTerms
 from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
 from whalejax.planner.written import written
@@ -509,17 +509,8 @@ class _Weighed:
             notes=(
                 *dict.fromkeys(note for plan in plans for note in plan.notes),
                 *([] if self.allotted is None else self._shared_out(graph)),
-                *uncut_notes(graph, self._by_stage()),
             ),
         )
-
-    def _by_stage(self) -> list[float]:
-        """Seconds of a micro-batch on each stage."""
-        stages, chunks = self.table.num_stages, self.table.num_chunks
-        return [
-            sum(self.paces[place] for place in places_of(stage, stages, chunks))
-            for stage in range(stages)
-        ]
 
     def _lying(self) -> dict[str, Any]:
         """On which devices stages of unlike kinds lie, as plans keep it."""

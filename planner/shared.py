@@ -22,11 +22,11 @@ from whalejax.planner.waiting import FORMS
 
 
 NO_LAYERS = (
-    "the model has no scan over stacked layers, which stages alike share out. Write "
-    "its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis stage "
-    "out"
+    "the model has no scan over stacked layers, which stages alike share out",
+    "Write its layers as one scan (nnx.scan, nn.scan, jax.lax.scan), or leave the axis "
+    "stage out",
 )
-"""Why a model cannot be cut into stages alike."""
+"""Why a model cannot be cut into stages alike, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Shared:
         """
         position = stacked_loop(graph)
         if position is None:
-            raise PlanError(NO_LAYERS)
+            raise PlanError(". ".join(NO_LAYERS))
         source = {t.id: t for t in graph.params}
         paths: dict[str, int] = {}
         carried: list[int] = []

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
-from whalejax.planner.plan import Candidate, PlanError
+from whalejax.planner.plan import Candidate, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import check_devices
+from whalejax.planner.stage_models import places_of
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.written import KEPT_CANDIDATES
 
@@ -61,23 +62,49 @@ def check_stages(request: Request, stages: int, *, most: int) -> None:
         )
 
 
-def uncut_notes(graph: Graph, seconds: Sequence[float]) -> list[str]:
-    """Why one stage takes most of the time, where a loop is the reason.
+def uncut(graph: Graph, plan: Plan) -> str:
+    """That one stage takes most of the time, where a loop is the reason; else nothing.
 
     Args:
         graph: the captured loss.
-        seconds: of a micro-batch on each stage.
+        plan: in stages with programs of their own.
     """
+    stages = plan.stages
+    if stages is None or not stages.paces:
+        return ""
     work = [op.flops * op.trip for op in graph.ops]
     looped = sum(n for n, op in zip(work, graph.ops, strict=True) if op.trip > 1)
-    share = max(seconds) / max(sum(seconds), 1e-30)
-    if share * len(seconds) < UNEVEN or 2 * looped < sum(work):
-        return []
-    return [
-        f"one of {len(seconds)} stages takes {share:.0%} of the time of all: a loop "
-        "over layers is one part of the model here, and is not cut. Write the layers "
-        "out (of the reference models: scan_layers=False) to share them out"
+    each = [
+        pace.forward_seconds + pace.backward_seconds + pace.weight_seconds
+        for pace in stages.paces
     ]
+    count = len(each) // stages.chunks
+    seconds = [
+        sum(each[place] for place in places_of(stage, count, stages.chunks))
+        for stage in range(count)
+    ]
+    share = max(seconds) / max(sum(seconds), 1e-30)
+    if share * count < UNEVEN or 2 * looped < sum(work):
+        return ""
+    return (
+        f"one of {count} stages takes {share:.0%} of the time of all (an even part is "
+        f"{1 / count:.0%}): a loop over layers is one part of the model here, and is "
+        "not cut"
+    )
+
+
+def evened(remedy: str) -> str:
+    """What to do where ``uncut`` says that stages are uneven.
+
+    Args:
+        remedy: what lets one program share out the loop, if anything does.
+    """
+    if not remedy:
+        return "Write the layers out (of the reference models: scan_layers=False)"
+    return (
+        f"{remedy}; then stages share out its layers. Or write the layers out (of the "
+        "reference models: scan_layers=False)"
+    )
 
 
 def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:

@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import sys
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from whalejax import _compat
 from whalejax.capture import Captured
-from whalejax.capture.stack import stack_of
+from whalejax.capture.stack import Unshared, stack_of
 from whalejax.capture.units import units_of
 from whalejax.fixed import EVEN, Uneven, check_mesh
 from whalejax.meshes import Cluster
@@ -30,6 +33,7 @@ from whalejax.planner.search import PLANNED_AXES
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines
+from whalejax.planner.staging import evened, uncut
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
@@ -83,10 +87,9 @@ def decider(
             "stages. Give num_stages, or the axis stage in mesh"
         )
     staging = _Staging(programs.captured, asked, uneven)
-    if found:
-        return staging.of_any_number, request
-    if stages > 1:
-        return staging, request
+    if found or stages > 1:
+        search = staging.of_any_number if found else staging
+        return functools.partial(_said, search), request
     if not uneven:
         return functools.partial(decide, known=known), request
     shares = functools.partial(
@@ -216,7 +219,7 @@ class _Staging:
         """One pipeline of all devices."""
         asked, marked = self.asked, bool(_marked(self.captured.graph))
         why = _why_apart(self.captured, asked, marked, cluster)
-        if not why:
+        if why is None:
             plan = decide_stages(graph, cluster, request, piped=asked, **options)
             return dataclasses.replace(plan, notes=(*plan.notes, ALIKE))
         return self._with_programs(why, graph, cluster, request, asked, **options)
@@ -231,19 +234,23 @@ class _Staging:
                 "the schedule interleaved takes whole rounds of micro-batches, and "
                 "pipelines side by side take any number. Take another schedule"
             )
-        why = "pipelines side by side take micro-batches of their own"
+        why = "pipelines side by side take micro-batches of their own", ""
         return self._with_programs(why, graph, cluster, request, asked, **options)
 
     def _with_programs(
         self,
-        why: str,
+        why: tuple[str, str],
         graph: Graph,
         cluster: Cluster,
         request: Request,
         asked: Asked,
         **options: Any,
     ) -> Plan:
-        """The plan of stages with programs of their own, for some reason."""
+        """The plan of stages with programs of their own, for some reason.
+
+        ``why`` is the reason, and what lets one program run them all, if anything does.
+        """
+        reason, remedy = why
         try:
             plan = decide_mpmd(
                 graph,
@@ -255,10 +262,12 @@ class _Staging:
                 **options,
             )
         except TooFewParts as error:
-            said = str(error).rstrip(".")
-            raise TooFewParts(f"{said}. One program for all stages: {why}") from error
-        note = f"stages have programs of their own: {why}"
-        return dataclasses.replace(plan, notes=(*plan.notes, note))
+            raise TooFewParts(_neither(str(error), reason, remedy)) from None
+        uneven = uncut(graph, plan)
+        notes = [f"{uneven}. {evened(remedy)}"] if uneven else []
+        said = "" if uneven or not remedy else f". {remedy}"
+        notes.append(f"stages have programs of their own: {reason}{said}")
+        return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
     def of_any_number(
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
@@ -417,25 +426,66 @@ def _check_widths(graph: Graph) -> None:
         )
 
 
-def _why_apart(captured: Captured, asked: Asked, marked: bool, cluster: Cluster) -> str:
-    """Why stages have programs of their own; empty where one program runs them all."""
+def _why_apart(
+    captured: Captured, asked: Asked, marked: bool, cluster: Cluster
+) -> tuple[str, str] | None:
+    """Why stages have programs of their own; None where one program runs them all.
+
+    Returns:
+        The reason, and what lets one program run them, if anything does.
+    """
     if marked:
-        return "marks say where the model is cut"
+        return "marks say where the model is cut", ""
     if not cluster.is_uniform:
-        return "devices are of several kinds, and one program runs on one kind"
+        return "devices are of several kinds, and one program runs on one kind", ""
+    try:
+        stack_of(captured)
+    except Unshared as error:
+        shared, remedy = error.reason, error.remedy
+    else:
+        shared = remedy = ""
     if asked.schedule not in (None, *LOCKSTEP):
-        return (
+        reason = (
             f"one program for all stages does not follow {asked.schedule}, only "
             f"{' and '.join(LOCKSTEP)}, which share out the layers of a scan; other "
             "schedules take layers that are not in one"
         )
+        return reason, "" if shared else f"Leave out the schedule {asked.schedule}"
     if _compat.open_jaxpr(captured.jaxpr)[0].effects:
         return (
             "the loss prints or calls back, which one program for all stages would do "
             "again in its backward pass, and in turns without a micro-batch"
-        )
+        ), ""
+    return (shared, remedy) if shared else None
+
+
+def _neither(apart: str, reason: str, remedy: str) -> str:
+    """That neither kind of stages can be had; first what has a remedy of its own."""
+    if remedy:
+        return f"{reason}. {remedy}. With programs of each stage's own: {apart}"
+    return f"{apart.rstrip('.')}. One program for all stages: {reason}"
+
+
+def _said(
+    search: Callable[..., Plan], graph: Graph, *given: Any, **options: Any
+) -> Plan:
+    """The plan of stages that are asked for, with a warning where one does most."""
     try:
-        stack_of(captured)
-    except PlanError as error:
-        return str(error).rstrip(".")
-    return ""
+        plan = search(graph, *given, **options)
+    except TooFewParts as error:  # which is of use to searches only
+        raise PlanError(str(error)) from None
+    for part in plan.pipelines or (plan,):
+        uneven = uncut(graph, part)
+        note = next((n for n in plan.notes if uneven and n.startswith(uneven)), "")
+        if note:
+            warnings.warn(note, stacklevel=_frames_inside())
+    return plan
+
+
+def _frames_inside() -> int:
+    """How far from the caller that code is which is not ours, as warnings count."""
+    ours = os.path.dirname(__file__) + os.sep
+    count, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        count, frame = count + 1, frame.f_back
+    return count

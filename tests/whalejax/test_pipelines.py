@@ -299,6 +299,42 @@ def summing(model: Any, x: Any) -> Any:
     return x.mean() + sums.mean()
 
 
+def giving(model: Any, x: Any) -> Any:
+    x, sums = jax.lax.scan(lambda x, w: (x @ w, x.sum()), x, model["layers"])
+    return (x @ model["head"]).mean() + sums.mean()
+
+
+@pytest.mark.parametrize("schedule", ["auto", "gpipe", "zb-h1"])
+def test_a_scan_that_gives_values_is_told_to_carry_them(schedule: str) -> None:
+    """What one program lacks comes first, and a warning points at the caller."""
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    stack = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    carry = "Let the scan give its values through what it carries: return (x, total + "
+
+    def planned(loss: Any, stages: int) -> wh.Plan:
+        def asked(model: Any, x: Any) -> Any:
+            with wh.pipeline(num_stages=stages, schedule=schedule):
+                return loss(model, x)
+
+        model = {"layers": stack, "head": w}
+        adam = optax.adam(1e-3)
+        return wh.plan(asked, model, x, optimizer=adam, cluster="h100:4")
+
+    with pytest.warns(UserWarning, match="one of 2 stages takes") as warned:
+        plan = planned(giving, 2)
+    assert [w.filename for w in warned] == [__file__]
+    (note,) = [n for n in plan.notes if n.startswith("one of 2 stages takes")]
+    assert note == str(warned[0].message) and "(an even part is 50%)" in note
+    first, _, other = note.partition("rite the layers out")
+    assert other and (carry in first) == (schedule != "zb-h1")
+    with pytest.raises(wh.PlanError, match="at most 2 parts that read") as caught:
+        planned(giving, 4)
+    assert type(caught.value) is wh.PlanError and caught.value.__cause__ is None
+    before, _, _ = str(caught.value).partition("at most 2 parts")
+    assert (carry in before) == (schedule != "zb-h1")
+
+
 def reversed_layers(model: Any, x: Any) -> Any:
     x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, model["layers"], reverse=True)
     return x.mean()
@@ -335,7 +371,7 @@ def contradicting(model: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "options", "text"),
     [
-        (summing, {}, "each gives 1 values beside what it hands to the next"),
+        (summing, {}, "each gives 1 value beside what it hands to the next"),
         (penalised, {}, "their parameters are read outside the scan too"),
         (reversed_layers, {}, "they run from the last to the first. Turn them round"),
         (scanned, {"mesh": {"stage": 8}}, "stage is 8, and the model has 6 layers"),

@@ -27,11 +27,26 @@ if TYPE_CHECKING:
     from whalejax.capture.trace import Captured
 
 
+class Unshared(PlanError):
+    """The layers of a model cannot be shared out among stages alike.
+
+    Attributes:
+        reason: why, in words.
+        remedy: what to do about it, in words that begin a sentence.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}. {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
 NOT_TRAINED = (
     "no parameter of the scan over layers is trained, and stages share out trained "
-    "layers. Let trainable= choose some of them, or leave the axis stage out"
+    "layers",
+    "Let trainable= choose some of them, or leave the axis stage out",
 )
-"""Why frozen layers are not shared out."""
+"""Why frozen layers are not shared out, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +73,24 @@ def stack_of(captured: Captured) -> Stack:
         captured: the loss.
 
     Raises:
-        PlanError: there is none whose turns pipeline stages could share out; why.
+        Unshared: there is none whose turns pipeline stages could share out; why.
     """
     position = stacked_loop(captured.graph)
     if position is None:
-        raise PlanError(NOT_TRAINED if _frozen(captured) else NO_LAYERS)
+        raise Unshared(*(NOT_TRAINED if _frozen(captured) else NO_LAYERS))
     if len(position) != 1:
-        raise PlanError(
+        raise Unshared(
             "the scan over layers stands inside a jit, a remat or another loop; stages "
-            "share out one at the top of the loss. Take it out of there, or leave the "
-            "axis stage out"
+            "share out one at the top of the loss",
+            "Take it out of there, or leave the axis stage out",
         )
     (place,) = position
     jaxpr, _ = _compat.open_jaxpr(captured.jaxpr)
     equation = jaxpr.eqns[place]
-    reason = _obstacle(captured, jaxpr, equation)
-    if reason:
-        raise PlanError(f"stages cannot share out the layers: {reason}")
+    obstacle = _obstacle(captured, jaxpr, equation)
+    if obstacle:
+        reason, remedy = obstacle
+        raise Unshared(f"stages cannot share out the layers: {reason}", remedy)
     parts = _compat.scan_parts(equation)
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
@@ -90,24 +106,27 @@ def stack_of(captured: Captured) -> Stack:
     )
 
 
-def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> str:
-    """Why turns of a scan cannot be shared out; empty where they can."""
+def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] | None:
+    """Why turns of a scan cannot be shared out, and the remedy; None where they can."""
     parts = _compat.scan_parts(equation)
     carried = equation.outvars[: parts.num_carries]
     if equation.params["reverse"]:
-        return "they run from the last to the first. Turn them round"
+        return "they run from the last to the first", "Turn them round"
     if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in carried):
         return (
             "their scan carries values that are no floating-point numbers beside the "
-            "activations. Give those as slices"
+            "activations",
+            "Give those as slices",
         )
     used = _read_by_loss(captured, jaxpr)
     given = sum(v in used for v in equation.outvars[parts.num_carries :])
     if given:
         return (
-            f"each gives {given} values beside what it hands to the next (metrics, "
-            "auxiliary losses, statistics), which the loss reads of all. Add them up "
-            "in what is carried"
+            f"each gives {given} value{'s' if given > 1 else ''} beside what it hands "
+            "to the next (metrics, auxiliary losses, statistics), which the loss reads "
+            "of all",
+            "Let the scan give its values through what it carries: return (x, total + "
+            "aux), None",
         )
     weights = _weights(captured, jaxpr)
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
@@ -116,21 +135,23 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> str:
         if v in weights and _source(v, made) not in jaxpr.invars:
             return (
                 "their parameters are stacked or changed in the loss before the scan "
-                "slices them. Store them stacked"
+                "slices them",
+                "Store them stacked",
             )
     if _read_elsewhere(jaxpr, equation, weights, made):
         return (
             "their parameters are read outside the scan too (as a penalty on weights "
-            "does), where no stage has all of them. Do that inside the layers, or in "
-            "the optimizer"
+            "does), where no stage has all of them",
+            "Do that inside the layers, or in the optimizer",
         )
     changed = next(_changed(captured, jaxpr), "")
     if changed:
         return (
             f"the step changes {changed}, which is not trained: stages would each have "
-            "their own. Leave it as it is (use running statistics), or drop it"
+            "their own",
+            "Leave it as it is (use running statistics), or drop it",
         )
-    return ""
+    return None
 
 
 def _source(atom: Any, made: Any) -> Any:
