@@ -69,7 +69,8 @@ def save(path: str | os.PathLike[str], state: Any, plan: Plan) -> None:
     if target.exists():
         raise WhaleError(
             f"{target}: there is something at this path already, and a checkpoint "
-            "needs a new one. Choose another path, or remove what is there"
+            "needs a new one. Nothing is changed, and the state is as it was: save it "
+            "at another path, or remove what is there and save again"
         )
     building = unfinished(target)
     if jax.process_index() == 0:

@@ -106,8 +106,11 @@ def train(
         WhaleError: a loss or a parameter is not finite; the step and the last good
             checkpoint are named. No checkpoint holds a state of which this is known.
             Or another process is gone, which may show only when a loss is waited for.
+            Before the first step: a checkpoint that is to be written is there already.
     """
     first = int(state.step)
+    if save_dir is not None:
+        _check_new(save_dir, first, steps, save_every)
     checkpoint = resumed_from
     losses = _Losses(on_step)
     windows = _Windows(clock)
@@ -115,7 +118,7 @@ def train(
         for done in range(first + 1, steps + 1):
             state, metrics = step(state, batches(done - 1))
             losses.expect(done, metrics["loss"], metrics.get("loss_scale"))
-            saves = save_dir and (done % save_every == 0 or done == steps)
+            saves = save_dir and _is_saved(done, steps, save_every)
             if saves or done == steps or windows.is_due(done - first):
                 losses.wait()
                 losses.step_seconds = windows.close(done - first)
@@ -270,6 +273,27 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
     ]
     if paths:
         raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
+
+
+def _is_saved(done: int, steps: int, save_every: int) -> bool:
+    return done % save_every == 0 or done == steps
+
+
+def _check_new(save_dir: Path, first: int, steps: int, save_every: int) -> None:
+    """Refuse to train towards a checkpoint that could not be written."""
+    there = [
+        path.name
+        for path in sorted(_checkpoints(save_dir), key=_steps_of)
+        if first < _steps_of(path) <= steps
+        and _is_saved(_steps_of(path), steps, save_every)
+    ]
+    if there:
+        raise WhaleError(
+            f"save_dir is {save_dir}, which holds {', '.join(there)} already, and the "
+            f"state has {first} steps behind it: training to step {steps} would write "
+            "there. Give another directory, or go on from the latest checkpoint: "
+            "step.restore(loop.latest(save_dir))"
+        )
 
 
 def _save(save_dir: Path, done: int, step: TrainStep, state: TrainState) -> Path:

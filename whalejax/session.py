@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,8 +128,22 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
         if options.resume:
             problems.add("--resume was given without --save DIR; say where from")
         return None
-    if options.save.exists() and not options.save.is_dir():
-        problems.add(f"--save {options.save} is a file; expected a directory")
+    if options.save.parts and options.save.parts[0].endswith(":"):
+        problems.add(
+            f"--save {options.save} is an address; checkpoints are written to a "
+            "mounted file system. Give a path"
+        )
+        return None
+    there = next(p for p in (options.save, *options.save.parents) if p.exists())
+    if not there.is_dir():
+        inside = "" if there == options.save else f" is in {there}, which"
+        problems.add(f"--save {options.save}{inside} is a file; expected a directory")
+        return None
+    if not os.access(there, os.W_OK):
+        problems.add(
+            f"--save {options.save}: nothing can be written to {there}. Give another "
+            "directory, or leave to write there"
+        )
         return None
     found = loop.latest(options.save)
     if found is not None and not options.resume:

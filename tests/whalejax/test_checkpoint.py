@@ -233,9 +233,19 @@ def test_only_the_remains_of_a_killed_save_are_there(tmp_path: Path) -> None:
         shared_step().restore(tmp_path / "a")
 
 
-def test_something_is_there_already(saved: Path) -> None:
-    with pytest.raises(wh.WhaleError, match="there is something at this path already"):
-        shared_step().save(saved, fresh_state(shared_step()))
+def test_something_is_there_already(saved: Path, tmp_path: Path) -> None:
+    """Nothing is lost: the state can be saved elsewhere, and what is there stays."""
+    step = shared_step()
+    state = fresh_state(step)
+    with pytest.raises(
+        wh.WhaleError,
+        match=r"something at this path already.*the state is as it was: save it at",
+    ):
+        step.save(saved, state)
+    assert sorted(p.name for p in saved.parent.iterdir()) == [saved.name]
+    step.restore(saved)
+    step.save(tmp_path / "other", state)
+    assert host_leaves(step.restore(tmp_path / "other")) == host_leaves(state)
 
 
 def test_a_lost_record_is_named(copy: Path) -> None:

@@ -305,12 +305,22 @@ def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> N
     [
         (["--resume"], "--resume was given without --save DIR"),
         (["--save", "jobs.py"], "--save jobs.py is a file; expected a directory"),
+        (["--save", "jobs.py/a"], "--save jobs.py/a is in jobs.py, which is a file"),
+        (["--save", "gs://bucket/run"], "is an address; checkpoints are written to a"),
     ],
 )
 def test_wrong_places_for_checkpoints(
     here: Path, capsys: Captured, words: list[str], expected: str
 ) -> None:
     assert expected in refused([*TRAIN, *words], capsys)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_training(
+    here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    said = refused([*TRAIN, "--save", "runs/a"], capsys)
+    assert "--save runs/a: nothing can be written to ." in said
 
 
 # Plans.

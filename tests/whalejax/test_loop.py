@@ -113,6 +113,31 @@ def test_the_latest_checkpoints_stay(tmp_path: Path) -> None:
     assert names == ["notes", "step_000001", "step_000005", "step_000006"]
 
 
+def test_a_checkpoint_that_is_there_already_is_said_before_any_step(
+    tmp_path: Path,
+) -> None:
+    step = shared_step()
+    for name in ("step_000002", "step_000003", "step_000006", "step_000009"):
+        (tmp_path / name).mkdir()
+    asked: list[int] = []
+    with pytest.raises(wh.WhaleError) as caught:
+        loop.train(
+            step,
+            fresh_state(step),
+            lambda index: asked.append(index),
+            steps=7,
+            save_dir=tmp_path,
+            save_every=3,
+        )
+    assert not asked
+    assert str(caught.value) == (
+        f"save_dir is {tmp_path}, which holds step_000003, step_000006 already, and "
+        "the state has 0 steps behind it: training to step 7 would write there. Give "
+        "another directory, or go on from the latest checkpoint: "
+        "step.restore(loop.latest(save_dir))"
+    )
+
+
 def test_latest_takes_no_leftovers(tmp_path: Path) -> None:
     assert loop.latest(tmp_path) is None
     assert loop.latest(tmp_path / "none") is None
