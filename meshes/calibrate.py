@@ -20,6 +20,7 @@ from dataclasses import replace
 import jax
 
 from whalejax.meshes import cache, host
+from whalejax.meshes.beside import check_kind, joined, renamed
 from whalejax.meshes.build import Device
 from whalejax.meshes.catalogue import Entry, entry_of_device
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
@@ -86,12 +87,39 @@ def calibrate(
 
 
 def write_calibration(
-    path: str | os.PathLike[str], budget_seconds: float = DEFAULT_BUDGET_SECONDS
+    path: str | os.PathLike[str],
+    budget_seconds: float = DEFAULT_BUDGET_SECONDS,
+    *,
+    kind: str | None = None,
+    beside: Cluster | None = None,
 ) -> Cluster:
-    """Measure the local devices anew and write them to a TOML file."""
+    """Measure the local devices anew and write them to a TOML file.
+
+    Args:
+        path: the file.
+        budget_seconds: as for ``calibrate``.
+        kind: the name of their kind; that of the device if left out.
+        beside: what the file holds before them.
+
+    Returns:
+        The local devices alone.
+
+    Raises:
+        WhaleError: before anything is measured: no such name can be given.
+    """
+    if kind is not None or beside is not None:
+        check_kind(kind or _name(jax.local_devices()[0]), beside)
     cluster = calibrate(budget_seconds, use_cache=False)
-    cluster.save(path)
+    if kind is not None:
+        cluster = renamed(cluster, kind)
+    (cluster if beside is None else joined(beside, cluster)).save(path)
     return cluster
+
+
+def _name(device: Device) -> str:
+    """What a kind of device is called where nobody gives it a name."""
+    entry = entry_of_device(device.device_kind)
+    return slug(device.device_kind) if entry is None else entry.kind.name
 
 
 def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:

@@ -336,7 +336,9 @@ def _complete(shell: str) -> None:
 
 
 def _calibrate(command: CalibrateCommand) -> None:
+    from whalejax.meshes.beside import joined
     from whalejax.meshes.calibrate import write_calibration
+    from whalejax.meshes.files import load
     from whalejax.progress import Working
 
     _check_output(command.output)
@@ -344,24 +346,35 @@ def _calibrate(command: CalibrateCommand) -> None:
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"
         )
-    job = None
+    job, beside = None, load(command.output) if command.append else None
     if command.model is not None:
         job = find_job(command.model, named_values(command.set))
     words = []
     with Working("calibrating"):
-        cluster = write_calibration(command.output, command.seconds)
+        cluster = write_calibration(
+            command.output, command.seconds, kind=command.kind, beside=beside
+        )
         if job is not None:
             from whalejax.timing import with_timing
 
             cluster, timed = with_timing(
                 cluster, job, command.samples, by_task_graph(command)["precision"]
             )
-            cluster.save(command.output)
+            whole = cluster if beside is None else joined(beside, cluster)
+            whole.save(command.output)
             words.append(
                 f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
                 f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
             )
     words.append(f"{cluster.describe()}, measured and written to {command.output}")
+    if beside is not None:
+        cluster = joined(beside, cluster)
+        outer = cluster.levels[-1]
+        words.append(
+            f"which holds {cluster.describe()} now. What joins the kinds is not "
+            f"measured: {outer.name} at {outer.bandwidth_bytes_per_second / 1e9:.3g} "
+            "GB/s is taken; the last [[levels]] of the file says so"
+        )
     if command.json:
         print(json.dumps({"output": str(command.output), **cluster.to_json()}))
     else:

@@ -258,6 +258,10 @@ class CalibrateCommand:
 
     output: Annotated[Path, conf.arg(aliases=["-o"], metavar="CLUSTER.toml")]
     """where to write the description, which --cluster takes"""
+    kind: OptionalText = None
+    """the name of this kind of device; what JAX calls it if left out"""
+    append: bool = False
+    """keep the kinds that the file holds, and add this one on nodes behind them"""
     seconds: float = 18.0
     """stop measuring after about this long"""
     model: OptionalText = None

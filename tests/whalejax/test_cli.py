@@ -401,7 +401,7 @@ def test_calibrate_writes_what_cluster_takes(
 ) -> None:
     asked: list[float] = []
 
-    def write(path: Path, budget_seconds: float) -> wh.Cluster:
+    def write(path: Path, budget_seconds: float, **_: object) -> wh.Cluster:
         asked.append(budget_seconds)
         cluster = described_cluster()
         cluster.save(path)
@@ -412,6 +412,41 @@ def test_calibrate_writes_what_cluster_takes(
     assert "measured and written to c.toml" in capsys.readouterr().out
     assert asked == [3.0]
     assert cli.main(["plan", "mlp", "--cluster", "c.toml"]) == 0
+
+
+def test_kinds_that_are_measured_apart_are_written_into_one_file(
+    here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[float] = []
+
+    def calibrate(budget_seconds: float, use_cache: bool) -> wh.Cluster:
+        measured.append(budget_seconds)
+        return wh.cluster("cpu:8")
+
+    monkeypatch.setattr("whalejax.meshes.calibrate.calibrate", calibrate)
+    words = ["calibrate", "-o", "both.toml"]
+    assert "'both.toml' does not exist" in refused([*words, "--append"], capsys)
+    assert cli.main([*words, "--kind", "fast"]) == 0
+    assert "8×fast (1 node of 8, host), measured" in capsys.readouterr().out
+    again = [*words, "--append", "--kind"]
+    assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
+    assert "letters, digits, - and _" in refused([*again, "my cpu"], capsys)
+    assert len(measured) == 1  # Nothing is measured that could not be written.
+    model = ["--model", "mlp", "--samples", "64"]
+    assert cli.main([*again, "slow", *model]) == 0
+    said = capsys.readouterr().out
+    assert "holds 8×fast + 8×slow (2 nodes of 8, host + host) now" in said
+    assert "is not measured: host at 1.2 GB/s is taken" in said
+    both = wh.cluster("both.toml")
+    assert [(n.kind.name, n.count) for n in both.nodes] == [("fast", 8), ("slow", 8)]
+    assert [len(kind.timed_models) for kind in both.kinds] == [0, 1]
+    assert cli.main(["plan", "mlp", "--cluster", "both.toml"]) == 0
+    assert "8×fast + 8×slow" in capsys.readouterr().out
+    assert cli.main([*words, "--append"]) == 0  # As JAX calls it.
+    assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast", "slow", "cpu"]
+    assert "a kind 'cpu' already" in refused([*words, "--append"], capsys)
+    assert cli.main([*words, "--kind", "fast"]) == 0  # Anew, as without a file.
+    assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast"]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_calibrate_times_a_model(
 ) -> None:
     written: list[wh.Cluster] = []
 
-    def write(path: Path, budget_seconds: float) -> wh.Cluster:
+    def write(path: Path, budget_seconds: float, **_: object) -> wh.Cluster:
         written.append(wh.cluster("cpu:2"))
         return written[-1]
 

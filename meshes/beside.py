@@ -1,0 +1,120 @@
+"""Kinds of devices that were measured apart, in one cluster.
+
+``whalejax calibrate`` describes the devices of one host. A cluster of several kinds is
+made of several such descriptions: each has its kind under a name of its own, and what
+joins them is told here, because no host can measure it alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from whalejax.meshes.catalogue import Link, entries
+from whalejax.meshes.cluster import Cluster, Level
+from whalejax.meshes.problems import WhaleError
+
+
+def check_kind(name: str, beside: Cluster | None) -> None:
+    """Refuse a name that a kind cannot have in a file.
+
+    Args:
+        name: the name.
+        beside: what the file holds already, if it is to stay.
+
+    Raises:
+        WhaleError: the name is malformed, or another kind's.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise WhaleError(
+            f"--kind is {name!r}; expected a name of letters, digits, - and _, such as "
+            "slow-cpu"
+        )
+    there = [] if beside is None else [kind.name for kind in beside.kinds]
+    if name in there:
+        raise WhaleError(
+            f"the file holds a kind {name!r} already (it has {', '.join(there)}). Give "
+            "this one another name with --kind, or write the file anew without "
+            "--append"
+        )
+
+
+def renamed(cluster: Cluster, name: str) -> Cluster:
+    """The same devices, all of one kind, under another name, shown by it, too.
+
+    Args:
+        cluster: of one kind.
+        name: the kind's.
+
+    Example:
+        >>> from whalejax.meshes import cluster
+        >>> renamed(cluster("h100:8"), "rack-2").describe()
+        '8×rack-2 (1 node of 8, nvlink)'
+    """
+    nodes = [
+        replace(node, kind=replace(node.kind, name=name, label=name))
+        for node in cluster.nodes
+    ]
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def joined(first: Cluster, second: Cluster) -> Cluster:
+    """The devices of two clusters, in this order, as nodes of one.
+
+    Inside a node the slower link counts. Between nodes it is the network of the first
+    cluster, where it has one, or the catalogue's for these kinds; where neither is
+    known, the slower link of the nodes.
+
+    Args:
+        first, second: of nodes, and of one platform.
+
+    Raises:
+        WhaleError: a torus or links between single devices, which a network does not
+            join; kinds of two platforms.
+
+    Example:
+        >>> from whalejax.meshes import cluster
+        >>> joined(cluster("v100-32:4"), cluster("p100-16:8")).describe()
+        '4×V100-32 + 8×P100-16 (2 nodes of 4 and 8, nvlink + infiniband)'
+    """
+    for one in (first, second):
+        if one.links or any(level.torus for level in one.levels):
+            raise WhaleError(
+                f"{one.describe()} is a torus, or has a rate for each two devices; "
+                "clusters of nodes can be joined. Describe all of it in one file"
+            )
+    counts = [node.count for node in (*first.nodes, *second.nodes)]
+    inner, total = math.gcd(*counts), sum(counts)
+    within = _slower(first.levels[0], second.levels[0])
+    levels = [replace(within, size=inner)] if inner > 1 else []
+    levels.append(replace(_between(first, second, within), size=total // inner))
+    nodes = (*first.nodes, *second.nodes)
+    return replace(first, nodes=nodes, levels=tuple(levels))
+
+
+def _slower(one: Level, other: Level) -> Level:
+    slower = min(one, other, key=lambda level: level.bandwidth_bytes_per_second)
+    latency = max(one.latency_seconds, other.latency_seconds)
+    return replace(slower, latency_seconds=latency)
+
+
+def _between(first: Cluster, second: Cluster, within: Level) -> Level:
+    """The level of the network, for any number of nodes."""
+    outer = [c.levels[-1] for c in (first, second) if len(c.levels) > 1]
+    if len(outer) > 1:
+        return _slower(*outer)
+    if outer:
+        return outer[0]
+    kinds = (*first.kinds, *second.kinds)
+    known = [entries()[k.name].network for k in kinds if k.name in entries()]
+    links: list[Link] = [link for link in known if link is not None]
+    if not links:
+        return within
+    slowest = min(links, key=lambda link: link.bandwidth_bytes_per_second)
+    return Level(
+        name=slowest.name,
+        size=1,
+        bandwidth_bytes_per_second=slowest.bandwidth_bytes_per_second,
+        latency_seconds=slowest.base_seconds + slowest.hop_seconds,
+    )

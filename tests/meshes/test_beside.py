@@ -1,0 +1,42 @@
+"""Kinds that were measured apart, in one cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from whalejax.meshes import Cluster, WhaleError, cluster
+from whalejax.meshes.beside import joined, renamed
+
+
+def sizes(found: Cluster) -> list[tuple[str, int]]:
+    return [(level.name, level.size) for level in found.levels]
+
+
+def test_nodes_of_unlike_size_share_what_both_have() -> None:
+    """As the text of a cluster has it, where the catalogue knows the network."""
+    found = joined(cluster("v100-32:4"), cluster("p100-16:8"))
+    assert sizes(found) == sizes(cluster("v100-32:4+p100-16:8"))
+    slower = min(cluster(t).levels[0].bandwidth_bytes_per_second for t in _TEXTS)
+    assert found.levels[0].bandwidth_bytes_per_second == slower
+
+
+_TEXTS = "v100-32:4", "p100-16:8"
+
+
+def test_a_third_kind_takes_the_network_that_is_there() -> None:
+    two = cluster("v100-32:4+p100-16:8")
+    fast = dataclasses.replace(two.levels[-1], bandwidth_bytes_per_second=7e10)
+    two = dataclasses.replace(two, levels=(*two.levels[:-1], fast))
+    three = joined(two, renamed(cluster("v100-32:2"), "others"))
+    assert three.num_devices == 14 and three.levels[0].size == 2
+    assert three.levels[-1].bandwidth_bytes_per_second == 7e10
+    assert joined(renamed(cluster("cpu:3"), "a"), cluster("cpu:2")).num_devices == 5
+
+
+def test_what_no_network_joins_is_refused() -> None:
+    with pytest.raises(WhaleError, match="torus 4×4.*Describe all of it in one file"):
+        joined(cluster("v5e:4x4"), renamed(cluster("v5e:4x4"), "b"))
+    with pytest.raises(WhaleError, match="expected one platform"):
+        joined(cluster("cpu:2"), cluster("h100:2"))
