@@ -291,13 +291,13 @@ class _Searches:
             if not self.search(asked, attention, chunks):
                 self.search((), attention, chunks)
             return
-        if not self.search((), attention, chunks):
+        policies = self.request.policies if self.again is not None else ("none",)
+        lightest, *others = [((ALL, p),) if p != "none" else () for p in policies]
+        if not self.search(lightest, attention, chunks):
             return
         first = self.found[place][1]
-        policies = self.request.policies if self.again is not None else ()
-        for policy in policies if self.tight(first) else ():
-            if policy != "none":
-                self.search(((ALL, policy),), attention, chunks)
+        for policy in others if self.tight(first) else ():
+            self.search(policy, attention, chunks)
 
     def search(self, remat: Remat, attention: Chosen, chunks: int) -> bool:
         """One program, and beside its best plans those that shard the sequence too.
@@ -316,13 +316,13 @@ class _Searches:
         asked = dataclasses.replace(
             self.request, remat=remat, attention=attention, loss_chunks=chunks
         )
-        bound = self.best_seconds() * SLACK
         one = Search(
             analysed.graph,
             analysed.dims,
             self.cluster,
             asked,
-            bound=bound,
+            bound=self.best_seconds() * SLACK,
+            slack=SLACK,
             program=shared,
         )
         one.run()
@@ -339,6 +339,7 @@ class _Searches:
                 beside=one,
                 split=split,
                 bound=self.best_seconds() * (1 + TIE),
+                slack=1 + TIE,
             )
             apart.run()
             self.found.append((Analysed(graph=split.graph, dims=analysed.dims), apart))

@@ -51,10 +51,7 @@ from whalejax.planner.leaves import (
     lay_out,
     sharded_share,
 )
-from whalejax.planner.memory import (
-    Residents,
-    residents,
-)
+from whalejax.planner.memory import Residents, residents
 from whalejax.planner.moments import Moments, moments
 from whalejax.planner.peaks import peak_of
 from whalejax.planner.pins import pinned_axes
@@ -118,6 +115,7 @@ class _Case:
         mesh, tables, zero, layouts: as in ``Scored``.
         counts: numbers of micro-batches that there can be, rising.
         costs: of rows, by the number of micro-batches, as far as they are known.
+        times: of a step, the same.
         memories: the same, by what lies in host memory too.
     """
 
@@ -127,6 +125,7 @@ class _Case:
     layouts: tuple[LeafLayout, ...]
     counts: tuple[int, ...]
     costs: dict[int, tuple[RowCost, ...]]
+    times: dict[int, tuple[TimeTerms, tuple[Collective, ...]]]
     memories: dict[tuple[int, tuple[str, ...]], MemoryTerms]
 
 
@@ -142,7 +141,9 @@ class Search:
             parallelism; the options are those of the search ``beside`` without.
         named_axes: mesh axes that metadata names.
         scored: every plan that was evaluated, after ``run``.
-        bound: step time above which a plan is not worth its evaluation.
+        bound: step time above which a plan is not worth its evaluation; of promising
+            meshes it follows the best that is found.
+        slack: how many times the best that is.
         refused: for each reason, how many meshes it ruled out.
     """
 
@@ -156,10 +157,11 @@ class Search:
         beside: Search | None = None,
         split: Split | None = None,
         bound: float = math.inf,
+        slack: float = 1.0,
         program: Program | None = None,
     ) -> None:
         self.graph = graph
-        self.bound = bound
+        self.bound, self.slack = bound, slack
         self.split = split
         self.dims = dims
         self.cluster = cluster
@@ -192,12 +194,6 @@ class Search:
         self.named_axes = pinned_axes(graph)
         self.scored: list[Scored] = []
         self.refused: dict[str, int] = {}
-
-    @property
-    def samples(self) -> int:
-        """Of a micro-batch at most: with as few of them as are asked for."""
-        size = self.graph.batch_size * self.graph.num_micro_batches
-        return size // (self.request.num_micro_batches or 1)
 
     @functools.cached_property
     def residents(self) -> Residents:
@@ -270,6 +266,8 @@ class Search:
         if reason:
             self._refuse(reason)
             return
+        size = self.graph.batch_size * self.graph.num_micro_batches
+        size //= self.request.num_micro_batches or 1
         lists = [self.options.tables(g, mesh) for g in self.options.order]
         if not all(lists):
             self._refuse(NOTHING_TO_SPLIT)
@@ -282,7 +280,7 @@ class Search:
                     continue
                 options = self.options
                 tables = self.split.tables(tables, options.batch, options.sequence)
-            found = self.options.that_divide(tables, mesh, self.samples)
+            found = self.options.that_divide(tables, mesh, size)
             if found is None:
                 self._refuse(BATCH_DOES_NOT_DIVIDE)
             else:
@@ -344,7 +342,7 @@ class Search:
                 continue
             memories: dict[tuple[int, tuple[str, ...]], MemoryTerms] = {}
             counts = tuple(self._micro_batches(mesh, tables))
-            case = _Case(mesh, tables, zero, layouts, counts, costs, memories)
+            case = _Case(mesh, tables, zero, layouts, counts, costs, {}, memories)
             if self.bound < math.inf and self._least_seconds(case) > self.bound:
                 continue
             for offloads in self.hosting.options():
@@ -355,7 +353,9 @@ class Search:
                     break
                 found = [self._scored(case, offload) for offload in offloads]
                 self.scored += found
-                if any(one.fits for one in found):
+                if fitting := [one.time.step_seconds for one in found if one.fits]:
+                    if self.request.among is not None:
+                        self.bound = min(self.bound, min(fitting) * self.slack)
                     break
 
     def _least_seconds(self, case: _Case) -> float:
@@ -365,10 +365,12 @@ class Search:
     def _case_time(
         self, case: _Case, count: int
     ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        s = self.setting(case.mesh, count)
-        if count not in case.costs:
-            case.costs[count] = self.prices.of(case.tables, s)
-        return self._time(case.layouts, case.zero, count, case.costs[count], s)
+        if count not in case.times:
+            s, costs = self.setting(case.mesh, count), case.costs
+            costs[count] = costs.get(count) or self.prices.of(case.tables, s)
+            given = case.layouts, case.zero, count, costs[count], s
+            case.times[count] = self._time(*given)
+        return case.times[count]
 
     def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
         """One plan."""

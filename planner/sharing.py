@@ -98,10 +98,7 @@ def decide_shares(
     options = {"known": {}, **options}
 
     def weigh(case: Case, likely: Likely | None) -> Replicas:
-        one = request
-        if likely is not None:
-            attention = likely.attention
-            one = dataclasses.replace(one, among=likely.among, attention=attention)
+        one = request if likely is None else likely.of(request)
         shared = asked
         if even:
             shared = even_shares(case.count, cluster.num_devices // case.size)

@@ -67,6 +67,9 @@ def promising(
 
 Mesh = tuple[int, ...]
 
+_Case = tuple[Chosen, int, int, int]
+"""How attention runs, devices of a replica, micro-batches and the level of ZeRO."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Likely:
@@ -79,6 +82,7 @@ class Likely:
         seconds: of a step, as the wide search has it.
         among: sizes of ``PLANNED_AXES`` of the promising meshes of one replica.
         attention: how it runs.
+        policies: of remat, from the lightest that may be among the best.
     """
 
     size: int
@@ -87,6 +91,16 @@ class Likely:
     seconds: float
     among: frozenset[Mesh]
     attention: Chosen
+    policies: tuple[str, ...]
+
+    def of(self, request: Request) -> Request:
+        """What is asked, and no more than this."""
+        return dataclasses.replace(
+            request,
+            among=self.among,
+            attention=self.attention,
+            policies=self.policies,
+        )
 
 
 def likely_replicas(
@@ -110,7 +124,8 @@ def likely_replicas(
             mesh={**fixed, **(request.mesh or {})},
             num_micro_batches=None,
         )
-        cases: dict[tuple[Chosen, int, int, int], dict[Mesh, float]] = {}
+        cases: dict[_Case, dict[Mesh, float]] = {}
+        lightest: dict[_Case, int] = {}
         for attention, graph in graphs.items():
             for search in _searches([graph], cluster, asked, _Replicas):
                 for (mesh, count, zero), step in search.counted.items():
@@ -120,13 +135,17 @@ def likely_replicas(
                         case = attention, size, count, zero
                         steps = cases.setdefault(case, {})
                         steps[inner] = min(step, steps.get(inner, step))
+                        policy = search.lightest[mesh, count, zero]
+                        lightest[case] = min(policy, lightest.get(case, policy))
         if cases:
-            return _near(cases)
+            policies = {case: request.policies[n:] for case, n in lightest.items()}
+            return _near(cases, policies)
     return []
 
 
 def _near(
-    cases: Mapping[tuple[Chosen, int, int, int], dict[Mesh, float]],
+    cases: Mapping[_Case, dict[Mesh, float]],
+    policies: Mapping[_Case, tuple[str, ...]],
 ) -> list[Likely]:
     limit = min(min(steps.values()) for steps in cases.values()) * (1 + SLACK)
     found = [
@@ -137,6 +156,7 @@ def _near(
             seconds=min(steps.values()),
             among=frozenset(mesh for mesh in _least(steps) if steps[mesh] <= limit),
             attention=attention,
+            policies=policies[attention, size, count, zero],
         )
         for (attention, size, count, zero), steps in cases.items()
     ]
@@ -232,11 +252,14 @@ class _Replicas(_Search):
     Attributes:
         counted: seconds of a step in the best plan of each mesh, number of
             micro-batches and level of ZeRO.
+        lightest: of the same, the lightest policy of remat in any plan, by its place
+            among those of the request.
     """
 
     def __init__(self, graph: Graph, cluster: Cluster, request: Request) -> None:
         super().__init__(graph, cluster, request)
         self.counted: dict[tuple[Mesh, int, int], float] = {}
+        self.lightest: dict[tuple[Mesh, int, int], int] = {}
 
     def placements(self) -> list[Placement]:
         """Replicas of one kind each."""
@@ -260,3 +283,9 @@ class _Replicas(_Search):
         step, mesh = float(found.step[index]), self._mesh(frames, index)
         key = mesh, int(frames.micro_batches[index]), int(frames.zero[index])
         self.counted[key] = min(step, self.counted.get(key, step))
+        kept, known = (
+            self.model.policies[int(frames.remat[index])],
+            self.request.policies,
+        )
+        place = min((known.index(p) for p in kept.values() if p in known), default=0)
+        self.lightest[key] = min(place, self.lightest.get(key, place))
