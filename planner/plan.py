@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.compared import program_data
 from whalejax.planner.cost import Collective
 from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
@@ -44,20 +45,6 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 13
 """Version of the file format."""
-
-
-_NOT_THE_PROGRAM = (
-    "time",
-    "memory",
-    "candidates",
-    "notes",
-    "collectives",
-    "product_flops",
-    "source",
-    "paces",
-    "handed_seconds",
-)
-"""Fields of a plan that its program does not depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,14 +214,7 @@ class Plan(Pictured):
     @property
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
-        data = encode(self)
-        for whole in (data, *data["pipelines"]):
-            stages = whole["stages"] or {}
-            for one in (whole, stages, *stages.get("plans", ())):
-                for prediction in _NOT_THE_PROGRAM:
-                    one.pop(prediction, None)
-        data["cluster"] = self.cluster.hash
-        text = json.dumps(data, sort_keys=True)
+        text = json.dumps(program_data(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

@@ -132,14 +132,14 @@ class OneProgram:
     def advance(
         self, state: TrainState, batch: Sequence[Any]
     ) -> tuple[TrainState, Metrics]:
-        self._agreement.check(lambda: self.program.plan.hash)
+        self._agreement.check(self.program)
         with self.watch.step():
             found: tuple[TrainState, Metrics] = self._step(state, list(batch))
         self.watch.issued(jax.tree.leaves(found[1]))
         return found
 
     def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
-        self._agreement.check(lambda: self.program.plan.hash)
+        self._agreement.check(self.program)
         with self.watch.step("an evaluation"):
             found: Metrics = self._loss(state, list(batch))
         self.watch.issued(jax.tree.leaves(found))

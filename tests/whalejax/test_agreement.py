@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import whalejax as wh
 from tests.processes import finish, start
+from whalejax.lowering.fingerprints import fingerprint
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 
 
@@ -29,6 +31,8 @@ if odd and case == "versions":
 x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
 tx = optax.sgd(0.1)
+if odd and case == "optimizer":
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 loss = lambda m, b: ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
 mesh = {"fsdp": count} if odd and case == "plan" else {"data": count}
 plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster=f"h100:{count}",
@@ -54,7 +58,15 @@ else:
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("plan", ("processes 1 have another plan than process 0", "wh.Plan.load")),
+        (
+            "plan",
+            (
+                "processes 1 have another plan than process 0",
+                'which differs in mesh axes ({"fsdp": 2}, not {"data": 2}): plan once',
+                "wh.Plan.load",
+            ),
+        ),
+        ("optimizer", ("processes 1 have another optimizer than process 0 (",)),
         (
             "versions",
             (
@@ -72,6 +84,31 @@ def test_processes_that_differ_are_named(case: str, texts: tuple[str, ...]) -> N
         for text in texts:
             assert text in output
         assert float(output.splitlines()[-1]) < 10
+
+
+def test_optimizers_are_known_by_what_they_keep() -> None:
+    model = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    batch = jnp.ones((16, 8))
+
+    def known(tx: optax.GradientTransformation) -> str:
+        plan = wh.plan(_loss, model, batch, cluster="cpu:2", optimizer=tx)
+        step = wh.compile(plan, _loss, model, optimizer=tx, devices=jax.devices()[:2])
+        return fingerprint(step._runner.program)
+
+    def clipped(rate: Any = 1e-3) -> optax.GradientTransformation:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+    makers: list[Callable[[], optax.GradientTransformation]] = [
+        lambda: optax.sgd(0.1),
+        lambda: optax.sgd(0.1, momentum=0.9),
+        lambda: optax.adam(1e-3),
+        lambda: optax.adam(1e-3, mu_dtype="bfloat16"),
+        lambda: clipped(),
+        lambda: clipped(optax.cosine_decay_schedule(1e-3, 100)),
+    ]
+    each = [known(make()) for make in makers]
+    assert len(set(each)) == len(each)
+    assert [known(make()) for make in makers] == each
 
 
 STOPS: Final = """

@@ -137,10 +137,10 @@ def loss(m, b):
         with wh.stage():
             return ((h @ m["b"] - 1) ** 2).mean()
 
-tx = optax.sgd(0.1)
+tx = [optax.sgd(0.1), optax.adam(0.1)][index * (sys.argv[5] == "optimizer")]
 precision = ["f32", "bf16"][index * (sys.argv[5] == "precision")]
-plan = wh.plan(loss, model, batch, optimizer=tx, cluster="h100:2", num_micro_batches=4,
-               precision=precision)
+plan = wh.plan(loss, model, batch, optimizer=optax.sgd(0.1), cluster="h100:2",
+               num_micro_batches=4, precision=precision)
 step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
 try:
     step(step.init_from(model), batch)
@@ -149,11 +149,23 @@ except wh.WhaleError as error:
 """
 
 
-@pytest.mark.parametrize("what", ["schedule", "precision"])
-def test_processes_with_other_plans_are_told_so(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [
+        ("schedule", ("schedule (1f1b, not gpipe)", "plan.save")),
+        ("precision", ("precision (bf16, not f32)", "plan.save")),
+        ("optimizer", ("processes 1 have another optimizer than process 0",)),
+    ],
+)
+def test_processes_with_other_plans_are_told_so(
+    what: str, texts: tuple[str, ...]
+) -> None:
     for output in finish(start(DIFFER, what)):
-        assert "processes 1 have another plan than process 0" in output
-        assert "plan.save" in output
+        assert (what == "optimizer") != (
+            "processes 1 have another plan than process 0" in output
+        )
+        for text in texts:
+            assert text in output
 
 
 ENDS: Final = """

@@ -12,7 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jaxlib.version
@@ -20,7 +20,14 @@ from jax.sharding import Mesh
 
 import whalejax
 from whalejax import _compat
+from whalejax.lowering.fingerprints import fingerprint
+from whalejax.planner.compared import told, told_apart
 from whalejax.planner.plan import PlanError
+
+
+if TYPE_CHECKING:
+    from whalejax.lowering.spmd import Program
+    from whalejax.planner.plan import Plan
 
 
 WAIT_SECONDS: Final = 300.0
@@ -52,31 +59,41 @@ class Agreement:
         self._one_kind = one_kind
         self.wait_seconds = WAIT_SECONDS
 
-    def check(self, what: Callable[[], object]) -> None:
+    def check(
+        self,
+        program: Program,
+        also: Callable[[], Mapping[str, object]] = dict,
+        plan: Plan | None = None,
+    ) -> None:
         """Compare, the first time that it is called; all processes call it.
 
         Args:
-            what: makes something whose text says all that must be alike; called where
-                that is compared, as a plan's hash takes longer than many a step.
+            program: what is run; its plan and its optimizer must be alike.
+            also: what else must be, by name; called where that is compared, as a
+                plan's hash takes longer than many a step.
+            plan: the plan of all processes, if that is not the program's.
 
         Raises:
-            PlanError: processes have other plans, versions or kinds of device, or did
-                not come in time; with their numbers.
+            PlanError: processes have other plans, optimizers, versions or kinds of
+                device, or did not come in time; with their numbers.
         """
         if not self._open:
             return
         self._open = False
-        found = _exchanged(self._facts(what()), self.wait_seconds)
-        problems = differences(found)
+        plan, more = plan or program.plan, also()
+        mine = self._facts((plan.hash, more), fingerprint(program))
+        mine[_PARTS] = json.dumps(told(plan, more))
+        problems = differences(_exchanged(mine, self.wait_seconds))
         if problems:
             raise PlanError(
                 f"{'; '.join(problems)}. They would wait for what the others do not "
                 "send"
             )
 
-    def _facts(self, what: object) -> dict[str, str]:
+    def _facts(self, what: object, optimizer: str) -> dict[str, str]:
         facts = {
             "plan": hashlib.sha256(repr(what).encode()).hexdigest()[:12],
+            "optimizer": optimizer,
             "whalejax": whalejax.__version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
@@ -97,19 +114,25 @@ def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
     processes 1 have another jax than process 0 (0.10.2, not 0.10.0): install one in all
     """
     problems = []
+    parts = [json.loads(facts.get(_PARTS, "{}")) for facts in found]
     for name, first in found[0].items():
         others = [n for n, facts in enumerate(found) if facts.get(name) != first]
-        if others:
+        if others and name != _PARTS:
             theirs = sorted({found[n].get(name, "none") for n in others})
+            apart = told_apart(parts, others) if name == "plan" else ""
             problems.append(
                 f"processes {', '.join(map(str, others))} have another {name} than "
-                f"process 0 ({', '.join(theirs)}, not {first}): "
+                f"process 0 ({', '.join(theirs)}, not {first})"
+                f"{f', which differs in {apart}' if apart else ''}: "
                 f"{_REMEDIES.get(name, 'install one in all')}"
             )
     return problems
 
 
+_PARTS: Final = "parts of the plan"
+
 _REMEDIES = {
+    "optimizer": ("make it of the same transformations, with the same options, in all"),
     "plan": (
         "plan once, save the plan (plan.save), and load it in all processes "
         "(wh.Plan.load)"

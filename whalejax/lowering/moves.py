@@ -47,10 +47,11 @@ class Moves:
         Raises:
             PlanError: they have other layouts, or another order.
         """
-        self._agreement.check(self.described)
+        apart = self._apart
+        self._agreement.check(apart.program, self.described, plan=apart.plan)
 
-    def described(self) -> object:
-        """All that processes must have alike."""
+    def described(self) -> dict[str, object]:
+        """What processes must have alike beside the plan, by name."""
         layouts = [
             (
                 plan.model_hash,
@@ -60,7 +61,11 @@ class Moves:
             for plan in self._apart.plans
         ]
         places = [[d.id for d in row] for row in self._apart.mesh.devices]
-        return self._apart.plan.hash, self.order, layouts, places
+        return {
+            "order of what stages hand over": self.order,
+            "layouts of stages": layouts,
+            "devices": places,
+        }
 
     def brought(self, number: int, stage: int, leaf: Any) -> Any:
         """An input of the loss on another stage; None if that is not here.

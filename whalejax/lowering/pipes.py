@@ -125,9 +125,14 @@ class Pipes(Following):
 
     def _agree(self) -> None:
         """Compare plans and shares with those of the others, the first time."""
-        self._agreement.check(
-            lambda: ([one.moves.described() for one in self.pipelines], self.shares)
-        )
+        self._agreement.check(self.program, self._described, plan=self._plan)
+
+    def _described(self) -> dict[str, object]:
+        each = [one.moves.described() for one in self.pipelines]
+        found: dict[str, object] = {"shares": self.shares}
+        for name in each[0]:
+            found[f"{name} of pipelines"] = [one[name] for one in each]
+        return found
 
     def _joined(self, copies: Mapping[int, Any]) -> Any:
         """A tree on all devices, of those of the pipelines here."""

@@ -145,7 +145,9 @@ class Uneven(Following):
 
     def _agree(self) -> None:
         """Compare the plan with that of the other processes, the first time."""
-        self._agreement.check(lambda: (self._plan.hash, self.shares))
+        self._agreement.check(
+            self.program, lambda: {"shares": self.shares}, plan=self._plan
+        )
 
     def _on(self, replica: int) -> TrainState:
         """The layouts of a state on one replica."""
