@@ -175,8 +175,8 @@ def run(launch: Launch) -> int:
     """Start all processes and wait for them; when one fails, all are stopped.
 
     Rank 0 is shown as it writes, the others write their logs. Where one fails, the
-    first that did is named, with the end of its log. As JSON: ``status``, ``failure``
-    (that text, or null) and ``ranks``, each with its ``rank``, ``host``, ``kind`` and
+    first that did is named, with the end of its log, if that was not shown. As JSON:
+    ``status``, ``failure`` (that text, or null) and ``ranks``, each with its ``rank``, ``host``, ``kind`` and
     ``devices`` (null where it said nothing of them), ``cpu_quota_percent`` (null
     without one) and ``log``.
 
@@ -388,15 +388,15 @@ class _Group:
             how = f"failed first, with {_words(failed[rank])}"
         else:
             how = f"{self._blamed[rank]} (rank {first} ended for it)"
-        text = self.log(rank).read_text(encoding="utf-8", errors="replace")
-        lines = text.splitlines()[-TAIL_LINES:]
-        return "\n".join(
-            [
-                f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; all "
-                f"others were stopped. The end of {self.log(rank)}:",
-                *(f"  [{rank}] {line}" for line in lines),
-            ]
+        said = (
+            f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; all others "
+            "were stopped."
         )
+        if rank == 0 and not self._launch.json:
+            return f"{said} What it said stands above, and in {self.log(rank)}"
+        text = self.log(rank).read_text(encoding="utf-8", errors="replace")
+        lines = [f"  [{rank}] {line}" for line in text.splitlines()[-TAIL_LINES:]]
+        return "\n".join([f"{said} The end of {self.log(rank)}:", *lines])
 
     def stop(self) -> None:
         """End what still runs, and what it has started."""

@@ -131,6 +131,25 @@ def test_a_failure_as_json(tmp_path: Path) -> None:
     assert {rank["kind"] for rank in found["ranks"]} == {None}
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_failed_rank_said_is_shown_once(tmp_path: Path, failing: int) -> None:
+    """The first rank's output is shown while it runs, that of others at the end."""
+    script = (
+        "import os, time\n"
+        f"if os.environ['WHALEJAX_PROCESS_ID'] == '{failing}': 1 / 0\n"
+        "time.sleep(600)"
+    )
+    running = start(tmp_path, script)
+    out, errors = running.communicate(timeout=SECONDS)
+    assert running.returncode == 1
+    assert f"rank {failing} on localhost failed first, with status 1" in errors
+    assert [s.count("ZeroDivisionError") for s in (out, errors)] == [
+        int(failing == 0),
+        int(failing == 1),
+    ]
+    assert str(tmp_path / f"rank-{failing}.log") in errors
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_first_error_is_shown_and_all_are_stopped(tmp_path: Path) -> None:
     running = start(tmp_path, WAITS, "--processes", "3", "--", str(tmp_path), "fails")
