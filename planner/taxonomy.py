@@ -109,9 +109,13 @@ def _synchronous(plan: Plan) -> Iterator[str]:
             " with a flush)"
         )
     if plan.shares:
+        least, most = min(plan.shares), max(plan.shares)
+        takes = "unlike numbers of micro-batches"
+        if least == most:
+            takes = f"{most} micro-batch{'es' if most > 1 else ''} each"
         yield (
-            "ranks of data take unlike numbers of micro-batches, and wait for each "
-            "other once, where gradients are summed with the weights of their samples"
+            f"ranks of data take {takes}, and wait for each other once, where "
+            "gradients are summed with the weights of their samples"
         )
     elif plan.num_micro_batches > 1 and plan.stages is None:
         yield (

@@ -271,6 +271,9 @@ def test_the_taxonomy_of_pipelines_shares_and_one_device() -> None:
     assert "stage 4: pipeline parallelism: 1f1b-lockstep, 1–3 layers each" in text
     assert "stages empty the pipeline at the end of each step" in text
     assert "ranks of data take unlike numbers of micro-batches" in shared().describe()
+    even = dataclasses.replace(shared(), shares=(4,) * len(shared().shares)).describe()
+    assert "ranks of data take 4 micro-batches each, and" in even
+    assert "unlike numbers" not in even
     text = alone().describe()
     assert "nothing: one device computes everything" in text
     assert "one device waits for nobody" in text
