@@ -176,9 +176,9 @@ def run(launch: Launch) -> int:
 
     Rank 0 is shown as it writes, the others write their logs. Where one fails, the
     first that did is named, with the end of its log, if that was not shown. As JSON:
-    ``status``, ``failure`` (that text, or null) and ``ranks``, each with its ``rank``, ``host``, ``kind`` and
-    ``devices`` (null where it said nothing of them), ``cpu_quota_percent`` (null
-    without one) and ``log``.
+    ``status``, ``failure`` (that text, or null) and ``ranks``, each with its ``rank``,
+    ``host``, ``kind`` and ``devices`` (null where it said nothing of them),
+    ``cpu_quota_percent`` (null without one) and ``log``.
 
     Args:
         launch: what and where.
