@@ -355,17 +355,14 @@ def _calibrate(command: CalibrateCommand) -> None:
             command.output, command.seconds, kind=command.kind, beside=beside
         )
         if job is not None:
-            from whalejax.timing import with_timing
+            from whalejax.timing import timing_words, with_timing
 
             cluster, timed = with_timing(
                 cluster, job, command.samples, by_task_graph(command)["precision"]
             )
             whole = cluster if beside is None else joined(beside, cluster)
             whole.save(command.output)
-            words.append(
-                f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
-                f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
-            )
+            words.append(timing_words(timed))
     words.append(f"{cluster.describe()}, measured and written to {command.output}")
     if beside is not None:
         cluster = joined(beside, cluster)

@@ -87,6 +87,36 @@ def with_timing(
     return dataclasses.replace(cluster, nodes=nodes), timed
 
 
+FAR = 1.5
+"""Times its prediction, or the other way round, from which a timing is worth a word."""
+
+
+def timing_words(timed: TimedModel) -> str:
+    """A timing beside its prediction, and what it means where they are far apart.
+
+    Args:
+        timed: the timing.
+
+    Example:
+        >>> one = TimedModel(weights="", samples=4, seconds=0.02,
+        ...     predicted_seconds=0.018, title="gpt")
+        >>> timing_words(one)
+        'gpt: 20 ms for a micro-batch of 4, 18 ms predicted'
+    """
+    words = (
+        f"{timed.title}: {timed.seconds * 1e3:.3g} ms for a micro-batch of "
+        f"{timed.samples}, {timed.predicted_seconds * 1e3:.3g} ms predicted"
+    )
+    ratio = timed.seconds / timed.predicted_seconds
+    if max(ratio, 1 / ratio) <= FAR:
+        return words
+    return (
+        f"{words}; that is {ratio:.2g} times as long: step times that plans of this "
+        "model predict are off by about as much, and what is shared out between kinds "
+        "follows the measured time, where all of them have one"
+    )
+
+
 def _micro_batch(steps: Mapping[int, float]) -> float:
     return (steps[MANY] - steps[FEW]) / (MANY - FEW)
 

@@ -14,6 +14,7 @@ import whalejax as wh
 from whalejax import cli
 from whalejax.meshes import TimedModel
 from whalejax.planner.timed import corrections, weights_hash
+from whalejax.timing import timing_words
 
 
 WIDE = {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
@@ -71,6 +72,22 @@ def test_a_timing_of_one_kind_only_counts_for_nothing() -> None:
     assert any("not timed on V100" in note for note in plan.notes)
     other = planned(timed(cluster, "another", v100=1.0, p100=2.0))
     assert (other.shares, other.notes) == (sheet.shares, sheet.notes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.04, ""), (0.027, ""), (0.054, "2.7 times as long"), (0.008, "0.4 times as")],
+)
+def test_a_timing_far_from_its_prediction_says_what_is_used(
+    seconds: float, words: str
+) -> None:
+    predicted = 0.02 if words else seconds / 1.4
+    one = TimedModel(
+        weights="", samples=4, seconds=seconds, predicted_seconds=predicted, title="m"
+    )
+    said = timing_words(one)
+    assert said.startswith("m: ") and "\n" not in said
+    assert words in said and ("follows the measured time" in said) == bool(words)
 
 
 @pytest.mark.relaxed_promotion  # optax counts in integers
