@@ -23,6 +23,11 @@ from whalejax.models._batches import denoising_batch
 
 MODULES: Final[dict[str, ModuleType]] = {"t5": t5, "m6": m6}
 BOTH: Final = pytest.mark.parametrize("name", MODULES)
+EITHER: Final = pytest.mark.parametrize(
+    "name", ["t5", pytest.param("m6", marks=pytest.mark.full)]
+)
+"""What is alike in both: the larger one in the whole suite."""
+
 ORDER: Final = {
     "t5": ("inputs", "input_padding"),
     "m6": ("image", "inputs", "input_padding"),
@@ -121,7 +126,7 @@ def test_every_patch_is_seen() -> None:
         assert (before != after).any(axis=(1, 2)).all(), patch
 
 
-@BOTH
+@EITHER
 def test_dropout_follows_its_key(name: str) -> None:
     def total(deterministic: bool, seed: int) -> float:
         found = losses(name, deterministic)(
@@ -133,7 +138,7 @@ def test_dropout_follows_its_key(name: str) -> None:
     assert total(True, 1) == total(True, 2) != total(False, 1)
 
 
-@BOTH
+@EITHER
 def test_samples_drop_independently(name: str) -> None:
     """Two equal rows differ under dropout."""
     one = arguments(name, batch_of(name, 1))
@@ -183,7 +188,7 @@ def test_scanned_layers_compute_the_same(name: str) -> None:
         np.testing.assert_allclose(leaf, wanted, atol=1e-5 * scale)
 
 
-@BOTH
+@EITHER
 def test_scanned_layers_differ_at_first_and_in_dropout(name: str) -> None:
     module = MODULES[name]
     config = replace(module.SIZES["test"], scan_layers=True, dropout_rate=0.5)

@@ -37,7 +37,7 @@ def reference(name: str) -> OneDevice:
     [
         pytest.param("data", marks=pytest.mark.full),
         pytest.param("context", marks=pytest.mark.full),
-        "tensor",
+        pytest.param("tensor", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("name", NAMES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from typing import Any, Final
@@ -42,15 +43,31 @@ SIZES: Final = {
 BATCH: Final = 16
 ALL: Final = {"data": 2, "expert": 2, "tensor": 2}
 MESHES: Final = (
-    pytest.param({"data": 2}, marks=pytest.mark.full),
+    {"data": 2},
     {"expert": 2},
-    pytest.param({"tensor": 2}, marks=pytest.mark.full),
-    pytest.param({"data": 2, "expert": 2}, marks=pytest.mark.full),
-    pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.full),
-    pytest.param({"expert": 2, "tensor": 2}, marks=pytest.mark.full),
+    {"tensor": 2},
+    {"data": 2, "expert": 2},
+    {"data": 2, "tensor": 2},
+    {"expert": 2, "tensor": 2},
     {"context": 2, "expert": 2},
-    pytest.param(ALL, marks=pytest.mark.smoke),
+    ALL,
 )
+DEFAULT: Final = (
+    ("capacity", {"expert": 2}),
+    ("dropless", {"context": 2, "expert": 2}),
+    ("dropless", ALL),
+)
+"""What runs by default; the newest versions run the last of them, too."""
+
+
+def _routed() -> list[Any]:
+    """Every way to route on every mesh."""
+    found = []
+    for pair in itertools.product(ROUTINGS, MESHES):
+        marks = [] if pair in DEFAULT else [pytest.mark.full]
+        marks += [pytest.mark.smoke] * (pair == DEFAULT[-1])
+        found.append(pytest.param(*pair, marks=marks, id=f"{pair[0]}-{pair[1]}"))
+    return found
 
 
 def job_of(routing: str, **options: Any) -> wh.Job:
@@ -88,8 +105,7 @@ def planned_bytes(plan: wh.Plan) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("routing", "mesh"), _routed())
 def test_every_mesh_computes_what_one_device_does(
     routing: str, mesh: dict[str, int]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import whalejax as wh
 from tests.compilations import count_compilations
+from tests.crossing import crossed
 from whalejax import hlo, models
 from whalejax.jobs import abstract_model
 from whalejax.lowering import streamed
@@ -82,8 +83,7 @@ def run(
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "layout"), crossed([*OPTIMIZERS], [*LAYOUTS]))
 def test_it_computes_the_same(
     name: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_they_are_there_from_the_start_and_saved(tmp_path: Path) -> None:
                 net,
                 x,
                 optimizer=optimizer,
+                cluster="cpu:8",
                 mesh={"fsdp": 8},
                 offload=offload,
             ),

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from tests.crossing import crossed
 from tests.equality import (
     FLOAT64_TOLERANCE,
     OneDevice,
@@ -117,8 +118,10 @@ def test_one_micro_batch() -> None:
     assert found.error <= FLOAT64_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("mesh", [{"stage": 4}, {"stage": 2, "data": 2}])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    crossed(["1f1b", "gpipe"], [{"stage": 4}, {"stage": 2, "data": 2}]),
+)
 def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None:
     mark = wh.pipeline(num_stages=mesh["stage"], num_micro_batches=4, schedule=name)
     with jax.enable_x64(True):

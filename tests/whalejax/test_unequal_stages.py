@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from tests.crossing import crossed
 from tests.equality import (
     FLOAT64_TOLERANCE,
     build,
@@ -63,8 +64,10 @@ def test_unequal_stages_compute_what_one_device_does(
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("mesh", [{"stage": 4}, {"stage": 2, "data": 2}])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    crossed(["1f1b", "gpipe"], [{"stage": 2, "data": 2}, {"stage": 4}]),
+)
 def test_keys_weights_and_shared_tables(name: str, mesh: dict[str, int]) -> None:
     mark = wh.pipeline(num_stages=mesh["stage"], num_micro_batches=4, schedule=name)
     with jax.enable_x64(True):

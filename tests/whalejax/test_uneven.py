@@ -104,7 +104,9 @@ MODELS = {model.name: model for model in cases.MODELS}
         pytest.param(
             "gpt-scan", (3, 1), {"fsdp": 2, "tensor": 2}, marks=pytest.mark.full
         ),
-        ("resnet", (3, 1), {"fsdp": 2}),  # moving statistics
+        pytest.param(  # moving statistics
+            "resnet", (3, 1), {"fsdp": 2}, marks=pytest.mark.full
+        ),
         ("linen", (1, 2, 1), {}),
         pytest.param("moe-top-2", (3, 1), {"tensor": 2}, marks=pytest.mark.full),
     ],
