@@ -7,11 +7,12 @@ joins them is told here, because no host can measure it alone.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import replace
 
-from whalejax.meshes.catalogue import Link, entries
+from whalejax.meshes.catalogue import Link
 from whalejax.meshes.cluster import Cluster, Level
 from whalejax.meshes.problems import WhaleError
 
@@ -59,15 +60,38 @@ def renamed(cluster: Cluster, name: str) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def joined(first: Cluster, second: Cluster) -> Cluster:
+def check_joined(first: Cluster, platform: str) -> None:
+    """Refuse clusters to which no devices of a platform can be joined.
+
+    Args:
+        first: the cluster.
+        platform: of the others.
+
+    Raises:
+        WhaleError: a torus or links between single devices, which a network does not
+            join; another platform.
+    """
+    if first.links or any(level.torus for level in first.levels):
+        raise WhaleError(
+            f"{first.describe()} is a torus, or has a rate for each two devices; "
+            "clusters of nodes can be joined. Describe all of it in one file"
+        )
+    if first.platform != platform:
+        raise WhaleError(
+            f"{first.describe()} is of the platform {first.platform}, and the others "
+            f"of {platform}; expected one platform. Write another file"
+        )
+
+
+def joined(first: Cluster, second: Cluster, network: Link | None = None) -> Cluster:
     """The devices of two clusters, in this order, as nodes of one.
 
-    Inside a node the slower link counts. Between nodes it is the network of the first
-    cluster, where it has one, or the catalogue's for these kinds; where neither is
-    known, the slower link of the nodes.
+    Inside a node the slower link counts. Between nodes it is the slowest network of
+    all that is known of either, and where none is, the slower link of the nodes.
 
     Args:
         first, second: of nodes, and of one platform.
+        network: of such hosts as the second's, where that is known.
 
     Raises:
         WhaleError: a torus or links between single devices, which a network does not
@@ -75,20 +99,19 @@ def joined(first: Cluster, second: Cluster) -> Cluster:
 
     Example:
         >>> from whalejax.meshes import cluster
-        >>> joined(cluster("v100-32:4"), cluster("p100-16:8")).describe()
-        '4×V100-32 + 8×P100-16 (2 nodes of 4 and 8, nvlink + infiniband)'
+        >>> joined(cluster("v100-32:4"), cluster("p100-16:2x8")).describe()
+        '4×V100-32 + 16×P100-16 (3 nodes of 4 and 8, nvlink + infiniband)'
     """
-    for one in (first, second):
-        if one.links or any(level.torus for level in one.levels):
-            raise WhaleError(
-                f"{one.describe()} is a torus, or has a rate for each two devices; "
-                "clusters of nodes can be joined. Describe all of it in one file"
-            )
+    for one, other in ((first, second), (second, first)):
+        check_joined(one, other.platform)
     counts = [node.count for node in (*first.nodes, *second.nodes)]
     inner, total = math.gcd(*counts), sum(counts)
-    within = _slower(first.levels[0], second.levels[0])
+    inside = [c.levels[0] for c in (first, second) if c.nodes[0].count > 1]
+    within = functools.reduce(_slower, inside or [first.levels[0]])
     levels = [replace(within, size=inner)] if inner > 1 else []
-    levels.append(replace(_between(first, second, within), size=total // inner))
+    levels.append(
+        replace(_between(first, second, network, within), size=total // inner)
+    )
     nodes = (*first.nodes, *second.nodes)
     return replace(first, nodes=nodes, levels=tuple(levels))
 
@@ -99,22 +122,18 @@ def _slower(one: Level, other: Level) -> Level:
     return replace(slower, latency_seconds=latency)
 
 
-def _between(first: Cluster, second: Cluster, within: Level) -> Level:
+def _between(
+    first: Cluster, second: Cluster, network: Link | None, within: Level
+) -> Level:
     """The level of the network, for any number of nodes."""
-    outer = [c.levels[-1] for c in (first, second) if len(c.levels) > 1]
-    if len(outer) > 1:
-        return _slower(*outer)
-    if outer:
-        return outer[0]
-    kinds = (*first.kinds, *second.kinds)
-    known = [entries()[k.name].network for k in kinds if k.name in entries()]
-    links: list[Link] = [link for link in known if link is not None]
-    if not links:
-        return within
-    slowest = min(links, key=lambda link: link.bandwidth_bytes_per_second)
-    return Level(
-        name=slowest.name,
-        size=1,
-        bandwidth_bytes_per_second=slowest.bandwidth_bytes_per_second,
-        latency_seconds=slowest.base_seconds + slowest.hop_seconds,
-    )
+    known = [one.levels[-1] for one in (first, second) if len(one.nodes) > 1]
+    if network is not None:
+        known.append(
+            Level(
+                name=network.name,
+                size=1,
+                bandwidth_bytes_per_second=network.bandwidth_bytes_per_second,
+                latency_seconds=network.base_seconds + network.hop_seconds,
+            )
+        )
+    return functools.reduce(_slower, known) if known else within

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from dataclasses import replace
 import jax
 
 from whalejax.meshes import cache, host
-from whalejax.meshes.beside import check_kind, joined, renamed
+from whalejax.meshes.beside import check_joined, check_kind, renamed
 from whalejax.meshes.build import Device
-from whalejax.meshes.catalogue import Entry, entry_of_device
+from whalejax.meshes.catalogue import Entry, Link, entry_of_device
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
 from whalejax.meshes.fit import CollectiveTime, LinkFit, fit_link
 from whalejax.meshes.kinds import (
@@ -86,34 +85,36 @@ def calibrate(
     return cluster
 
 
-def write_calibration(
-    path: str | os.PathLike[str],
+def measured(
     budget_seconds: float = DEFAULT_BUDGET_SECONDS,
     *,
     kind: str | None = None,
     beside: Cluster | None = None,
 ) -> Cluster:
-    """Measure the local devices anew and write them to a TOML file.
+    """Measure the local devices anew, for a file.
 
     Args:
-        path: the file.
         budget_seconds: as for ``calibrate``.
         kind: the name of their kind; that of the device if left out.
-        beside: what the file holds before them.
-
-    Returns:
-        The local devices alone.
+        beside: what the file holds, if it is to stay.
 
     Raises:
-        WhaleError: before anything is measured: no such name can be given.
+        WhaleError: before anything is measured: no such name can be given, or these
+            devices cannot be joined to those.
     """
+    devices = jax.local_devices()
     if kind is not None or beside is not None:
-        check_kind(kind or _name(jax.local_devices()[0]), beside)
+        check_kind(_name(devices[0]) if kind is None else kind, beside)
+    if beside is not None:
+        check_joined(beside, devices[0].platform)
     cluster = calibrate(budget_seconds, use_cache=False)
-    if kind is not None:
-        cluster = renamed(cluster, kind)
-    (cluster if beside is None else joined(beside, cluster)).save(path)
-    return cluster
+    return cluster if kind is None else renamed(cluster, kind)
+
+
+def local_network() -> Link | None:
+    """What the catalogue says of the network of such hosts as this one."""
+    entry = entry_of_device(jax.local_devices()[0].device_kind)
+    return None if entry is None else entry.network
 
 
 def _name(device: Device) -> str:

@@ -84,9 +84,15 @@ class Asked:
             copies=request.copies,
         )
 
-    def allows(self, frames: Frames) -> Array:
-        """Frames of enough copies, with the schedule asked for or without stages."""
-        found: Array = frames.data * frames.fsdp % self.copies == 0
+    def allows(self, frames: Frames, context: Array) -> Array:
+        """Frames of enough copies, with the schedule asked for or without stages.
+
+        Args:
+            frames: all of them.
+            context: size of that axis, of every cell.
+        """
+        copies = frames.data * frames.fsdp * context[frames.cell]
+        found: Array = copies % self.copies == 0
         if self.schedule is not None:
             wanted = frames.schedule == SCHEDULES.index(self.schedule)
             found &= wanted | (frames.stage == 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from whalejax.planner.graph import Graph
 from whalejax.planner.plan import PlanError
@@ -57,3 +58,19 @@ def check_shares(
             + ("" if count is None else f", and num_micro_batches is {count}")
             + f". Let them add up to {count or 'a divisor of the batch'}"
         )
+
+
+@contextlib.contextmanager
+def said_of(what: str) -> Iterator[None]:
+    """Say of what a problem is, where it is only that of a part of the devices.
+
+    Args:
+        what: the part, in words that others may follow.
+
+    Raises:
+        PlanError: as it was raised, with these words before it.
+    """
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{what}: {error}") from None

@@ -123,15 +123,15 @@ class Options:
     def batch_parts(self, table: Table, mesh: Mapping[str, int]) -> int:
         """How many devices share the batch under a table; all but the context axis may.
 
-        Also where the batch is one sample, and so no dimension at all.
+        An axis that the table lacks shards nothing. Also where the batch is one sample,
+        and so no dimension at all.
         """
         lent = (a for a in mesh if a != "context" and self._lends(table, a))
         return math.prod(mesh[axis] for axis in lent)
 
     def _lends(self, table: Table, axis: str) -> bool:
-        """An axis shards the batch, and may shard it where it is no dimension."""
-        roles = set(table.get(axis, ()))
-        return roles <= set(self.batch) and bool(roles or not self.batch)
+        """An axis shards the batch, also where that is no dimension."""
+        return axis in table and set(table[axis]) <= set(self.batch)
 
     def that_divide(
         self, tables: Mapping[int, Table], mesh: Mapping[str, int], batch: int
@@ -157,7 +157,7 @@ class Options:
                 if batch % self.batch_parts(found[index], mesh) == 0:
                     break
                 if mesh[axis] > 1 and self._lends(table, axis):
-                    found[index] = {**found[index], axis: ()}
+                    found[index] = {a: r for a, r in found[index].items() if a != axis}
             if batch % self.batch_parts(found[index], mesh):
                 return None
         return found

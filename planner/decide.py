@@ -22,6 +22,7 @@ from whalejax.planner.between import (
 )
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import ATTENTION, Graph
+from whalejax.planner.layout import replicas
 from whalejax.planner.plan import (
     BatchLeaf,
     Chosen,
@@ -425,12 +426,13 @@ def _no_sequence(search: Search) -> str:
     return f"sequence_parallel=True: {why}. Leave it to the planner, or drop it"
 
 
-def check_marks(graph: Graph, num_devices: int) -> None:
+def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
     """Refuse marks that nothing can obey.
 
     Args:
         graph: the captured loss.
         num_devices: to use.
+        stages: of a pipeline in which no stage is marked, where that is known.
 
     Raises:
         PlanError: every problem is listed.
@@ -443,7 +445,7 @@ def check_marks(graph: Graph, num_devices: int) -> None:
         )
     marked = [g for g in graph.task_graphs if g.marks]
     if marked:
-        check_devices(marked, num_devices, problems)
+        check_devices(marked, num_devices, problems, stages)
     problems.raise_if_any()
 
 
@@ -458,18 +460,19 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     Raises:
         PlanError: nothing can obey the marks; every problem is listed.
     """
-    check_marks(graph, request.num_devices)
     count = request.num_devices
-    found = copies(graph.task_graphs, count, stages)
+    check_marks(graph, count, stages)
+    found = copies([g for g in graph.task_graphs if g.marks], count, stages)
     mesh = {a: n for a, n in (request.mesh or {}).items() if a in PLANNED_AXES}
     if found > 1 and not any(
-        mesh.items() <= one.items() and one["data"] * one["fsdp"] % found == 0
+        mesh.items() <= one.items() and replicas(one) % found == 0
         for one in meshes(count // stages, mesh.get("context", 1))
     ):
-        fixed = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
+        given = {"stage": stages, **mesh} if stages > 1 else mesh
+        fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
         raise PlanError(
             f"devices= of the marks gives one copy of the model {count // found} of "
-            f"{count} devices, so data × fsdp is a multiple of {found}; mesh= fixes "
-            f"{fixed}. Change one of the two"
+            f"{count} devices, so data × fsdp × context is a multiple of {found}; with "
+            f"{fixed} it is not. Change one of the two"
         )
     return dataclasses.replace(request, copies=found)

@@ -434,9 +434,15 @@ def _notes(search: WideSearch, best: _Chosen) -> Iterator[str]:
     yield from search.limits
 
 
-def _nothing_fits(search: WideSearch) -> NothingFits:
+def _nothing_fits(search: WideSearch) -> PlanError:
     """The plan that lacks least, and how much of what."""
     case, lacks, host = search.nearest()
+    count, copies = search.request.num_devices, search.request.copies
+    if max(lacks, host) <= 0 and copies > 1:
+        return PlanError(
+            f"no plan serves the marks: devices= gives one copy of the model "
+            f"{count // copies} of {count} devices. Change it, or leave it out"
+        )
     chosen = _Chosen(search, case)
     limit = search.cluster.memory_bytes
     least = min(search.cluster.kinds, key=lambda kind: kind.memory_bytes)

@@ -34,6 +34,15 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // d for d in low)})
 
 
+def replicas(mesh: Mapping[str, int]) -> int:
+    """Devices that compute with the same shards of parameters, on a mesh of all axes.
+
+    >>> replicas({"data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 8})
+    8
+    """
+    return mesh["data"] * mesh["fsdp"] * mesh["context"]
+
+
 def axis_roles(
     present: set[int] | frozenset[int], table: Table, mesh: Mapping[str, int]
 ) -> dict[str, int]:

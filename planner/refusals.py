@@ -214,8 +214,8 @@ def _least_share(search: Search) -> int:
         for region in options.order:
             tables = options.tables(region, mesh)
             if options.choices[region].strategy is None:
-                whole = {"expert": (), "tensor": ()}
-                tables += [{**table, **whole} for table in tables]
+                axes = set(mesh) - {"expert", "tensor"}
+                tables += [{axis: table[axis] for axis in axes} for table in tables]
             parts = (options.batch_parts(t, mesh) for t in tables)
             regions.append(min(parts, default=request.num_devices))
         shares.append(max(regions))

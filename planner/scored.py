@@ -65,7 +65,7 @@ class Request:
             pipeline.
         among: sizes of the planned axes of meshes to look at, or None for all meshes.
         copies: of the model that there are at least, by the marks: ``data`` × ``fsdp``
-            is a multiple of it.
+            × ``context`` is a multiple of it.
     """
 
     optimizer: OptimizerBytes

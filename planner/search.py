@@ -41,7 +41,7 @@ from whalejax.planner.cost import (
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Graph
 from whalejax.planner.hosting import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.layout import Table, divisors, shards
+from whalejax.planner.layout import Table, divisors, replicas, shards
 from whalejax.planner.leaves import (
     LeafFacts,
     LeafLayout,
@@ -250,7 +250,7 @@ class Search:
                 self.request.num_devices, context or fixed.get("context", 1)
             )
             if all(mesh[axis] == size for axis, size in fixed.items())
-            and mesh["data"] * mesh["fsdp"] % self.request.copies == 0
+            and replicas(mesh) % self.request.copies == 0
         ]
         found = [m for m in every if among is None or tuple(m.values()) in among]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.asked_shares import DATA, check_shares
+from whalejax.planner.asked_shares import DATA, check_shares, said_of
 from whalejax.planner.balance import (
     check_pieces,
     dealt,
@@ -28,7 +28,7 @@ from whalejax.planner.balance import (
 )
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
-from whalejax.planner.decide import unlike
+from whalejax.planner.decide import check_marks, unlike
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
@@ -95,6 +95,9 @@ def decide_shares(
         )
     if asked is not None:
         check_shares(graph, request, asked, num_devices=cluster.num_devices)
+        size = cluster.num_devices // len(asked)
+        with said_of(f"shares makes {len(asked)} replicas of {size} devices each"):
+            check_marks(graph, size)
     options = {"known": {}, **options}
 
     def weigh(case: Case, likely: Likely | None) -> Replicas:

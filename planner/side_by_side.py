@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.asked_shares import DATA, check_shares
+from whalejax.planner.asked_shares import DATA, check_shares, said_of
 from whalejax.planner.balance import (
     even_shares,
     gain_words,
@@ -25,6 +25,7 @@ from whalejax.planner.balance import (
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.cuts import TooFewParts
+from whalejax.planner.decide import check_marks
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
@@ -257,6 +258,9 @@ def _check(
         check_shares(
             graph, request, asked, num_devices=request.num_devices, stages=stages
         )
+        size = request.num_devices // len(asked)
+        with said_of(f"shares makes {len(asked)} pipelines of {size} devices each"):
+            check_marks(graph, size, stages)
 
 
 def _replicas(

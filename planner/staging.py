@@ -101,6 +101,7 @@ def evened(remedy: str) -> str:
     """
     if not remedy:
         return "Write the layers out (of the reference models: scan_layers=False)"
+    remedy = remedy.removesuffix(", or leave the axis stage out")
     return (
         f"{remedy}; then stages share out its layers. Or write the layers out (of the "
         "reference models: scan_layers=False)"

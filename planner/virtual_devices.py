@@ -9,6 +9,7 @@ that one model replica needs gives the degree of the surrounding data parallelis
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ class _Places:
     Attributes:
         needed: devices of one replica.
         starts: first device of each stage inside the replica.
-        widths: devices of each stage; under the empty key, of the whole replica.
+        widths: devices of each stage; under the empty key, of what stands in none: the
+            whole replica, or one stage where none is marked.
     """
 
     needed: int
@@ -85,7 +87,10 @@ def virtual_devices(
 
 
 def check_devices(
-    task_graphs: Sequence[TaskGraph], num_devices: int, problems: Problems
+    task_graphs: Sequence[TaskGraph],
+    num_devices: int,
+    problems: Problems,
+    stages: int = 1,
 ) -> None:
     """Report device counts that cannot be had.
 
@@ -93,34 +98,45 @@ def check_devices(
         task_graphs: the marked TaskGraphs, in program order.
         num_devices: physical devices.
         problems: where they are reported.
+        stages: of a pipeline in which no stage is marked, where that is known.
     """
-    places = _places(task_graphs, num_devices)
-    needed = places.needed
+    places = _places(task_graphs, num_devices, stages)
+    needed, around = places.needed, _around(task_graphs)
+    if places.starts:
+        stages = len(places.starts)
+    listing = _listing(task_graphs, places, stages)
     if needed > num_devices:
         remedy = "Lower the counts, or leave devices= out to use all"
         if not _says_devices(task_graphs):
             remedy = f"Mark at most {num_devices} stages, or take {needed} devices"
         problems.add(
-            f"the marks ask for {needed} devices ({_listing(task_graphs, places)}); "
-            f"there are {num_devices}. {remedy}"
+            f"the marks ask for {needed} devices ({listing}); there are {num_devices}. "
+            f"{remedy}"
         )
     elif num_devices % needed:
         problems.add(
-            f"one model replica takes {needed} devices "
-            f"({_listing(task_graphs, places)}), which does not divide {num_devices}. "
-            f"Counts that do: {_counts(num_devices)}"
+            f"one model replica takes {needed} devices ({listing}), which does not "
+            f"divide {num_devices}. Counts that do: {_counts(num_devices)}"
         )
-    around, stages = _around(task_graphs), len(places.starts)
-    if around is not None and stages and around != needed:
+    if around is not None and places.starts and around != needed:
         problems.add(
             f"replicate(devices={around}) stands around {stages} stages, and one copy "
-            f"of the model takes {needed} devices ({_listing(task_graphs, places)}). "
-            f"Give it {needed}, or leave devices= out in one of the two"
+            f"of the model takes {needed} devices ({listing}). Give it {needed}, or "
+            "leave devices= out in one of the two"
         )
+    elif around is not None and around % stages:
+        problems.add(
+            f"replicate(devices={around}) holds {stages} stages: one copy of the model "
+            f"takes {around} devices, which do not divide into {stages} stages. Use "
+            f"devices={stages} or a multiple of it"
+        )
+        return
     for graph in task_graphs:
-        count, width = _devices(graph), places.widths[_stage_key(graph)]
+        key, count = _stage_key(graph), _devices(graph)
+        width = places.widths[key]
         if count is not None and width % count:
-            what = "a stage" if _stage_key(graph) else "a model replica"
+            cut = stages > 1 and not places.starts
+            what = "a stage" if key or cut else "a model replica"
             problems.add(
                 f"{graph.name} asks for {count} devices inside {what} of {width}; "
                 f"{count} does not divide {width}. Counts that do: {_counts(width)}"
@@ -131,32 +147,22 @@ def copies(task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1) 
     """How many copies of the model there are at least, by the marks.
 
     Args:
-        task_graphs: all of them, marked or not.
+        task_graphs: the marked TaskGraphs; ``check_devices`` finds no fault with them.
         num_devices: physical devices.
         stages: of a pipeline in which no stage is marked.
 
     Returns:
         Devices over those of one copy, where a mark gives a number; else 1, which says
         nothing.
-
-    Raises:
-        PlanError: the devices of a copy do not divide into its stages.
     """
-    marked = [graph for graph in task_graphs if graph.marks]
-    if not _says_devices(marked):
+    if not _says_devices(task_graphs):
         return 1
-    places = _places(marked, num_devices)
-    around = _around(marked)
-    if around is not None and not places.starts and around % stages:
-        raise PlanError(
-            f"replicate(devices={around}) around a pipeline of {stages} stages: one "
-            f"copy of the model takes {around} devices, which do not divide into "
-            f"{stages} stages. Use devices={stages} or a multiple of it"
-        )
-    return max(1, num_devices // places.needed)
+    return num_devices // _places(task_graphs, num_devices, stages).needed
 
 
-def _places(task_graphs: Sequence[TaskGraph], num_devices: int) -> _Places:
+def _places(
+    task_graphs: Sequence[TaskGraph], num_devices: int, stages: int = 1
+) -> _Places:
     own: dict[_Key, int | None] = {}
     inside: list[int] = []
     outside: list[int] = []
@@ -167,17 +173,16 @@ def _places(task_graphs: Sequence[TaskGraph], num_devices: int) -> _Places:
             own[key] = own.get(key) or _stage_devices(graph)
         if count is not None:
             (inside if key else outside).append(count)
+    if not own:  # A pipeline whose stages are not marked cuts all of the model.
+        needed = around or stages * max(outside, default=0) or num_devices
+        return _Places(needed=needed, starts={}, widths={(): needed // stages})
     shared = max([n for n in (*own.values(), *inside) if n is not None], default=1)
-    if around is not None and own and around % len(own) == 0:
+    if around is not None and around % len(own) == 0:
         shared = max(shared, around // len(own))
-    starts: dict[_Key, int] = {}
-    offset = 0
-    for key, width in own.items():
-        starts[key] = offset
-        offset += width or shared
     widths = {key: width or shared for key, width in own.items()}
-    needed = offset or max(outside, default=around or num_devices)
-    return _Places(needed=needed, starts=starts, widths={**widths, (): needed})
+    ends = [*itertools.accumulate(widths.values())]
+    starts = dict(zip(widths, (0, *ends), strict=False))
+    return _Places(needed=ends[-1], starts=starts, widths={**widths, (): ends[-1]})
 
 
 def _stage_key(graph: TaskGraph) -> _Key:
@@ -216,7 +221,7 @@ def _says_devices(task_graphs: Sequence[TaskGraph]) -> bool:
     return any(m.devices is not None for graph in task_graphs for m in graph.marks)
 
 
-def _listing(task_graphs: Sequence[TaskGraph], places: _Places) -> str:
+def _listing(task_graphs: Sequence[TaskGraph], places: _Places, stages: int) -> str:
     named = {
         f"{graph.name}: {_devices(graph) or places.widths[_stage_key(graph)]}": None
         for graph in task_graphs
@@ -225,7 +230,8 @@ def _listing(task_graphs: Sequence[TaskGraph], places: _Places) -> str:
     around = _around(task_graphs)
     if around is not None:
         named = {f"around them: {around}": None, **named}
-    return ", ".join(named)
+    where = f", in each of {stages} stages" if stages > 1 and not places.starts else ""
+    return ", ".join(named) + where
 
 
 def _counts(number: int) -> str:

@@ -348,7 +348,7 @@ class WideSearch:
         if placement.by == "stages":
             # Equal parts do not suit unlike devices.
             frames = frames.take(frames.chunks == 1)
-        frames = frames.take(self.asked.allows(frames))
+        frames = frames.take(self.asked.allows(frames, self._sizes["context"]))
         if not len(frames):
             return
         least = self.sieve.least_step(placement, frames, self.model)

@@ -337,7 +337,7 @@ def _complete(shell: str) -> None:
 
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.beside import joined
-    from whalejax.meshes.calibrate import write_calibration
+    from whalejax.meshes.calibrate import local_network, measured
     from whalejax.meshes.files import load
     from whalejax.progress import Working
 
@@ -351,21 +351,19 @@ def _calibrate(command: CalibrateCommand) -> None:
         job = find_job(command.model, named_values(command.set))
     words = []
     with Working("calibrating"):
-        cluster = write_calibration(
-            command.output, command.seconds, kind=command.kind, beside=beside
-        )
+        cluster = measured(command.seconds, kind=command.kind, beside=beside)
         if job is not None:
             from whalejax.timing import timing_words, with_timing
 
             cluster, timed = with_timing(
                 cluster, job, command.samples, by_task_graph(command)["precision"]
             )
-            whole = cluster if beside is None else joined(beside, cluster)
-            whole.save(command.output)
             words.append(timing_words(timed))
     words.append(f"{cluster.describe()}, measured and written to {command.output}")
     if beside is not None:
-        cluster = joined(beside, cluster)
+        cluster = joined(beside, cluster, local_network())
+    cluster.save(command.output)
+    if beside is not None:
         outer = cluster.levels[-1]
         words.append(
             f"which holds {cluster.describe()} now. What joins the kinds is not "

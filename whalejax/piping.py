@@ -70,7 +70,8 @@ def decider(
     known = programs.known
     if not runnable:
         return functools.partial(foresee, known=known, spaces=programs.spaces), request
-    check_marks(programs.graph, request.num_devices)
+    if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
+        check_marks(programs.graph, request.num_devices)
     asked, found = _asked(programs.graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, 1)
@@ -417,7 +418,7 @@ def _check_widths(graph: Graph) -> None:
         str(mark): mark.devices
         for task_graph in graph.task_graphs
         for mark in task_graph.marks
-        if mark.kind == "stage"
+        if mark.kind == "stage" and mark.devices is not None
     }
     if len(set(widths.values())) > 1:
         raise PlanError(
@@ -474,9 +475,9 @@ def _said(
         plan = search(graph, *given, **options)
     except TooFewParts as error:  # which is of use to searches only
         raise PlanError(str(error)) from None
-    for part in plan.pipelines or (plan,):
-        uneven = uncut(graph, part)
-        note = next((n for n in plan.notes if uneven and n.startswith(uneven)), "")
+    said = (uncut(graph, part) for part in plan.pipelines or (plan,))
+    for uneven in dict.fromkeys(filter(None, said)):
+        note = next((n for n in plan.notes if n.startswith(uneven)), "")
         if note:
             warnings.warn(note, stacklevel=_frames_inside())
     return plan

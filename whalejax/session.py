@@ -123,27 +123,44 @@ def check_options(options: TrainCommand) -> Path | None:
     return found
 
 
+def _unwritable(path: Path) -> str:
+    """Why no checkpoints can be written below a path, in words that follow its name.
+
+    Raises:
+        OSError: the file system cannot even say whether it is there.
+    """
+    if path.parts and path.parts[0].endswith(":"):
+        return (
+            " is an address; checkpoints are written to a mounted file system. Give a "
+            "path"
+        )
+    there = path
+    while not there.exists():
+        if there.is_symlink():
+            there.stat()  # Raises where it leads nowhere, or round.
+        there = there.parent
+    if not there.is_dir():
+        inside = "" if there == path else f" is in {there}, which"
+        return f"{inside} is a file; expected a directory"
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        return (
+            f": {there} cannot be read and written. Give another directory, or leave "
+            "to write there"
+        )
+    return ""
+
+
 def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     if options.save is None:
         if options.resume:
             problems.add("--resume was given without --save DIR; say where from")
         return None
-    if options.save.parts and options.save.parts[0].endswith(":"):
-        problems.add(
-            f"--save {options.save} is an address; checkpoints are written to a "
-            "mounted file system. Give a path"
-        )
-        return None
-    there = next(p for p in (options.save, *options.save.parents) if p.exists())
-    if not there.is_dir():
-        inside = "" if there == options.save else f" is in {there}, which"
-        problems.add(f"--save {options.save}{inside} is a file; expected a directory")
-        return None
-    if not os.access(there, os.W_OK):
-        problems.add(
-            f"--save {options.save}: nothing can be written to {there}. Give another "
-            "directory, or leave to write there"
-        )
+    try:
+        problem = _unwritable(options.save)
+    except OSError as error:  # Such as a name that is too long, or a ring of links.
+        problem = f": {error.strerror or error}. Give another directory"
+    if problem:
+        problems.add(f"--save {options.save}{problem}")
         return None
     found = loop.latest(options.save)
     if found is not None and not options.resume:

@@ -8,6 +8,7 @@ import pytest
 
 from whalejax.meshes import Cluster, WhaleError, cluster
 from whalejax.meshes.beside import joined, renamed
+from whalejax.meshes.catalogue import entries
 
 
 def sizes(found: Cluster) -> list[tuple[str, int]]:
@@ -15,8 +16,9 @@ def sizes(found: Cluster) -> list[tuple[str, int]]:
 
 
 def test_nodes_of_unlike_size_share_what_both_have() -> None:
-    """As the text of a cluster has it, where the catalogue knows the network."""
-    found = joined(cluster("v100-32:4"), cluster("p100-16:8"))
+    """As the text of a cluster has it, where the network is known."""
+    network = entries()["p100-16"].network
+    found = joined(cluster("v100-32:4"), renamed(cluster("p100-16:8"), "old"), network)
     assert sizes(found) == sizes(cluster("v100-32:4+p100-16:8"))
     slower = min(cluster(t).levels[0].bandwidth_bytes_per_second for t in _TEXTS)
     assert found.levels[0].bandwidth_bytes_per_second == slower
@@ -33,6 +35,19 @@ def test_a_third_kind_takes_the_network_that_is_there() -> None:
     assert three.num_devices == 14 and three.levels[0].size == 2
     assert three.levels[-1].bandwidth_bytes_per_second == 7e10
     assert joined(renamed(cluster("cpu:3"), "a"), cluster("cpu:2")).num_devices == 5
+
+
+def test_a_name_says_nothing_of_the_network() -> None:
+    host = renamed(cluster("cpu:2"), "h100")
+    found = joined(host, renamed(host, "other"))
+    assert found.levels[-1].name == cluster("cpu:2").levels[0].name
+    hosts = joined(cluster("h100:2x1"), renamed(cluster("h100:4"), "b"))
+    nvlink = cluster("h100:4").levels[0]
+    assert (
+        hosts.levels[0].bandwidth_bytes_per_second < nvlink.bandwidth_bytes_per_second
+    )
+    two = joined(cluster("h100:2"), renamed(cluster("h100:2"), "b"))
+    assert [level.name for level in two.levels] == ["nvlink", "nvlink"]
 
 
 def test_what_no_network_joins_is_refused() -> None:

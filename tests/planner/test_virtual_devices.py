@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whalejax.meshes.problems import Problems
 from whalejax.planner.graph import Mark, MarkKind, TaskGraph
 from whalejax.planner.plan import PlanError
-from whalejax.planner.virtual_devices import copies, virtual_devices
+from whalejax.planner.virtual_devices import (
+    check_devices,
+    copies,
+    virtual_devices,
+)
 
 
 def mark(kind: MarkKind, devices: int | None = None, **more: str) -> Mark:
@@ -108,6 +113,10 @@ def test_stages_without_a_number_are_as_wide_as_one_with() -> None:
         ([stage(0), stage(1)], 2, 1),
         ([stage(0, 1), stage(1, 1)], 2, 4),
         ([region(1, mark("replicate", 4), mark("pipeline"))], 2, 2),
+        ([region(1, mark("pipeline"), mark("split", 2))], 2, 2),
+        ([region(1, mark("split", 2))], 2, 2),
+        ([region(1, mark("replicate", 2)), region(2, mark("split", 2))], 4, 1),
+        ([region(1, mark("replicate", 8), mark("pipeline"), mark("split", 2))], 2, 1),
     ],
 )
 def test_how_many_copies_there_are_at_least(
@@ -116,9 +125,33 @@ def test_how_many_copies_there_are_at_least(
     assert copies(graphs, 8, stages) == least
 
 
-def test_devices_of_a_copy_that_do_not_divide_into_stages() -> None:
-    with pytest.raises(PlanError, match="Use devices=3 or a multiple of it"):
-        copies([region(1, mark("replicate", 4), mark("pipeline"))], 12, 3)
+@pytest.mark.parametrize(
+    ("graphs", "stages", "texts"),
+    [
+        (
+            [region(1, mark("replicate", 4), mark("pipeline"))],
+            3,
+            ("holds 3 stages", "Use devices=3 or a multiple of it"),
+        ),
+        (
+            [region(1, mark("pipeline"), mark("split", 8))],
+            2,
+            ("ask for 16 devices (region1: 8, in each of 2 stages); there are 12",),
+        ),
+        (
+            [region(1, mark("replicate", 6), mark("pipeline"), mark("split", 2))],
+            2,
+            ("region1 asks for 2 devices inside a stage of 3; 2 does not divide 3",),
+        ),
+    ],
+)
+def test_devices_of_stages_that_are_not_marked(
+    graphs: list[TaskGraph], stages: int, texts: tuple[str, ...]
+) -> None:
+    problems = Problems("marks", PlanError)
+    check_devices(graphs, 12, problems, stages)
+    for text in texts:
+        assert text in problems.text()
 
 
 def test_a_split_inside_a_stage_is_repeated_in_it() -> None:

@@ -320,7 +320,19 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     said = refused([*TRAIN, "--save", "runs/a"], capsys)
-    assert "--save runs/a: nothing can be written to ." in said
+    assert "--save runs/a: . cannot be read and written. Give another" in said
+
+
+def test_links_that_lead_nowhere_are_refused_before_training(
+    here: Path, capsys: Captured
+) -> None:
+    (here / "gone").symlink_to(here / "not-mounted")
+    assert "--save gone/a: No such file" in refused(
+        [*TRAIN, "--save", "gone/a"], capsys
+    )
+    (here / "ring").symlink_to(here / "ring")
+    assert "levels of symbolic links" in refused([*TRAIN, "--save", "ring"], capsys)
+    assert "too long" in refused([*TRAIN, "--save", "x" * 300], capsys)
 
 
 # Plans.
@@ -401,17 +413,19 @@ def test_calibrate_writes_what_cluster_takes(
 ) -> None:
     asked: list[float] = []
 
-    def write(path: Path, budget_seconds: float, **_: object) -> wh.Cluster:
+    def measured(budget_seconds: float, **_: object) -> wh.Cluster:
         asked.append(budget_seconds)
-        cluster = described_cluster()
-        cluster.save(path)
-        return cluster
+        return described_cluster()
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.write_calibration", write)
+    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
     assert cli.main(["calibrate", "-o", "c.toml", "--seconds", "3"]) == 0
     assert "measured and written to c.toml" in capsys.readouterr().out
     assert asked == [3.0]
     assert cli.main(["plan", "mlp", "--cluster", "c.toml"]) == 0
+
+
+def _no_timing(*_: object) -> Any:
+    raise wh.WhaleError("too short to be timed: give more")
 
 
 def test_kinds_that_are_measured_apart_are_written_into_one_file(
@@ -432,8 +446,12 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
     assert "letters, digits, - and _" in refused([*again, "my cpu"], capsys)
     assert len(measured) == 1  # Nothing is measured that could not be written.
+    assert "letters, digits, - and _" in refused([*again, ""], capsys)
     model = ["--model", "mlp", "--samples", "64"]
-    assert cli.main([*again, "slow", *model]) == 0
+    with monkeypatch.context() as failing:
+        failing.setattr("whalejax.timing.with_timing", _no_timing)
+        assert "give more" in refused([*again, "slow", *model], capsys)
+    assert cli.main([*again, "slow", *model]) == 0  # Nothing was written before.
     said = capsys.readouterr().out
     assert "holds 8×fast + 8×slow (2 nodes of 8, host + host) now" in said
     assert "is not measured: host at 1.2 GB/s is taken" in said

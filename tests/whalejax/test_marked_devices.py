@@ -14,6 +14,7 @@ import pytest
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
+from whalejax import jobs, models
 
 
 def weights(key: Any) -> Any:
@@ -84,9 +85,24 @@ def found_stages(devices: int, count: int | None = 2) -> Callable[..., Any]:
     return loss
 
 
+def split_stages(devices: int, around: int | None = None) -> Callable[..., Any]:
+    """Two stages that are not marked, with a split in them."""
+
+    def loss(model: Any, x: Any) -> Any:
+        with (
+            wh.replicate(devices=around),
+            wh.pipeline(num_stages=2, num_micro_batches=4),
+        ):
+            h = jnp.tanh(x @ model["a"])
+            with wh.split(devices=devices):
+                return jnp.tanh(h @ model["b"]).mean()
+
+    return loss
+
+
 def many_parts(model: Any, x: Any) -> Any:
     """A pipeline whose micro-batches are smaller than an axis; the mean is outside."""
-    with wh.pipeline(num_stages=2, num_micro_batches=16):
+    with wh.pipeline(num_stages=2):
         h = jnp.tanh(x @ model["a"] @ model["b"])
     return h.mean()
 
@@ -107,6 +123,9 @@ def replicas_of(found: wh.Plan) -> list[int]:
         (two_stages(around=4, last=2), [2, 2]),
         (two_stages(last=2), [2, 2]),
         (found_stages(2), [4, 4]),
+        (split_stages(2), [2, 2]),
+        (split_stages(2, around=4), [2, 2]),
+        (split_stages(4, around=8), [1, 1]),
     ],
 )
 def test_stages_have_the_devices_that_marks_give(
@@ -135,7 +154,8 @@ def test_one_copy_of_a_model_without_stages(*, runnable: bool) -> None:
         plan(loss, mesh={"tensor": 4}, runnable=runnable)
     assert str(caught.value) == (
         "devices= of the marks gives one copy of the model 2 of 8 devices, so data × "
-        "fsdp is a multiple of 4; mesh= fixes tensor 4. Change one of the two"
+        "fsdp × context is a multiple of 4; with tensor 4 it is not. Change one of the "
+        "two"
     )
 
 
@@ -157,6 +177,11 @@ def test_one_copy_of_a_model_without_stages(*, runnable: bool) -> None:
             {"cluster": "h100:6"},
             "which do not divide into 2 stages. Use devices=2 or a multiple of it",
         ),
+        (
+            two_stages(each=2),
+            {"shares": [1, 1, 1, 1]},
+            "shares makes 4 pipelines of 2 devices each: the marks cannot be obeyed",
+        ),
         (two_stages(around=2, each=2), {}, "stands around 2 stages, and one copy"),
         (two_stages(each=1), {"mesh": {"tensor": 4}}, "one copy of the model 2 of 8"),
     ],
@@ -173,7 +198,9 @@ def test_devices_that_contradict_each_other(
     ("loss", "count", "options"),
     [
         (two_stages(around=4, last=2), 4, {}),
+        (split_stages(4), 4, {}),
         (many_parts, 16, {"mesh": {"tensor": 4}}),
+        (many_parts, 32, {"mesh": {"tensor": 4}}),
     ],
 )
 def test_they_compute_what_one_device_does(
@@ -184,6 +211,27 @@ def test_they_compute_what_one_device_does(
     assert found.error <= FLOAT64_TOLERANCE
     assert found.plan.stages is not None
     assert all("tensor" in one.axis_sizes for one in found.plan.stages.plans[1:])
+
+
+@pytest.mark.relaxed_promotion  # Flax promotes in its norms
+def test_marks_leave_the_sequence_open() -> None:
+    gpt = models.job("gpt-test", layers=2, annotated=False)
+
+    def marked(model: Any, batch: Any) -> Any:
+        with wh.split(devices=2):
+            return gpt.loss_fn(model, batch)
+
+    def found(**options: Any) -> dict[str, int]:
+        whole = {"optimizer": gpt.optimizer, "cluster": "h100:8", **options}
+        batch = gpt.batch_at(0, 32)
+        return wh.plan(marked, jobs.abstract_model(gpt), batch, **whole).axis_sizes
+
+    sizes = {"context": 4, "tensor": 2}
+    assert found(mesh={"context": 4}) == sizes
+    assert found(mesh={"context": 4}, runnable=False) == sizes
+    staged = found(mesh={"stage": 2})
+    assert (staged["stage"], staged["tensor"]) == (2, 2)
+    assert found(cluster="h100:7", allow_idle=True)["tensor"] == 2
 
 
 def test_a_mark_lends_the_batch_also_where_it_does_not_divide() -> None:

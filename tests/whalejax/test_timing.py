@@ -98,11 +98,11 @@ def test_calibrate_times_a_model(
 ) -> None:
     written: list[wh.Cluster] = []
 
-    def write(path: Path, budget_seconds: float, **_: object) -> wh.Cluster:
+    def measured(budget_seconds: float, **_: object) -> wh.Cluster:
         written.append(wh.cluster("cpu:2"))
         return written[-1]
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.write_calibration", write)
+    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
     path = tmp_path / "c.toml"
     words = ["calibrate", "-o", str(path), "--model", "mlp", "--samples", "32"]
     assert cli.main(words) == 0
