@@ -207,7 +207,8 @@ def test_layers_in_a_scan_say_it_once_as_well() -> None:
         job = wh.Job(talking, stacked, batch, optax.sgd(0.1), batch_size=16)
         model = stacked(jax.random.key(0))
         options: Any = {"num_micro_batches": 4, "mesh": {"stage": 2}}
-        step = compiled(job, model, devices=2, **options)
+        with pytest.warns(UserWarning, match="one of 2 stages takes 77% of the time"):
+            step = compiled(job, model, devices=2, **options)
         runner_of(step)
         step(step.init_from(model), batch(0, 16))
         jax.effects_barrier()
