@@ -21,6 +21,7 @@ from whalejax.planner.between import (
     splits_between,
 )
 from whalejax.planner.dimensions import Dimensions, analyse
+from whalejax.planner.errors import Unobeyed
 from whalejax.planner.graph import ATTENTION, Graph
 from whalejax.planner.layout import replicas
 from whalejax.planner.plan import (
@@ -437,7 +438,7 @@ def check_marks(graph: Graph, num_devices: int, stages: int = 1) -> None:
     Raises:
         PlanError: every problem is listed.
     """
-    problems = Problems("the marks cannot be obeyed", PlanError)
+    problems = Problems("the marks cannot be obeyed", Unobeyed)
     for text in graph.undeclared_marks:
         problems.add(
             f"the mark {text} covers no operation of the loss: nothing inside it was "
@@ -470,7 +471,7 @@ def by_marks(graph: Graph, request: Request, stages: int = 1) -> Request:
     ):
         given = {"stage": stages, **mesh} if stages > 1 else mesh
         fixed = " × ".join(f"{axis} {n}" for axis, n in given.items())
-        raise PlanError(
+        raise Unobeyed(
             f"devices= of the marks gives one copy of the model {count // found} of "
             f"{count} devices, so data × fsdp × context is a multiple of {found}; with "
             f"{fixed} it is not. Change one of the two"

@@ -9,6 +9,10 @@ class PlanError(WhaleError):
     """A plan that cannot be made, read or used."""
 
 
+class Unobeyed(PlanError):
+    """A number of devices cannot serve what is asked of them; another may."""
+
+
 class NothingFits(PlanError):
     """No plan has enough memory.
 

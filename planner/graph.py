@@ -245,7 +245,8 @@ class BatchReduction:
     Attributes:
         scope: where in the model.
         what: ``"statistic"`` (batch normalisation), ``"auxiliary"`` (a term of the
-            loss that is not linear in the samples) or ``"weight"``.
+            loss that is not linear in the samples), ``"weight"``, or ``"sum"`` (the
+            loss adds samples up and divides by no number of them).
     """
 
     scope: str

@@ -208,7 +208,12 @@ def _least_share(search: Search) -> int:
     options, request = search.options, search.request
     shares = []
     for mesh in search.meshes():
-        if sharded_by_split(options, mesh):
+        every = [t for region in options.order for t in options.tables(region, mesh)]
+        unused = any(
+            mesh[axis] > 1 and all(set(t[axis]) <= set(options.batch) for t in every)
+            for axis in ("expert", "tensor")
+        )
+        if unused or sharded_by_split(options, mesh):
             continue
         regions = []
         for region in options.order:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analyse_graph
+from whalejax.planner.errors import Unobeyed
 from whalejax.planner.graph import Graph, Op
 from whalejax.planner.layers import stacked_loop
 from whalejax.planner.layout import STAGE as STAGE
@@ -172,7 +173,7 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         if near
         else ("no number of stages above 1 can be had. Use other devices, or no stages")
     )
-    raise PlanError(
+    raise Unobeyed(
         f"stage is {stages}, and there are {devices} devices, of which every stage has "
         f"as many; {remedy}"
     )

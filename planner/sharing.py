@@ -29,6 +29,7 @@ from whalejax.planner.balance import (
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.decide import check_marks, unlike
+from whalejax.planner.errors import Unobeyed
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
@@ -89,7 +90,7 @@ def decide_shares(
     """
     check_zero(request)
     if request.num_devices < cluster.num_devices:
-        raise PlanError(
+        raise Unobeyed(
             "devices of several kinds have programs of their own, which use all of "
             "them. Drop allow_idle, or plan for fewer devices"
         )
@@ -117,7 +118,7 @@ def decide_shares(
             most_counts=MOST_COUNTS,
             even=even,
         )
-        for size in _sizes(cluster, request, asked)
+        for size in _served(graph, _sizes(cluster, request, asked))
     }
     cases = sum(map(len, several.values()))
     if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
@@ -305,6 +306,24 @@ def _sizes(
             + ". Change mesh or shares, or plan for one kind"
         )
     return sizes
+
+
+def _served(graph: Graph, sizes: Sequence[int]) -> list[int]:
+    """Sizes of replicas that the marks can be obeyed on."""
+    found = []
+    problem: PlanError | None = None
+    for size in sizes:
+        try:
+            check_marks(graph, size)
+            found.append(size)
+        except Unobeyed as error:
+            problem = error
+    if problem is not None and not found:
+        raise Unobeyed(
+            "a replica lies on one kind, inside a node or on whole ones, of which it "
+            f"has {' or '.join(map(str, sizes))} here: {problem}"
+        )
+    return found
 
 
 def counts(

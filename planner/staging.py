@@ -134,7 +134,16 @@ def _verdict(one: Weighed, best: Weighed) -> str:
         return "chosen"
     if not one.fits:
         return f"needs {gigabytes(one.memory.total_bytes)} of memory"
-    slower = one.time.step_seconds / best.time.step_seconds - 1
+    return beside(one.time.step_seconds, best.time.step_seconds)
+
+
+def beside(seconds: float, best_seconds: float) -> str:
+    """A step beside that of the plan that is taken.
+
+    >>> beside(1.1, 1.0)
+    '10.0% slower'
+    """
+    slower = seconds / best_seconds - 1
     if slower >= 0:
         return f"{slower:.1%} slower"
     return f"{-slower:.1%} faster, by less than predictions tell apart"

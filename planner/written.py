@@ -331,6 +331,14 @@ def _micro_batch_notes(
     found: dict[str, None] = {}
     for r in reductions:
         remedy = "num_micro_batches=1 takes the global batch"
+        if r.what == "sum":
+            found[
+                f"the loss adds its samples up: what a step computes is the mean of "
+                f"{count} micro-batches of {size}, 1/{count} of the sum over the "
+                "global batch, and so are the gradients; return the mean over the "
+                "samples, or wh.WeightedLoss(total, weight)"
+            ] = None
+            continue
         if r.what == "weight":
             remedy = "return wh.WeightedLoss(total, weight) for the global mean"
         found[

@@ -329,6 +329,11 @@ def _annotation(kind: MarkKind, **arguments: int | str | None) -> Annotation:
 def _positive(kind: str, name: str, value: int | None) -> int | None:
     if value is None:
         return None
+    if callable(value):
+        raise WhaleError(
+            f"@wh.{kind} stands over {getattr(value, '__name__', value)!r}; a mark is "
+            f"called before it decorates: @wh.{kind}()."
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise WhaleError(
             f"{kind}({name}={value!r}): expected a positive integer, or nothing to "

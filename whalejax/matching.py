@@ -6,7 +6,7 @@ compiler's message that names none of the user's words.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +192,11 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
             for another number of devices.
     """
     chosen = devices is not None
+    if chosen and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+        raise PlanError(
+            f"devices is {devices!r:.60}; expected devices in node order, such as "
+            'jax.devices("cpu")[:8], or None for all'
+        )
     found = list(devices) if chosen else jax.devices()
     if not chosen and not _same_hardware(plan.cluster, found):
         raise PlanError(

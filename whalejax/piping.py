@@ -33,7 +33,7 @@ from whalejax.planner.search import PLANNED_AXES
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines
-from whalejax.planner.staging import evened, uncut
+from whalejax.planner.staging import beside, evened, uncut
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
@@ -70,6 +70,8 @@ def decider(
     known = programs.known
     if not runnable:
         return functools.partial(foresee, known=known, spaces=programs.spaces), request
+    if _marked(programs.graph):
+        _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
         check_marks(programs.graph, request.num_devices)
     asked, found = _asked(programs.graph, request)
@@ -356,7 +358,9 @@ def _fastest(
     taken = best or min(found, key=_seconds)
     others = sorted(
         (
-            dataclasses.replace(c, verdict="slower") if c.verdict == "chosen" else c
+            dataclasses.replace(c, verdict=beside(c.step_seconds, _seconds(taken)))
+            if c.fits
+            else c
             for plan in found
             for c in plan.candidates
             if plan is not taken or c.verdict != "chosen"
@@ -394,7 +398,6 @@ def _asked(graph: Graph, request: Request) -> tuple[Asked, bool]:
     asked = Asked.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
     if marked:
-        _check_widths(graph)
         if len(marked) == 1:
             raise PlanError(
                 "one stage is marked, and a pipeline needs two. A mark inside a scan "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,6 +28,7 @@ from whalejax.meshes.telling import tell
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
+from whalejax.planner.errors import Unobeyed
 from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
@@ -516,15 +518,15 @@ def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
 
 
 def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> Plan:
-    """The plan that uses most devices; where none can, why all of them could not."""
-    problem: PlanError | None = None
-    for count in range(request.num_devices, 0, -1):
+    """The plan that uses most devices; where none can, why most of them could not."""
+    problems: list[PlanError] = []
+    fixed = math.prod((request.mesh or {}).values())
+    for count in range(request.num_devices // fixed * fixed, 0, -fixed):
         try:
             return _at_once(decided, dataclasses.replace(request, num_devices=count))
         except PlanError as error:
-            problem = problem or error
-    assert problem is not None  # a cluster has at least one device
-    raise problem
+            problems.append(error)
+    raise next((e for e in problems if not isinstance(e, Unobeyed)), problems[0])
 
 
 def _check_options(asked: Asked) -> str | None:

@@ -35,7 +35,8 @@ def checked_shares(
         PlanError: they are no whole numbers, too few or many, add up to another number
             of micro-batches, or are more than memory holds.
     """
-    found = tuple(np.asarray(given).tolist())
+    listed = np.asarray(given).tolist()
+    found = tuple(listed if isinstance(listed, list) else [listed])
     whole = all(isinstance(k, int) and k >= 0 for k in found)
     if not whole or len(found) != len(plan.shares) or sum(found) != sum(plan.shares):
         raise PlanError(

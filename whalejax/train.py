@@ -363,6 +363,11 @@ def compile(
     """
     from whalejax.batches import batch_of
 
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan is {plan!r:.60}; expected what wh.plan gives, or wh.Plan.load of a "
+            "file"
+        )
     if not plan.runnable:
         raise PlanError(
             "this plan is an estimate (runnable=False) and cannot be run. Plan again "

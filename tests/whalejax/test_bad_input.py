@@ -257,14 +257,14 @@ def test_estimates_refuse_stage_marks() -> None:
 def test_stages_of_counts_that_do_not_divide() -> None:
     def loss(p: Any, b: Any) -> jax.Array:
         with wh.pipeline():
-            with wh.stage(devices=1):
+            with wh.stage(devices=3):
                 hidden = backbone(p, b)
-            with wh.stage(devices=2):
+            with wh.stage(devices=3):
                 return losses(p, hidden)
 
     text = refused(loss)
     assert text.startswith("the marks cannot be obeyed: 1 problem\n")
-    assert "one model replica takes 3 devices (" in text
+    assert "one model replica takes 6 devices (" in text
     assert "which does not divide 8. Counts that do: 1, 2, 4, 8" in text
 
 

@@ -63,6 +63,24 @@ def test_linear_terms_and_metrics_are_harmless() -> None:
     assert found(loss) == []
 
 
+def test_a_sum_over_samples_is_no_mean() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.square(hidden(params, batch) - 1).sum()
+
+    def mean(params: Any, batch: Any) -> Any:
+        return loss(params, batch) * (1 / batch["x"].shape[0])
+
+    def weighted(params: Any, batch: Any) -> Any:
+        return wh.WeightedLoss(loss(params, batch), batch["x"].shape[0])
+
+    def counted(params: Any, batch: Any) -> Any:
+        return loss(params, batch) / jnp.ones_like(batch["x"][:, 0]).sum()
+
+    assert found(loss) == [("", "sum")]
+    assert found(mean) == found(weighted) == []
+    assert ("", "sum") not in found(counted)
+
+
 def test_batch_normalisation_is_a_statistic() -> None:
     linen = found(linen_loss, linen_variables(), linen_batch())
     assert linen == [("LinenNet/BatchNorm_0", "statistic")]

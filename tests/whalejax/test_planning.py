@@ -455,3 +455,73 @@ def test_of_two_sequences_that_meet_the_longer_one_is_sharded() -> None:
     specs = {x.path: x.spec for x in plan.batch}
     assert specs["['x']"] == ((), ("context",), (), ())
     assert specs["['y']"] == ((), (), (), ())
+
+
+def test_why_no_fewer_devices_serve_is_said_of_those_that_could() -> None:
+    """Not of counts that the mesh or the marks rule out by themselves."""
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+    def staged(model: Any, x: Any) -> Any:
+        with wh.pipeline(num_micro_batches=4):
+            with wh.stage(devices=3):
+                h = jnp.tanh(x @ model["a"])
+            with wh.stage(devices=3):
+                return (h @ model["b"]).mean()
+
+    def plain(model: Any, x: Any) -> Any:
+        return jnp.tanh(x @ model["a"] @ model["b"]).mean()
+
+    for loss, mesh, text in (
+        (plain, {"data": 3}, "at least 3 devices would share them, and 3 does not"),
+        (staged, None, "at least 3 devices would share them, and 3 does not divide 8"),
+    ):
+        options: Any = {"optimizer": optax.sgd(0.1), "cluster": "h100:8", "mesh": mesh}
+        with pytest.raises(wh.WhaleError) as caught:
+            wh.plan(loss, {"a": w, "b": w}, x, allow_idle=True, **options)
+        assert text in str(caught.value)
+
+
+def _any(value: Any) -> Any:
+    """What a type checker would refuse."""
+    return value
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda plan: wh.compile(_any("p.json"), square, None),
+            "plan is 'p.json'; expected",
+        ),
+        (
+            lambda plan: wh.compile(plan, square, None, devices="cpu"),
+            "devices is 'cpu'; expected devices in node order",
+        ),
+        (
+            lambda plan: wh.pipeline(_any(square)),
+            "is called before it decorates: @wh.pipe",
+        ),
+    ],
+)
+def test_arguments_of_another_type(call: Any, text: str) -> None:
+    plan = planned("mlp-test")
+    with pytest.raises(wh.WhaleError) as caught:
+        call(plan)
+    assert text in str(caught.value)
+
+
+def test_a_loss_that_adds_samples_up_is_noted() -> None:
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    options: Any = {"optimizer": optax.sgd(0.1), "cluster": "h100:2"}
+    for count, said in ((4, True), (1, False)):
+        plan = wh.plan(
+            lambda m, x: jnp.square(x @ m["a"]).sum(),
+            {"a": w},
+            x,
+            num_micro_batches=count,
+            **options,
+        )
+        noted = any("1/4 of the sum over the global batch" in n for n in plan.notes)
+        assert noted == said

@@ -291,8 +291,18 @@ def test_programs_of_several_kinds_use_all_devices() -> None:
     options: Any = {"optimizer": optax.adam(1e-3), "cluster": "v100-32:1+p100-16:2"}
     found = wh.plan(simple, WIDE, ROWS, allow_idle=True, **options)
     assert len(found.shares) == found.num_devices == 3
-    with pytest.raises(wh.WhaleError, match="Change mesh or shares, or plan for one"):
+    with pytest.raises(wh.WhaleError, match="programs of their own, which use all of them"):
         wh.plan(simple, WIDE, ROWS, allow_idle=True, mesh={"tensor": 2}, **options)
+
+
+def test_marks_that_no_replica_can_obey() -> None:
+    def split(model: Any, x: Any) -> Any:
+        with wh.split(devices=4):
+            return simple(model, x)
+
+    options: Any = {"optimizer": optax.adam(1e-3), "cluster": "v100-32:2+p100-16:2"}
+    with pytest.raises(wh.WhaleError, match="it has 1 or 2 here: the marks cannot"):
+        wh.plan(split, WIDE, ROWS, **options)
 
 
 @pytest.mark.parametrize(

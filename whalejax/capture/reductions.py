@@ -9,9 +9,13 @@ graph alone, and is apart from tracing because only reports and checks need it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
+import numpy as np
+
+from whalejax import _compat
 from whalejax.capture.trace import Captured
 from whalejax.planner.graph import BatchReduction, Graph, Op
 
@@ -49,11 +53,52 @@ def batch_reductions(captured: Captured) -> tuple[BatchReduction, ...]:
     follow = _Follow(captured.graph, [*loss, *state])
     follow.run()
     follow.finish(loss, state)
-    found = (
+    found = [
         BatchReduction(scope=captured.graph.ops[index].scope, what=what)
         for index, what in sorted(follow.found.items())
-    )
+    ]
+    if follow.adds_up(captured.results[0]) and _no_mean(captured):
+        found.append(BatchReduction(scope="", what="sum"))
     return tuple(dict.fromkeys(found))
+
+
+def _no_mean(captured: Captured) -> bool:
+    """Nowhere does a number stand by which a mean over the batch would divide."""
+    size = captured.graph.batch_size
+    weight = _compat.open_jaxpr(captured.jaxpr)[0].outvars[1]
+    if size < 2 or not _compat.is_literal(weight) or float(weight.val) != 1.0:
+        return False  # A weighted loss, that is: what it divides by is its own.
+    for number in _numbers(captured.jaxpr):
+        for value in (number, 1 / number if number else 0.0):
+            parts = value / size
+            if 0.5 < parts < math.inf and abs(parts - round(parts)) <= SAME * parts:
+                return False
+    return True
+
+
+SAME: Final = 1e-6
+"""By which part of itself a number in 32 bits may be off, and more."""
+
+_SCALES: Final = frozenset(("div", "mul", "broadcast_in_dim"))
+"""Operations in which a mean's number may stand."""
+
+
+def _numbers(jaxpr: Any) -> Iterator[float]:
+    """Every scalar that something may be scaled by in a program."""
+    body, constants = _compat.open_jaxpr(jaxpr)
+    for equation in body.eqns:
+        for inner in _compat.inner_jaxprs(equation):
+            yield from _numbers(inner)
+        if equation.primitive.name in _SCALES:
+            literals = filter(_compat.is_literal, equation.invars)
+            yield from _scalars(x.val for x in literals)
+    yield from _scalars(constants)
+
+
+def _scalars(values: Iterable[Any]) -> Iterator[float]:
+    for value in values:
+        if np.ndim(value) == 0 and np.issubdtype(np.result_type(value), np.number):
+            yield abs(float(np.real(value)))
 
 
 class _Follow:
@@ -71,6 +116,7 @@ class _Follow:
         self._batch: dict[int, set[int]] = {}
         self._reduced: dict[int, Sources] = {}
         self._bent: dict[int, str] = {}
+        self._scaled: set[int] = set()
         for tensor, dim in graph.batch_dims:
             self._batch.setdefault(tensor, set()).add(dim)
 
@@ -98,6 +144,11 @@ class _Follow:
                 if index in self._bent:
                     self.found.setdefault(index, self._bent[index])
 
+    def adds_up(self, loss: int | None) -> bool:
+        """Samples are added up in the loss, and what they make no value scales."""
+        sources = _NONE if loss is None else self._reduced.get(loss, _NONE)
+        return bool(sources - self._scaled)
+
     def _blame(self, sources: Iterable[int], what: str) -> None:
         for index in sources:
             self.found.setdefault(index, what)
@@ -110,6 +161,8 @@ class _Follow:
         """Reductions that the results depend on; notes where that is not linear."""
         parts = [self._reduced.get(t, _NONE) for t in op.operands]
         every = _NONE.union(*parts)
+        if op.kind in ("div", "mul") and len(parts) == 2:
+            self._scaled.update(every)  # By a value, which may be the samples' number.
         used = sum(bool(part) for part in parts)
         if not used or op.kind in _LINEAR:
             return every
