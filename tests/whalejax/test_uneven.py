@@ -291,7 +291,7 @@ def test_programs_of_several_kinds_use_all_devices() -> None:
     options: Any = {"optimizer": optax.adam(1e-3), "cluster": "v100-32:1+p100-16:2"}
     found = wh.plan(simple, WIDE, ROWS, allow_idle=True, **options)
     assert len(found.shares) == found.num_devices == 3
-    with pytest.raises(wh.WhaleError, match="programs of their own, which use all of them"):
+    with pytest.raises(wh.WhaleError, match="which use all of them. Drop allow_idle"):
         wh.plan(simple, WIDE, ROWS, allow_idle=True, mesh={"tensor": 2}, **options)
 
 
