@@ -36,8 +36,25 @@ def check_kind(name: str, beside: Cluster | None) -> None:
     if name in there:
         raise WhaleError(
             f"the file holds a kind {name!r} already (it has {', '.join(there)}). Give "
-            "this one another name with --kind, or write the file anew without "
-            "--append"
+            "this one another name with --kind, or take another file"
+        )
+
+
+def check_replaced(name: str, there: Cluster) -> None:
+    """Refuse to write one kind over a file that describes others.
+
+    Args:
+        name: of the kind.
+        there: what the file holds.
+
+    Raises:
+        WhaleError: kinds of other names.
+    """
+    if {kind.name for kind in there.kinds} - {name}:
+        raise WhaleError(
+            f"the file describes {there.describe()}, and {name} alone would be written "
+            "over it. Give --append to add to it, or another --output; or remove it "
+            "first"
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import jax
 
 from whalejax.meshes import cache, host
-from whalejax.meshes.beside import check_joined, check_kind, renamed
+from whalejax.meshes.beside import check_joined, check_kind, check_replaced, renamed
 from whalejax.meshes.build import Device
 from whalejax.meshes.catalogue import Entry, Link, entry_of_device
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
@@ -90,6 +90,7 @@ def measured(
     *,
     kind: str | None = None,
     beside: Cluster | None = None,
+    instead: Cluster | None = None,
 ) -> Cluster:
     """Measure the local devices anew, for a file.
 
@@ -97,14 +98,18 @@ def measured(
         budget_seconds: as for ``calibrate``.
         kind: the name of their kind; that of the device if left out.
         beside: what the file holds, if it is to stay.
+        instead: what the file holds, if it is to go.
 
     Raises:
-        WhaleError: before anything is measured: no such name can be given, or these
-            devices cannot be joined to those.
+        WhaleError: before anything is measured: no such name can be given, these
+            devices cannot be joined to those, or others would be lost.
     """
     devices = jax.local_devices()
+    name = _name(devices[0]) if kind is None else kind
     if kind is not None or beside is not None:
-        check_kind(_name(devices[0]) if kind is None else kind, beside)
+        check_kind(name, beside)
+    if instead is not None:
+        check_replaced(name, instead)
     if beside is not None:
         check_joined(beside, devices[0].platform)
     cluster = calibrate(budget_seconds, use_cache=False)

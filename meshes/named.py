@@ -23,11 +23,13 @@ class Device:
             are not the catalogue's.
         count: how many, where the name says.
         notes: what was mapped.
+        others: the name has devices of other kinds, too.
     """
 
     entry: Entry
     count: int | None = None
     notes: tuple[str, ...] = ()
+    others: bool = False
 
 
 _FAMILIES = (
@@ -129,7 +131,9 @@ def read_device(text: str, *, guess: bool = False) -> Device:
     'a100-40'
     """
     parts = [_one_device(part, guess) for part in text.split("+")]
-    return min(parts, key=lambda d: d.entry.kind.peak_flops("bf16"))
+    slowest = min(parts, key=lambda d: d.entry.kind.peak_flops("bf16"))
+    several = len({part.entry.kind.name for part in parts}) > 1
+    return dataclasses.replace(slowest, others=several)
 
 
 def _one_device(text: str, guess: bool) -> Device:

@@ -26,6 +26,7 @@ _NOT_THE_PROGRAM = (
     "notes",
     "collectives",
     "product_flops",
+    "optimizer_bytes",
     "source",
     "paces",
     "handed_seconds",

@@ -25,7 +25,7 @@ from whalejax.planner.stage_kinds import (
     unlike,
 )
 from whalejax.planner.stage_models import places_of, stage_graph
-from whalejax.planner.stages import Stage, cut
+from whalejax.planner.stages import Layer, Stage, cut
 from whalejax.planner.turns import handed_seconds
 
 
@@ -127,6 +127,11 @@ class Cut:
     grounds: tuple[Ground, ...]
     allotted: Allotted | None
 
+    @property
+    def where(self) -> tuple[object, ...]:
+        """What makes it another cut: where parts begin, and on which devices."""
+        return self.division.starts, tuple(ground.block for ground in self.grounds)
+
 
 @dataclass(slots=True, kw_only=True)
 class Cuts:
@@ -149,6 +154,8 @@ class Cuts:
         table: Schedule,
         request: Request,
         reserved: Mapping[str, float] | None = None,
+        *,
+        hidden: bool = False,
     ) -> Cut:
         """The model in the parts of a schedule.
 
@@ -156,21 +163,27 @@ class Cuts:
             table: the schedule.
             request: what is asked of the whole model on the devices of one stage.
             reserved: by the name of a kind, bytes of a device that are no layer's.
+            hidden: what stages hand on crosses while they work; else it is time of
+                both.
 
         Raises:
             TooFewParts: it has fewer parts.
             PlanError: devices of unlike kinds have no whole stages.
         """
         reserved = reserved or {}
-        key: tuple[object, ...] = table.num_stages, table.num_chunks
+        key: tuple[object, ...] = table.num_stages, table.num_chunks, hidden
         if not self.cluster.is_uniform:  # what fits where depends on all of these
             key = *key, table.num_micro_batches, *sorted(reserved.items())
         if key not in self._found:
-            self._found[key] = self._cut(table, request, reserved)
+            self._found[key] = self._cut(table, request, reserved, hidden)
         return self._found[key]
 
     def _cut(
-        self, table: Schedule, request: Request, reserved: Mapping[str, float]
+        self,
+        table: Schedule,
+        request: Request,
+        reserved: Mapping[str, float],
+        hidden: bool,
     ) -> Cut:
         stages, chunks = table.num_stages, table.num_chunks
         lying = grounds(self.whole.graph, self.cluster, request.num_devices, stages)
@@ -178,11 +191,13 @@ class Cuts:
         first = next(iter(segments.values()))
         allotted = None
         if unlike(lying):
-            division, allotted = self._allotted(segments, table, lying, reserved)
+            division, allotted = self._allotted(
+                segments, table, lying, reserved, hidden
+            )
             paces = allotted.placed.cut.seconds
             lying = tuple(lying[block] for block in allotted.placed.order)
         else:
-            division, paces = self._division(first, table, lying[0].cluster)
+            division, paces = self._division(first, table, lying[0].cluster, hidden)
         return Cut(
             division=division,
             paces=paces,
@@ -238,15 +253,16 @@ class Cuts:
         table: Schedule,
         lying: tuple[Ground, ...],
         reserved: Mapping[str, float],
+        hidden: bool,
     ) -> tuple[Division, Allotted]:
         """The model in parts, one for each stage, on devices of unlike kinds."""
         first = next(iter(segments.values()))
-        chains = {name: one.layers for name, one in segments.items()}
-        division = None
-        if self.marked:
-            division = self.whole.by_marks()
-            chains = {name: one.layers_of(division) for name, one in segments.items()}
-        elif len(first.layers) < table.num_stages:
+        division = self.whole.by_marks() if self.marked else None
+        chains = {
+            name: _chain(one.layers_of(division) if division else one.layers, hidden)
+            for name, one in segments.items()
+        }
+        if division is None and len(first.layers) < table.num_stages:
             raise _too_few(table, len(first.layers))
         try:
             found = allot(chains, lying, table, reserved)
@@ -258,7 +274,7 @@ class Cuts:
         return division or divided(self.whole.units, starts), found
 
     def _division(
-        self, segments: Segments, table: Schedule, part: Cluster
+        self, segments: Segments, table: Schedule, part: Cluster, hidden: bool
     ) -> tuple[Division, tuple[float, ...]]:
         """The model in parts, and about how long each takes."""
         if self.marked:
@@ -272,7 +288,7 @@ class Cuts:
             )
             for place in range(table.num_places)
         ]
-        layers = segments.layers
+        layers = _chain(segments.layers, hidden)
         if len(layers) < len(places):
             raise _too_few(table, len(layers))
         try:
@@ -281,6 +297,13 @@ class Cuts:
             # What fits is said by the search of each stage, which knows more.
             found = cut(layers, [Stage()] * len(places))
         return divided(self.whole.units, segments.starts(found.counts)), found.seconds
+
+
+def _chain(layers: Sequence[Layer], hidden: bool) -> Sequence[Layer]:
+    """The links of a chain, or as they are where nobody waits for what crosses."""
+    if not hidden:
+        return layers
+    return [replace(layer, transfer_seconds=0.0) for layer in layers]
 
 
 def _too_few(table: Schedule, parts: int) -> TooFewParts:

@@ -21,6 +21,7 @@ from whalejax.planner.lines import Line, paragraph, plain, table
 from whalejax.planner.parameters import collective_words, collectives_of, homes
 from whalejax.planner.roles import starred
 from whalejax.planner.terms import attention_words, precision_words, remat_words
+from whalejax.planner.traffic import by_sort
 
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class TrafficShift:
 
     Attributes:
         what: such as ``"all-gather over fsdp of parameter"``.
-        bytes_before, bytes_after: their payloads on one device.
+        bytes_before, bytes_after: their payloads on one device, of that stage which
+            has most.
         seconds_before, seconds_after: on the links; part of it may be hidden behind
             computing.
     """
@@ -394,33 +396,20 @@ def _leaves(before: Plan, after: Plan) -> tuple[LeafShift, ...]:
 
 
 def _traffic(before: Plan, after: Plan) -> tuple[TrafficShift, ...]:
-    old, new = _moved(before), _moved(after)
+    old, new = by_sort(before), by_sort(after)
     found = []
-    for what in dict.fromkeys([*old, *new]):
-        a, b = old.get(what, (0, 0.0)), new.get(what, (0, 0.0))
-        if a != b:
-            found.append(
-                TrafficShift(
-                    what=what,
-                    bytes_before=a[0],
-                    bytes_after=b[0],
-                    seconds_before=a[1],
-                    seconds_after=b[1],
-                )
-            )
+    for sort in dict.fromkeys([*old, *new]):
+        kind, axes, what = sort
+        a, b = old.get(sort), new.get(sort)
+        one = TrafficShift(
+            what=f"{kind} over {'+'.join(axes)} of {what}",
+            bytes_before=a.nbytes if a else 0,
+            bytes_after=b.nbytes if b else 0,
+            seconds_before=a.seconds if a else 0.0,
+            seconds_after=b.seconds if b else 0.0,
+        )
+        before_and_after = one.bytes_before, one.seconds_before
+        if before_and_after != (one.bytes_after, one.seconds_after):
+            found.append(one)
     found.sort(key=lambda one: -abs(one.bytes_after - one.bytes_before))
     return tuple(found)
-
-
-def _moved(plan: Plan) -> dict[str, tuple[int, float]]:
-    """Bytes and seconds of equal collectives in one step."""
-    found: dict[str, tuple[int, float]] = {}
-    for c in plan.collectives:
-        home = next((p for p in plan.apart if set(c.axes) <= {*p.axis_sizes}), plan)
-        what = f"{c.kind} over {'+'.join(c.axes)} of {c.what}"
-        nbytes, seconds = found.get(what, (0, 0.0))
-        size = c.payload_bytes * plan.times(c)
-        parts = axis_parts(c.axes, home.axis_sizes, home.cluster)
-        once = collective_seconds(c.kind, c.payload_bytes, parts)
-        found[what] = nbytes + size, seconds + once * plan.times(c)
-    return found

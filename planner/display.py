@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from whalejax.planner.explain import (
 from whalejax.planner.lines import Line, paragraph, plain, table
 from whalejax.planner.parameters import parameter_rows
 from whalejax.planner.terms import NO_EFFECT, OBEYED
+from whalejax.planner.traffic import traffic
 
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def plan_lines(plan: Plan, width: int | None, *, all_rows: bool) -> list[Line]:
         (),
         *_parameters(plan, width, all_rows),
         (),
-        *_traffic(plan, width),
+        *_traffic(plan, width, all_rows),
         (),
         *_whole(plan, width, all_rows),
         *_hints(plan, width),
@@ -281,22 +281,21 @@ def _parameters(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
     return table(head, cells, width, right=[len(head) - 2])
 
 
-def _traffic(plan: Plan, width: int | None) -> list[Line]:
-    if not plan.collectives:
+def _traffic(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
+    rows = traffic_rows(plan)
+    if not rows:
         return paragraph("traffic", ["none"], width)
-    return table(TRAFFIC, traffic_rows(plan), width, right=[3, 4])
+    shown = rows if all_rows else rows[:SHOWN_ROWS]
+    if len(rows) > len(shown):
+        shown.append([f"… {len(rows) - len(shown)} smaller rows", *[""] * 4])
+    return table(TRAFFIC, shown, width, right=[3, 4])
 
 
 def traffic_rows(plan: Plan) -> list[list[str]]:
     """What a plan communicates in one step, by sort, most bytes first."""
-    nbytes: Counter[tuple[str, ...]] = Counter()
-    times: Counter[tuple[str, ...]] = Counter()
-    for c in plan.collectives:
-        key = (c.kind, "+".join(c.axes), c.what)
-        nbytes[key] += c.payload_bytes * plan.times(c)
-        times[key] += plan.times(c)
     return [
-        [*key, str(times[key]), gigabytes(size)] for key, size in nbytes.most_common()
+        [row.kind, row.over, row.what, str(row.times), gigabytes(row.nbytes)]
+        for row in traffic(plan)
     ]
 
 
@@ -335,14 +334,17 @@ def _hints(plan: Plan, width: int | None) -> list[Line]:
 def hints(plan: Plan) -> list[str]:
     """Marks that were obeyed, and what was asked for without effect."""
     idle = [note for note in plan.notes if NO_EFFECT in note]
-    obeyed = [
-        f"{' > '.join(region.marks)} in {region.task_graph}"
-        for region in plan.compute
-        if region.marks
-        and not any(note.startswith(f"{region.task_graph}: ") for note in idle)
-    ]
+    obeyed, whole = [], []
+    for region in plan.compute:
+        words = f"{' > '.join(region.marks)} in {region.task_graph}"
+        if region.marks and region.marks[-1].startswith("split") and region.is_whole:
+            whole.append(f"{words}: one device holds all of it")
+        elif region.marks and not any(
+            note.startswith(f"{region.task_graph}: ") for note in idle
+        ):
+            obeyed.append(words)
     found = [f"obeyed: {', '.join(obeyed)}"] if obeyed else []
-    return [*found, *(f"without effect: {note}" for note in idle)]
+    return [*found, *(f"without effect: {note}" for note in (*whole, *idle))]
 
 
 def other_notes(plan: Plan) -> list[str]:

@@ -94,6 +94,11 @@ class RegionTable:
     marks: tuple[str, ...]
     axes: tuple[tuple[str, tuple[str, ...]], ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """No axis shards anything there."""
+        return not any(roles for _, roles in self.axes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

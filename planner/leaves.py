@@ -31,6 +31,11 @@ class OptimizerBytes:
     by_path: Mapping[str, int]
     other_bytes: int = 0
 
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(self.by_path.values()) + self.other_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafGroup:

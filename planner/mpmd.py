@@ -39,15 +39,12 @@ from whalejax.planner.stage_kinds import Allotted, notes
 from whalejax.planner.stage_models import places_of, tensors_of
 from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import Remat, TimeTerms
-from whalejax.planner.turns import Turn, handed_seconds, times, turn_of
+from whalejax.planner.turns import handed_seconds, times, turn_of
 from whalejax.planner.written import written
 
 
 SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")
 """Schedules that stages with programs of their own can follow."""
-
-AUTO = ("zb-h1", "interleaved")
-"""Schedules that are weighed beside 1F1B, where none is asked for."""
 
 SURE = 0.1
 """By which part of its time a plan has to be faster to be worth another schedule: a
@@ -118,13 +115,13 @@ def decide_mpmd(
                 batch=batch,
             )
             try:
-                found.append(ask.weighed())
+                found += ask.weighed()
             except PlanError as error:
                 problem = problem or error
         if any(one.fits for one in found):
             break
     if piped.schedule is None and found:
-        found += _other_schedules(min(found, key=_slow))
+        found += _other_schedules(found)
     fitting = [one for one in found if one.fits]
     if not fitting:
         if not found:
@@ -160,15 +157,15 @@ def _slow(one: _Weighed) -> tuple[bool, float]:
     return not one.fits, seconds if plain else seconds * (1 + SURE)
 
 
-def _other_schedules(best: _Weighed) -> Iterator[_Weighed]:
-    """The same under other schedules, where they can be."""
-    for name in AUTO:
-        ask = replace(best.ask, schedule=name)
-        if name != "interleaved":
-            yield ask.of(best)
-        elif not (ask.cuts.marked or ask.count % ask.stages or best.allotted):
-            with contextlib.suppress(PlanError):
-                yield ask.weighed()
+def _other_schedules(found: Sequence[_Weighed]) -> list[_Weighed]:
+    """The same under other schedules, where they can be; interleaved like the best."""
+    best = min(found, key=_slow)
+    others = [replace(one.ask, schedule="zb-h1").of(one) for one in found]
+    ask = replace(best.ask, schedule="interleaved")
+    if not (ask.cuts.marked or ask.count % ask.stages or best.allotted):
+        with contextlib.suppress(PlanError):
+            others += ask.weighed()
+    return others
 
 
 def _remats(request: Request) -> list[Remat]:
@@ -231,9 +228,22 @@ class _Ask:
             policies=("none",),
         )
 
-    def weighed(self) -> _Weighed:
-        """The plan: of each stage the fastest layout that fits."""
-        one = self._in(self.cuts.of(self.table, self.one))
+    def weighed(self) -> list[_Weighed]:
+        """Plans with two cuts, of each stage the fastest layout that fits.
+
+        What stages hand on is time of both, or crosses while they work; the schedule
+        says which is nearer.
+        """
+        found: dict[tuple[object, ...], _Weighed] = {}
+        for hidden in (False, True):
+            one = self.cuts.of(self.table, self.one, hidden=hidden)
+            if one.where not in found:
+                found[one.where] = self._fitted(one, hidden=hidden)
+        return [*found.values()]
+
+    def _fitted(self, found: Cut, *, hidden: bool) -> _Weighed:
+        """The plan with a cut, or where that does not fit with one that may."""
+        one = self._in(found)
         reserved: dict[str, float] = {}
         for _ in range(MOST_CUTS):
             if one.fits or one.allotted is None:
@@ -241,7 +251,8 @@ class _Ask:
             before, reserved = reserved, one.reserved(reserved)
             if reserved == before:
                 break
-            one = self._in(self.cuts.of(self.table, self.one, reserved))
+            again = self.cuts.of(self.table, self.one, reserved, hidden=hidden)
+            one = self._in(again)
         return one
 
     def _in(self, found: Cut) -> _Weighed:
@@ -323,7 +334,7 @@ class _Weighed:
         self.paces = found.paces
         self.chosen = chosen
         self.turns = [
-            _measured(turn_of(one.search, one.scored), ground.ratio)
+            turn_of(one.search, one.scored).measured(ground.ratio)
             for one, ground in zip(chosen, found.grounds, strict=True)
         ]
         needs = [
@@ -568,11 +579,6 @@ def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf
         found.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
         for leaf in batch
     )
-
-
-def _measured(turn: Turn, ratio: float) -> Turn:
-    """A turn as it was measured to be, for so many times what is predicted."""
-    return replace(turn, ahead=times(turn.ahead, ratio), both=times(turn.both, ratio))
 
 
 def _too_large(one: _Weighed) -> NothingFits:

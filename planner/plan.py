@@ -161,6 +161,8 @@ class Plan(Pictured):
         candidates: what else was weighed, best first.
         notes: what a user should know.
         product_flops: of matrix products, on one device in one step; 0 in estimates.
+        optimizer_bytes: state of the optimizer that was planned for, over all
+            parameters; None where the plan does not say.
         stages: the pipeline, if there is one.
         shares: micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.
@@ -200,6 +202,7 @@ class Plan(Pictured):
     notes: tuple[str, ...] = ()
     batch_tree: str = ""
     product_flops: int = 0
+    optimizer_bytes: int | None = None
     stages: Stages | None = None
     shares: tuple[int, ...] = ()
     pipelines: tuple[Plan, ...] = ()

@@ -225,15 +225,13 @@ def _run(cells: _Cells) -> Run:
             f"{context} = {inner} does not divide it: nothing predicted"
         )
     data = count // inner
-    if cells.whole("dp") not in (None, data):
-        cells.notes.append(
-            f"dp {data} (num_devices over the other axes; the row says "
-            f"{cells.text('dp')})"
-        )
-    elif cells.whole("dp") is None:
-        cells.notes.append(f"dp {data} (num_devices over the other axes)")
+    if cells.whole("dp") != data:
+        says = f"; the row says {cells.text('dp')}" * bool(cells.whole("dp"))
+        cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
     sizes = _sizes(cells, source, tensor)
     unlike = _unlike(cells, sizes)
+    if device.others and not unlike:
+        cells.notes.append(_as_slowest(cells, device.entry, count))
     if unlike:
         stages = len(unlike)
         data, tensor = len(unlike[0].replicas), unlike[0].replicas[0].tensor
@@ -432,6 +430,13 @@ def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> Remat:
 
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8")
 """Words of a precision in 8 bits."""
+
+
+def _as_slowest(cells: _Cells, device: Entry, count: int) -> str:
+    return (
+        f"all {count} as {device.kind.display_name()}, the slowest of "
+        f"{cells.text('device')}: whalejax plan weighs what each kind can do"
+    )
 
 
 def _precision(cells: _Cells, source: Framework, device: Entry) -> str:

@@ -169,7 +169,8 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
         return
     near = [n for n in range(2, min(devices, most) + 1) if devices % n == 0]
     remedy = (
-        f"expected one of {', '.join(map(str, near))}"
+        f"expected one of {', '.join(map(str, near))}, or leave some idle on purpose "
+        "(allow_idle=True)"
         if near
         else ("no number of stages above 1 can be had. Use other devices, or no stages")
     )

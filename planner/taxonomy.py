@@ -8,15 +8,14 @@ Parallel and Distributed Deep Learning", 2019, sections 4-6; Mayer and Jacobsen,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from whalejax.planner.collectives import axis_parts
 from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.lines import Line, indented, plain
 from whalejax.planner.terms import attention_words
+from whalejax.planner.traffic import HANDED, by_sort
 
 
 if TYPE_CHECKING:
@@ -126,21 +125,19 @@ def _synchronous(plan: Plan) -> Iterator[str]:
 
 def _exchanged(plan: Plan) -> Iterator[str]:
     """Kinds of traffic, their bytes, and the links of their axes."""
-    if not plan.collectives:
+    found = [*by_sort(plan).values()]
+    if not found:
         yield "nothing"
         return
-    totals: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
-    for c in plan.collectives:
-        totals[c.what, c.kind, c.axes] += c.payload_bytes * plan.times(c)
-    for (what, kind, axes), nbytes in totals.most_common():
+    most = " at most" if plan.apart else ""
+    for row in found:
+        how = f"{row.kind} over {'+'.join(row.axes)}"
+        words = _WHAT[row.what]
+        if row.kind == HANDED:
+            how, words = "point to point", _HANDED[row.what]
         yield (
-            f"{_WHAT[what]}: {kind} over {'+'.join(axes)}, {gigabytes(nbytes)} "
-            f"a step and device, across {_links(plan, axes)}"
-        )
-    if plan.apart:
-        yield (
-            "activations and their gradients: from stage to stage, point to point, "
-            f"across {_links(plan, ('stage',))}"
+            f"{words}: {how},{most} {gigabytes(row.nbytes)} a step and device, across "
+            f"{' and '.join(row.links) or 'no link'}"
         )
     yield (
         "decentralized: devices exchange with each other by collectives; there is no "
@@ -155,18 +152,10 @@ _WHAT = {
     "border": "activations that change layout",
     "ring": "keys and values that go round",
 }
-
-
-def _links(plan: Plan, axes: tuple[str, ...]) -> str:
-    mesh, cluster = plan.axis_sizes, plan.cluster
-    if plan.apart:  # below the stages, each has a mesh of its own
-        mesh["inside"] = plan.apart[0].num_devices
-    for own in plan.apart:
-        if set(axes) <= set(own.axis_sizes):
-            mesh, cluster = own.axis_sizes, own.cluster
-            break
-    parts = axis_parts(axes, mesh, cluster)
-    return " and ".join(dict.fromkeys(p.level.name for p in parts)) or "no link"
+_HANDED = {
+    "activation": "activations from stage to stage",
+    "gradient": "gradients of activations from stage to stage",
+}
 
 
 def _replicated(plan: Plan) -> Iterator[str]:

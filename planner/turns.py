@@ -38,6 +38,11 @@ class Turn:
     once: TimeTerms
     weight_share: float
 
+    def measured(self, ratio: float) -> Turn:
+        """The same where a micro-batch took so many times what is predicted."""
+        ahead, both = times(self.ahead, ratio), times(self.both, ratio)
+        return replace(self, ahead=ahead, both=both)
+
 
 def turn_of(
     search: Search, scored: Scored, ahead_rows: Sequence[Row] | None = None

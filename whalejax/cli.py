@@ -172,6 +172,7 @@ def _plan(command: PlanCommand) -> None:
             mesh=mesh,
             micro_batches=command.micro_batches,
             runnable=not command.estimate,
+            allow_idle=command.allow_idle,
             offload=command.offload,
             loss_chunks=command.loss_chunks,
             compiler_options=xla,
@@ -346,12 +347,17 @@ def _calibrate(command: CalibrateCommand) -> None:
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"
         )
-    job, beside = None, load(command.output) if command.append else None
+    job, there = None, None
+    if command.append or command.output.exists():
+        there = load(command.output)
+    beside, instead = (there, None) if command.append else (None, there)
     if command.model is not None:
         job = find_job(command.model, named_values(command.set))
     words = []
     with Working("calibrating"):
-        cluster = measured(command.seconds, kind=command.kind, beside=beside)
+        cluster = measured(
+            command.seconds, kind=command.kind, beside=beside, instead=instead
+        )
         if job is not None:
             from whalejax.timing import timing_words, with_timing
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.layout import MESH_AXES
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan import Plan, PlanError
 
 
 EVEN: Literal["even"] = "even"
@@ -63,8 +63,25 @@ def check_mesh(
     if idle and not allow_idle:
         raise PlanError(
             f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
-            "on purpose: allow_idle=True"
+            "on purpose: allow_idle=True (whalejax plan --allow-idle)"
         )
+
+
+def idle_note(plan: Plan) -> list[str]:
+    """What is said of devices that a plan leaves without work.
+
+    Args:
+        plan: on the first devices of its cluster.
+    """
+    used, total = plan.num_devices, plan.cluster.num_devices
+    if used == total:
+        return []
+    which = f"device {used}" if used == total - 1 else f"devices {used} to {total - 1}"
+    number = total - used
+    return [
+        f"{number} of {total} devices {'is' if number == 1 else 'are'} left idle: "
+        f"{which}, in node order (they count from 0)"
+    ]
 
 
 def uneven_shares(

@@ -56,6 +56,7 @@ def make_plan(
     micro_batches: int | None,
     mesh: Mapping[str, int] | None = None,
     runnable: bool = True,
+    allow_idle: bool = False,
     remat: str | Mapping[str, str] | None = None,
     offload: Sequence[str] = (),
     attention: str | Mapping[str, str] | None = None,
@@ -68,6 +69,7 @@ def make_plan(
     Args:
         precision: as for ``wh.plan``; None is ``"f32"``.
         mesh: sizes of axes that are fixed, or None.
+        runnable, allow_idle: as for ``wh.plan``.
         remat: what layers compute again; None leaves it to the planner.
         offload: what lies in host memory; ``"none"``, or nothing for the planner.
         attention: how it runs, or None for the planner.
@@ -85,6 +87,7 @@ def make_plan(
         num_micro_batches=micro_batches,
         mesh=mesh,
         runnable=runnable,
+        allow_idle=allow_idle,
         remat=remat,
         offload=() if tuple(offload) == ("none",) else offload or None,
         attention=attention,

@@ -136,6 +136,8 @@ class PlanCommand:
     """parts of a device's tokens whose logits are made one at a time; 1: all at once"""
     compiler_options: Settings = ()
     """options of XLA for the training step, one after the other: xla_a=true xla_b=2"""
+    allow_idle: bool = False
+    """accept a plan that leaves devices idle where none uses all"""
     estimate: bool = False
     """weigh what cannot run yet, too: pipelines, unlike devices"""
     json: bool = False

@@ -17,7 +17,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.fixed import Uneven, check_mesh, uneven_shares
+from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -297,10 +297,11 @@ class Asked:
             found,
             cluster=self.cluster,
             batch_tree=batch_tree(self.batch),
+            optimizer_bytes=request.optimizer.total_bytes,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*attention_note(found, programs), *adapter.notes),
-                *(*split_notes(found), *option_note(options)),
+                *(*split_notes(found), *option_note(options), *idle_note(found)),
             ),
             question=self,
         )

@@ -174,8 +174,13 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
 def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
     if options.plan is not None:
         plan = Plan.load(options.plan)
-        devices_of(plan, None)  # before the plan is shown as if it could run
-        return plan
+    else:
+        plan = _planned(job, model, options, console)
+    devices_of(plan, None)  # before the plan is shown as if it could run
+    return plan
+
+
+def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
     xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
     mesh = mesh_sizes(options.mesh)
     if options.cluster is None:

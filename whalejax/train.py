@@ -7,6 +7,7 @@ and hands the state back in the user's own types.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from whalejax.lowering.uneven import Uneven
 from whalejax.lowering.ways import is_here, stages_mesh
 from whalejax.matching import BatchLayout, check_same_model, devices_of
 from whalejax.meshes.problems import WhaleError
+from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
@@ -411,6 +413,8 @@ def step_of(
         batch_axes=batch_axes,
     )
     check_same_model(plan, captured, example)
+    if optimizer is not None:
+        _check_planned_state(plan, optimizer_bytes(adapter, optimizer).total_bytes)
     return TrainStep(
         plan,
         adapter,
@@ -420,6 +424,18 @@ def step_of(
         jax.tree.structure(example),
         captured.batch_axes,
     )
+
+
+def _check_planned_state(plan: Plan, given: int) -> None:
+    """Warn where an optimizer keeps more than the plan's memory was counted with."""
+    planned = plan.optimizer_bytes
+    if planned is not None and given > planned:
+        warnings.warn(
+            f"the optimizer keeps {gigabytes(given)} for this model and the plan "
+            f"counts {gigabytes(planned)}, over all devices: it needs more memory than "
+            "was predicted. Give wh.plan the optimizer that wh.compile is given",
+            stacklevel=4,
+        )
 
 
 def _check_host_memory(plan: Plan, device: Any) -> None:

@@ -511,7 +511,7 @@ class Pipeline:
             )
             if nbytes:
                 total += self.collective("all-reduce", ("stage",), nbytes)
-        for axes, nbytes in payloads.items():
+        for axes, nbytes in ((a, n) for a, n in payloads.items() if n):
             named = (*axes, "fsdp") if "data" in axes else axes
             compiler = self.oracle.cluster.compiler
             sharding = {"fsdp", "data"} if self.choice.zero >= 2 else {"fsdp"}

@@ -220,6 +220,13 @@ def test_a_mixed_pipeline_stands_in_the_notes() -> None:
     assert "expected one number a stage and 8 + 2 in all" in wrong.notes[0]
 
 
+def test_devices_of_several_kinds_are_priced_as_the_slowest() -> None:
+    found = read_row({**ROW, "device": "v100-32+p100-16"})
+    (note,) = [n for n in found.notes if "slowest" in n]
+    assert note.startswith("all 16 as P100-16, the slowest of v100-32+p100-16: ")
+    assert not any("slowest" in n for n in read_row({**ROW, "device": "p100"}).notes)
+
+
 def test_times_are_read_from_tokens_and_flops_too() -> None:
     run = read()
     tokens = 64 * 2048

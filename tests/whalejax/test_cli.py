@@ -450,8 +450,8 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert cli.main([*words, "--append"]) == 0  # As JAX calls it.
     assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast", "slow", "cpu"]
     assert "a kind 'cpu' already" in refused([*words, "--append"], capsys)
-    assert cli.main([*words, "--kind", "fast"]) == 0  # Anew, as without a file.
-    assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast"]
+    assert "and fast alone would be" in refused([*words, "--kind", "fast"], capsys)
+    assert len(measured) == 4 and len(wh.cluster("both.toml").kinds) == 3
 
 
 @pytest.mark.parametrize(

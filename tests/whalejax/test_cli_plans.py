@@ -246,3 +246,10 @@ def test_other_shells_get_a_script(shell: str, begins: str, capsys: Captured) ->
 
 def test_an_unknown_shell_is_refused(capsys: Captured) -> None:
     assert "bash" in refused(["completion", "csh"], capsys)
+
+
+def test_devices_may_be_left_idle_on_purpose(here: Path, capsys: Captured) -> None:
+    words = ["plan", "jobs.py:make", "--cluster", "h100:8", "--mesh", "data=3"]
+    assert "whalejax plan --allow-idle" in refused(words, capsys)
+    assert cli.main([*words, "--batch", "12", "--allow-idle"]) == 0
+    assert "2 of 8 devices are left idle" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import re
@@ -11,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
 from whalejax.meshes.kinds import TimedModel
 from whalejax.planner.timed import weights_hash
+from whalejax.planner.traffic import traffic
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -89,6 +92,68 @@ def test_the_plan_says_who_holds_what_and_what_that_gains() -> None:
     assert kinds == [*plan.stages.kinds]
     shares = [one.memory.total_bytes / one.cluster.memory_bytes for one in plan.apart]
     assert plan.memory.total_bytes / plan.room_bytes == max(shares)
+
+
+class Tower(nnx.Module):
+    """Layers in a row, cut by marks before one of them or not at all."""
+
+    def __init__(self, cut: int | None = None) -> None:
+        self.layers = nnx.List(
+            nnx.Linear(2048, 2048, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(7)
+        )
+        self.cut = cut
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with wh.pipeline() if self.cut else contextlib.nullcontext():
+            for layers in (self.layers[: self.cut], self.layers[self.cut or 7 :]):
+                with wh.stage() if self.cut else contextlib.nullcontext():
+                    for layer in layers:
+                        x = jnp.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("samples", [1024, pytest.param(8192, marks=pytest.mark.full)])
+def test_no_mark_cuts_better(samples: int) -> None:
+    """Links are slow here, and much of what crosses them does so beside the work."""
+
+    def seconds(cut: int | None) -> float:
+        plan = wh.plan(
+            lambda model, x: jnp.mean(model(x)),
+            nnx.eval_shape(lambda: Tower(cut)),
+            jax.ShapeDtypeStruct((samples, 2048), jnp.float32),
+            optimizer=optax.adam(1e-3),
+            cluster=TWO,
+            mesh={"stage": 2},
+        )
+        return plan.time.step_seconds
+
+    # Operations between parameters may lie on either side of a mark.
+    assert seconds(None) <= 1.01 * min(seconds(cut) for cut in range(1, 7))
+
+
+def test_traffic_is_that_of_every_stage() -> None:
+    wide = job_of(layers=4, embed=512, mlp=2048, heads=8, sequence=128)
+    options: Any = {"cluster": "h100:4+a100-80:4", "job": wide}
+    plan = planned(mesh={"stage": 2, "tensor": 2}, **options)
+    found = {(row.sort, home): row for row in traffic(plan) for home in row.where}
+    for number, own in enumerate(plan.apart):
+        sums = collections.Counter[Any]()
+        for c in own.collectives:
+            sums[c.kind, c.axes, c.what] += c.payload_bytes * own.times(c)
+        for sort, nbytes in sums.items():
+            assert found.pop((sort, f"stage {number}")).nbytes == nbytes
+    assert plan.stages is not None
+    pace, count = plan.stages.paces[1], plan.num_micro_batches
+    assert {row.what: row.nbytes for row in found.values()} == {
+        "activation": count * pace.handed_bytes,
+        "gradient": count * pace.returned_bytes,
+    }
+    assert {row.over for row in found.values()} == {"to stage 1", "back from stage 1"}
+    assert "tensor in stage 0" in str(plan)
+    across = "from stage to stage: point to point, at most "
+    assert plan.describe().count(across) == 2
+    other = planned(mesh={"stage": 2, "tensor": 4}, **options)
+    assert "hand-over over stage of activation" in str(plan.diff(other))
 
 
 def test_measured_times_decide_where_all_kinds_have_them() -> None:

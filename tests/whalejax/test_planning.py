@@ -160,12 +160,14 @@ def test_seven_samples_leave_one_device_idle_if_allowed() -> None:
     plan = wh.plan(square, net, x, allow_idle=True, **options)
     assert plan.num_devices == 7
     assert plan.cluster.num_devices == 8
+    note = "1 of 8 devices is left idle: device 7, in node order (they count from 0)"
+    assert note in plan.notes and note in str(plan)
 
 
 def test_idle_devices_are_a_last_resort() -> None:
     plan = planned("mlp-test", allow_idle=True)
     assert plan.num_devices == 8
-    assert plan == planned("mlp-test")
+    assert plan == planned("mlp-test") and not any("idle" in n for n in plan.notes)
 
 
 def test_a_plan_with_idle_devices_runs() -> None:
@@ -189,6 +191,7 @@ def test_a_fixed_mesh_may_leave_devices_idle() -> None:
     net, x = {"w": leaf(12, 12)}, leaf(6, 12)
     plan = wh.plan(square, net, x, cluster="h100:8", mesh=mesh, allow_idle=True)
     assert plan.axis_sizes == {"data": 3, "tensor": 2}
+    assert any("2 of 8 devices are left idle: devices 6 to 7" in n for n in plan.notes)
     plan = wh.plan(square, net, x, cluster="h100:8", mesh={"data": 3}, allow_idle=True)
     assert plan.num_devices == 6
 

@@ -384,3 +384,16 @@ def test_an_evaluation_reports_numbers_of_the_types_that_a_step_does() -> None:
     for name in ("count", "any"):
         assert evaluated[name].dtype == stepped[name].dtype
         assert evaluated[name] == stepped[name]
+
+
+def test_an_optimizer_that_keeps_more_than_was_planned_for_is_said() -> None:
+    plan = wh.plan(squares, MODEL, BATCH, optimizer=optax.sgd(0.1), cluster="h100:8")
+    options: Any = {"devices": jax.devices(), "batch": BATCH}
+    assert plan.optimizer_bytes == 0
+    with pytest.warns(UserWarning, match=r"keeps 292 B .* plan counts 0 B"):
+        wh.compile(plan, squares, MODEL, optimizer=optax.adam(0.1), **options)
+    plan = wh.plan(squares, MODEL, BATCH, optimizer=optax.adam(0.1), cluster="h100:8")
+    assert plan.optimizer_bytes == 2 * 4 * (8 * 4 + 4) + 4
+    assert wh.Plan.from_document(plan.document()).optimizer_bytes == 292
+    for keeps_less in (optax.adam(0.2), optax.sgd(0.1), None):
+        wh.compile(plan, squares, MODEL, optimizer=keeps_less, **options)

@@ -295,6 +295,18 @@ def test_programs_of_several_kinds_use_all_devices() -> None:
         wh.plan(simple, WIDE, ROWS, allow_idle=True, mesh={"tensor": 2}, **options)
 
 
+def test_a_split_on_one_device_has_no_effect() -> None:
+    def split(model: Any, x: Any) -> Any:
+        with wh.split():
+            return simple(model, x)
+
+    options: Any = {"optimizer": optax.adam(1e-3)}
+    plan = wh.plan(split, WIDE, ROWS, cluster="v100-32:1+p100-16:1", **options)
+    assert "without effect: split() in split: one device holds all" in str(plan)
+    wide = wh.plan(split, WIDE, ROWS, cluster="v100-32:2", **options)
+    assert "obeyed: split() in split" in str(wide)
+
+
 def test_marks_that_no_replica_can_obey() -> None:
     def split(model: Any, x: Any) -> Any:
         with wh.split(devices=4):
