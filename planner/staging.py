@@ -62,6 +62,38 @@ def check_stages(request: Request, stages: int, *, most: int) -> None:
         )
 
 
+def merged(graph: Graph) -> str:
+    """What is said where several pipelines are marked: they make one.
+
+    Args:
+        graph: the captured loss.
+
+    Raises:
+        PlanError: they hold marked stages, whose numbers begin anew in each.
+    """
+    found: dict[int, set[str]] = {}
+    for task_graph in graph.task_graphs:
+        kinds = [mark.kind for mark in task_graph.marks]
+        if "pipeline" in kinds:
+            at = task_graph.path[kinds.index("pipeline")]
+            inside = found.setdefault(at, set())
+            inside.update(
+                m.get("i") or "0" for m in task_graph.marks if m.kind == "stage"
+            )
+    if len(found) < 2:
+        return ""
+    if any(found.values()):
+        stages = " and ".join(str(len(inside)) for inside in found.values())
+        raise PlanError(
+            f"{len(found)} pipelines are marked, of {stages} stages, and a model is "
+            "one pipeline. Put one wh.pipeline() around all the stages"
+        )
+    return (
+        f"pipeline: {len(found)} regions are marked, and the whole model is one "
+        "pipeline. Put one wh.pipeline(num_stages=…) around all of it"
+    )
+
+
 def uncut(graph: Graph, plan: Plan) -> str:
     """That one stage takes most of the time, where a loop is the reason; else nothing.
 

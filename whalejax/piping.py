@@ -33,7 +33,7 @@ from whalejax.planner.search import PLANNED_AXES
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines
-from whalejax.planner.staging import beside, evened, uncut
+from whalejax.planner.staging import beside, evened, merged, uncut
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
@@ -71,6 +71,7 @@ def decider(
     if not runnable:
         return functools.partial(foresee, known=known, spaces=programs.spaces), request
     if _marked(programs.graph):
+        merged(programs.graph)
         _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
         check_marks(programs.graph, request.num_devices)
@@ -483,7 +484,8 @@ def _said(
         note = next((n for n in plan.notes if n.startswith(uneven)), "")
         if note:
             warnings.warn(note, stacklevel=_frames_inside())
-    return plan
+    notes = filter(None, [merged(graph)])
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def _frames_inside() -> int:

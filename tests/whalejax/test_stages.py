@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import whalejax as wh
@@ -139,3 +141,31 @@ def test_gradients_apart_read_nothing_that_is_gone() -> None:
     (case,) = [case for case in stages.whole() if case.id == name]
     with jax.enable_x64(True):
         assert not run_case(case, steps=1).problems
+
+
+def test_two_pipelines_are_one() -> None:
+    def loss(model: Any, batch: Any, marked: bool) -> Any:
+        for layers in "ab", "cd":
+            with wh.pipeline(num_stages=None if marked else 2):
+                for name in layers:
+                    with wh.stage() if marked else contextlib.nullcontext():
+                        batch = jnp.tanh(batch @ model[name])
+            batch = jnp.sin(batch)
+        return batch.mean()
+
+    net = {name: jnp.zeros((8, 8)) for name in "abcd"}
+
+    def planned(marked: bool) -> wh.Plan:
+        return wh.plan(
+            functools.partial(loss, marked=marked),
+            net,
+            jnp.zeros((16, 8)),
+            cluster="h100:2",
+        )
+
+    plan = planned(marked=False)
+    assert plan.axis_sizes["stage"] == 2
+    assert any("2 regions are marked, and the whole model" in n for n in plan.notes)
+    text = "2 pipelines are marked, of 2 and 2 stages, and a model is one pipeline. Put"
+    with pytest.raises(wh.WhaleError, match=text):
+        planned(marked=True)
