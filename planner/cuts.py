@@ -25,7 +25,7 @@ from whalejax.planner.stage_kinds import (
     unlike,
 )
 from whalejax.planner.stage_models import places_of, stage_graph
-from whalejax.planner.stages import Layer, Stage, cut
+from whalejax.planner.stages import Stage, cut
 from whalejax.planner.turns import handed_seconds
 
 
@@ -259,17 +259,17 @@ class Cuts:
         first = next(iter(segments.values()))
         division = self.whole.by_marks() if self.marked else None
         chains = {
-            name: _chain(one.layers_of(division) if division else one.layers, hidden)
+            name: one.layers_of(division) if division else one.layers
             for name, one in segments.items()
         }
         if division is None and len(first.layers) < table.num_stages:
             raise _too_few(table, len(first.layers))
         try:
-            found = allot(chains, lying, table, reserved)
+            found = allot(chains, lying, table, reserved, hidden=hidden)
         except PlanError:
             # What fits is said by the search of each stage, which knows more.
             roomy = dict.fromkeys(segments, -float("inf"))
-            found = allot(chains, lying, table, roomy)
+            found = allot(chains, lying, table, roomy, hidden=hidden)
         starts = first.starts(found.placed.cut.counts)
         return division or divided(self.whole.units, starts), found
 
@@ -288,7 +288,9 @@ class Cuts:
             )
             for place in range(table.num_places)
         ]
-        layers = _chain(segments.layers, hidden)
+        layers = segments.layers
+        if hidden:
+            layers = [replace(layer, transfer_seconds=0.0) for layer in layers]
         if len(layers) < len(places):
             raise _too_few(table, len(layers))
         try:
@@ -297,13 +299,6 @@ class Cuts:
             # What fits is said by the search of each stage, which knows more.
             found = cut(layers, [Stage()] * len(places))
         return divided(self.whole.units, segments.starts(found.counts)), found.seconds
-
-
-def _chain(layers: Sequence[Layer], hidden: bool) -> Sequence[Layer]:
-    """The links of a chain, or as they are where nobody waits for what crosses."""
-    if not hidden:
-        return layers
-    return [replace(layer, transfer_seconds=0.0) for layer in layers]
 
 
 def _too_few(table: Schedule, parts: int) -> TooFewParts:

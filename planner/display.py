@@ -28,7 +28,7 @@ from whalejax.planner.explain import (
 from whalejax.planner.lines import Line, paragraph, plain, table
 from whalejax.planner.parameters import parameter_rows
 from whalejax.planner.terms import NO_EFFECT, OBEYED
-from whalejax.planner.traffic import traffic
+from whalejax.planner.traffic import INSIDE, mesh_of, traffic
 
 
 if TYPE_CHECKING:
@@ -154,13 +154,12 @@ def _memory(plan: Plan, width: int | None) -> list[Line]:
 
 def crossings(plan: Plan) -> list[str]:
     """Every axis with the links that it crosses and how fast these are."""
-    mesh = plan.axis_sizes
-    if plan.apart:  # below the stages, each has a mesh of its own
-        mesh["inside"] = plan.apart[0].num_devices
-    found = [_crossing(axis, mesh, plan.cluster) for axis, _ in plan.axes]
-    for own in plan.apart:
-        for axis, _ in own.axes:
-            found.append(_crossing(axis, own.axis_sizes, own.cluster))
+    mesh = mesh_of(plan)
+    found = [_crossing(axis, mesh, plan.cluster) for axis in mesh if axis != INSIDE]
+    for one in plan.pipelines or (plan,):
+        for own in one.apart:
+            for axis, _ in own.axes:
+                found.append(_crossing(axis, own.axis_sizes, own.cluster))
     return list(dict.fromkeys(found)) or ["one device, nothing to cross"]
 
 

@@ -32,9 +32,9 @@ class OptimizerBytes:
     other_bytes: int = 0
 
     @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(self.by_path.values()) + self.other_bytes
+    def followed_bytes(self) -> int:
+        """What follows parameters, of all of them: not counts of steps and the like."""
+        return sum(self.by_path.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from whalejax.planner.shared import STAGE
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_kinds import Allotted, notes
 from whalejax.planner.stage_models import places_of, tensors_of
-from whalejax.planner.staging import candidates, check_stages
+from whalejax.planner.staging import batch_of, candidates, check_stages
 from whalejax.planner.terms import Remat, TimeTerms
 from whalejax.planner.turns import handed_seconds, times, turn_of
 from whalejax.planner.written import written
@@ -234,11 +234,20 @@ class _Ask:
         What stages hand on is time of both, or crosses while they work; the schedule
         says which is nearer.
         """
-        found: dict[tuple[object, ...], _Weighed] = {}
+        cuts: list[object] = []
+        found: dict[object, _Weighed] = {}
+        problems: list[PlanError] = []
         for hidden in (False, True):
-            one = self.cuts.of(self.table, self.one, hidden=hidden)
-            if one.where not in found:
-                found[one.where] = self._fitted(one, hidden=hidden)
+            try:
+                one = self.cuts.of(self.table, self.one, hidden=hidden)
+                if one.where not in cuts:
+                    cuts.append(one.where)
+                    weighed = self._fitted(one, hidden=hidden)
+                    found.setdefault(weighed.found.where, weighed)
+            except PlanError as error:
+                problems.append(error)
+        if not found:
+            raise problems[0]
         return [*found.values()]
 
     def _fitted(self, found: Cut, *, hidden: bool) -> _Weighed:
@@ -503,7 +512,7 @@ class _Weighed:
                 for number, plan in enumerate(plans)
                 for region in plan.compute
             ),
-            batch=_batch(plans, batch),
+            batch=batch_of(plans, batch),
             stages=Stages(
                 schedule=self.table.name,
                 chunks=self.table.num_chunks,
@@ -567,18 +576,6 @@ class _Weighed:
             own,
         )
         return replace(plan, candidates=(), question=None)
-
-
-def _batch(plans: Sequence[Plan], batch: Sequence[BatchLeaf]) -> tuple[BatchLeaf, ...]:
-    """Leaves of the batch with their layouts, as the first stage that reads them."""
-    found: dict[str, BatchLeaf] = {}
-    for plan in plans:
-        for leaf in plan.batch:
-            found.setdefault(leaf.path, leaf)
-    return tuple(
-        found.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
-        for leaf in batch
-    )
 
 
 def _too_large(one: _Weighed) -> NothingFits:

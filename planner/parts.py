@@ -447,9 +447,13 @@ def _inputs(
     return tuple(sorted({n for position, n in values if position == ()}))
 
 
+class FlowsBackwards(PlanError):
+    """A stage reads what a later one makes."""
+
+
 def _check_order(units: Units, homes: Sequence[int]) -> None:
     """Refuse values that flow backwards."""
-    problems = Problems("values flow backwards between stages", PlanError)
+    problems = Problems("values flow backwards between stages", FlowsBackwards)
     seen: set[tuple[str, str]] = set()
     for index, unit in enumerate(units.units):
         for value in unit.reads:

@@ -43,7 +43,7 @@ from whalejax.planner.terms import TimeTerms as TimeTerms
 if TYPE_CHECKING:
     from whalejax.planner.differences import PlanDiff
 
-PLAN_VERSION = 13
+PLAN_VERSION = 14
 """Version of the file format."""
 
 
@@ -161,8 +161,8 @@ class Plan(Pictured):
         candidates: what else was weighed, best first.
         notes: what a user should know.
         product_flops: of matrix products, on one device in one step; 0 in estimates.
-        optimizer_bytes: state of the optimizer that was planned for, over all
-            parameters; None where the plan does not say.
+        optimizer_bytes: state that the planned optimizer keeps of all parameters,
+            whole; None where that is not known.
         stages: the pipeline, if there is one.
         shares: micro-batches of each rank of ``data``, where ranks are unlike and each
             takes whole micro-batches; empty where every rank has a part of each.

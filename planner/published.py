@@ -226,7 +226,7 @@ def _run(cells: _Cells) -> Run:
         )
     data = count // inner
     if cells.whole("dp") != data:
-        says = f"; the row says {cells.text('dp')}" * bool(cells.whole("dp"))
+        says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
         cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
     sizes = _sizes(cells, source, tensor)
     unlike = _unlike(cells, sizes)

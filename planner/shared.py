@@ -168,12 +168,14 @@ def check_devices(devices: int, stages: int, *, most: int) -> None:
     if devices % stages == 0:
         return
     near = [n for n in range(2, min(devices, most) + 1) if devices % n == 0]
-    remedy = (
-        f"expected one of {', '.join(map(str, near))}, or leave some idle on purpose "
-        "(allow_idle=True)"
-        if near
-        else ("no number of stages above 1 can be had. Use other devices, or no stages")
-    )
+    remedy = "no number of stages above 1 can be had. Use other devices, or no stages"
+    if near:
+        remedy = f"expected one of {', '.join(map(str, near))}"
+    if stages <= devices:
+        idle = (
+            "leave some idle on purpose: allow_idle=True (whalejax plan --allow-idle)"
+        )
+        remedy += f", or {idle}" if near else f". Or {idle}"
     raise Unobeyed(
         f"stage is {stages}, and there are {devices} devices, of which every stage has "
         f"as many; {remedy}"

@@ -422,7 +422,7 @@ def _written(
         leaves=tuple(_summed(leaf) for leaf in first.leaves),
         time=_time(best),
         memory=best.memory,
-        collectives=(*first.collectives, best.exchange[0]),
+        collectives=(best.exchange[0],),
         candidates=tuple(candidates),
         notes=tuple(dict.fromkeys(_notes(best))),
     )

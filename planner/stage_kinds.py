@@ -21,6 +21,7 @@ from whalejax.planner.placing import Placed, place
 from whalejax.planner.plan import PlanError
 from whalejax.planner.schedules import Schedule
 from whalejax.planner.shared import devices_of_stage
+from whalejax.planner.simulate import simulate
 from whalejax.planner.stages import Cut, Layer, Stage, cut, interval_seconds
 from whalejax.planner.timed import corrections, timing_note, weights_hash
 
@@ -97,14 +98,18 @@ class Allotted:
 
     Attributes:
         placed: the order of the devices, and the cut.
-        equal: how fast it would be cut as for devices alike, in node order.
+        work: of each stage, seconds that it computes for a micro-batch.
+        seconds: of a step as the schedule has it, what is handed on included.
+        equal_seconds: the same, were it cut as for devices alike, in node order.
         equal_fits: so cut it would fit the memory.
-        least_seconds: at which the slowest stage could be done, could layers be cut.
+        least_seconds: of a step in which all compute all the time, could layers be cut.
         needs_bytes: of a device of each stage, as the cut counts it.
     """
 
     placed: Placed
-    equal: float
+    work: tuple[float, ...]
+    seconds: float
+    equal_seconds: float
     equal_fits: bool
     least_seconds: float
     needs_bytes: tuple[float, ...]
@@ -115,6 +120,8 @@ def allot(
     found: Sequence[Ground],
     table: Schedule,
     reserved: Mapping[str, float],
+    *,
+    hidden: bool = False,
 ) -> Allotted:
     """Place stages and cut the model for them.
 
@@ -124,6 +131,7 @@ def allot(
         found: the devices of the stages, in node order.
         table: the schedule, of one part of the model on each stage.
         reserved: by kind, bytes of a device that are no layer's.
+        hidden: what is handed on crosses while stages work; else it is time of both.
 
     Raises:
         PlanError: fewer layers than stages, or no cut fits in any order.
@@ -140,16 +148,18 @@ def allot(
         for ground in found
     ]
     held = [max(1, n) for n in table.in_flight]
-    placed = place(layers, devices, held)
-    alike = [Stage(seconds=devices[0].seconds)] * len(devices)
+    links = [replace(x, transfer_seconds=0.0) for x in layers] if hidden else layers
+    placed = place(links, devices, held)
     stages = [replace(d, in_flight=n) for d, n in zip(devices, held, strict=True)]
-    equal = cut(layers, alike)
-    seconds = _taken(equal, layers, [replace(s, memory_bytes=np.inf) for s in stages])
+    equal = cut(links, [Stage(seconds=devices[0].seconds)] * len(devices))
     return Allotted(
         placed=placed,
-        equal=max(seconds),
-        equal_fits=bool(np.isfinite(_taken(equal, layers, stages)).all()),
-        least_seconds=least_seconds([s.seconds for s in placed.stages]),
+        work=_work(placed.cut, placed.stages),
+        seconds=_step_seconds(placed.cut, layers, placed.stages, table),
+        equal_seconds=_step_seconds(equal, layers, stages, table),
+        equal_fits=_fits(equal, layers, stages),
+        least_seconds=table.num_micro_batches
+        * least_seconds([s.seconds for s in placed.stages]),
         needs_bytes=tuple(
             sum(one.static_bytes + n * one.activation_bytes for one in layers[a:b])
             for (a, b), n in zip(_spans(placed.cut), held, strict=True)
@@ -161,12 +171,37 @@ def _spans(found: Cut) -> Iterator[tuple[int, int]]:
     return itertools.pairwise([0, *itertools.accumulate(found.counts)])
 
 
-def _taken(found: Cut, layers: Sequence[Layer], stages: Sequence[Stage]) -> list[float]:
-    """Seconds of every stage of a cut."""
-    return [
-        float(interval_seconds(layers, stage)[a, b])
+def _work(found: Cut, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """Seconds that every stage computes for a micro-batch."""
+    return tuple(
+        sum(stage.seconds[a:b])
         for stage, (a, b) in zip(stages, _spans(found), strict=True)
-    ]
+    )
+
+
+def _step_seconds(
+    found: Cut, layers: Sequence[Layer], stages: Sequence[Stage], table: Schedule
+) -> float:
+    """A step with a cut; of a stage's work one part in three is its forward pass."""
+    part = [seconds / 3 for seconds in _work(found, stages)]
+    borders = [b - 1 for _, b in _spans(found)][:-1]
+    handed = max((layers[at].transfer_seconds / 2 for at in borders), default=0.0)
+    line = simulate(
+        table,
+        part,
+        part if table.splits_backward else [2 * seconds for seconds in part],
+        handed,
+        weight_seconds=part if table.splits_backward else None,
+    )
+    return line.step_seconds
+
+
+def _fits(found: Cut, layers: Sequence[Layer], stages: Sequence[Stage]) -> bool:
+    """Every stage of a cut fits its device's memory."""
+    return all(
+        np.isfinite(interval_seconds(layers, stage)[a, b])
+        for stage, (a, b) in zip(stages, _spans(found), strict=True)
+    )
 
 
 def least_seconds(seconds: Sequence[Sequence[float]]) -> float:
@@ -208,11 +243,10 @@ def notes(found: Sequence[Ground], graph: Graph, one: Allotted) -> Iterator[str]
     each = ", ".join(
         f"{count} on {kinds[i].display_name()} ({seconds * 1e3:.3g} ms)"
         for i, count, seconds in zip(
-            one.placed.order, one.placed.cut.counts, one.placed.cut.seconds, strict=True
+            one.placed.order, one.placed.cut.counts, one.work, strict=True
         )
     )
-    pace = one.placed.cut.slowest_seconds
-    words = gain_words(one.equal / pace, one.equal / one.least_seconds)
-    words = words.replace("even shares", "equal layers")
+    gain, bound = (one.equal_seconds / t for t in (one.seconds, one.least_seconds))
+    words = gain_words(gain, bound).replace("even shares", "equal layers")
     fits = "" if one.equal_fits else "; equal layers do not fit the memory"
     yield f"stages: {each} of {total} parts of the model: {words}{fits}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
-from whalejax.planner.plan import Candidate, Plan, PlanError
+from whalejax.planner.plan import BatchLeaf, Candidate, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import check_devices
 from whalejax.planner.stage_models import places_of
@@ -67,26 +68,22 @@ def merged(graph: Graph) -> str:
 
     Args:
         graph: the captured loss.
-
-    Raises:
-        PlanError: they hold marked stages, whose numbers begin anew in each.
     """
     found: dict[int, set[str]] = {}
     for task_graph in graph.task_graphs:
         kinds = [mark.kind for mark in task_graph.marks]
         if "pipeline" in kinds:
             at = task_graph.path[kinds.index("pipeline")]
-            inside = found.setdefault(at, set())
-            inside.update(
-                m.get("i") or "0" for m in task_graph.marks if m.kind == "stage"
-            )
+            numbers = (m.get("i") for m in task_graph.marks if m.kind == "stage")
+            found.setdefault(at, set()).update(n or "0" for n in numbers)
     if len(found) < 2:
         return ""
     if any(found.values()):
         stages = " and ".join(str(len(inside)) for inside in found.values())
-        raise PlanError(
-            f"{len(found)} pipelines are marked, of {stages} stages, and a model is "
-            "one pipeline. Put one wh.pipeline() around all the stages"
+        return (
+            f"pipeline: {len(found)} are marked, of {stages} stages, and a model is "
+            "one pipeline: stages of equal number are one stage. Put one wh.pipeline() "
+            "around all of them where they follow each other"
         )
     return (
         f"pipeline: {len(found)} regions are marked, and the whole model is one "
@@ -140,6 +137,25 @@ def evened(remedy: str) -> str:
     )
 
 
+def batch_of(
+    plans: Sequence[Plan], batch: Sequence[BatchLeaf]
+) -> tuple[BatchLeaf, ...]:
+    """Leaves of the batch with their layouts, as the first stage that reads them.
+
+    Args:
+        plans: of the stages.
+        batch: its leaves, without layouts.
+    """
+    found: dict[str, BatchLeaf] = {}
+    for plan in plans:
+        for leaf in plan.batch:
+            found.setdefault(leaf.path, leaf)
+    return tuple(
+        found.get(leaf.path, replace(leaf, spec=((),) * len(leaf.shape)))
+        for leaf in batch
+    )
+
+
 def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ...]:
     """Plans in stages for a plan to remember, best first.
 
@@ -148,6 +164,8 @@ def candidates(weighed: Sequence[Weighed], best: Weighed) -> tuple[Candidate, ..
         best: the one that is taken.
     """
     order = sorted(weighed, key=lambda one: (not one.fits, one.time.step_seconds))
+    alike = {one.layout: one for one in reversed(order)} | {best.layout: best}
+    order = [one for one in order if alike[one.layout] is one]
     return tuple(
         Candidate(
             layout=one.layout,

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from whalejax.planner.collectives import axis_parts, collective_seconds
+from whalejax.planner.layout import STAGE
 
 
 if TYPE_CHECKING:
     from whalejax.planner.plan import Plan
 
+
+Home = tuple[int | None, int]
+"""A stage: its pipeline, where there are several side by side, and its number."""
+
+INSIDE = "inside"
+"""The axis that stands for all devices of a stage, in a mesh of stages."""
 
 HANDED = "hand-over"
 """The kind of what stages with programs of their own give each other."""
@@ -30,7 +37,8 @@ class Traffic:
         kind: of collective, or ``HANDED``.
         axes: mesh axes that it runs over.
         what: such as ``"gradient"``, ``"parameter"``, ``"activation"``.
-        where: the stages; none where all devices run one program.
+        where: the stages, each with the number of its pipeline; none where all devices
+            run one program.
         times: in a step.
         nbytes: payload of all of these.
         seconds: on the links; part of it may be hidden behind computing.
@@ -40,7 +48,7 @@ class Traffic:
     kind: str
     axes: tuple[str, ...]
     what: str
-    where: tuple[str, ...] = ()
+    where: tuple[Home, ...] = ()
     times: int
     nbytes: int
     seconds: float
@@ -61,21 +69,35 @@ class Traffic:
         return f"{axes} in {where}" if where else axes
 
 
-def listed(stages: Sequence[str]) -> str:
+def listed(stages: Sequence[Home]) -> str:
     """Stages in words.
 
-    >>> listed(["stage 1", "stage 2", "stage 3"]), listed(["stage 0", "stage 2"])
+    >>> listed([(None, 1), (None, 2), (None, 3)]), listed([(None, 0), (None, 2)])
     ('stages 1–3', 'stages 0, 2')
-    >>> listed(["pipeline 0 stage 0", "pipeline 1 stage 0"])
-    'pipeline 0 stage 0, pipeline 1 stage 0'
+    >>> listed([(0, 1), (1, 1), (2, 1)]), listed([(0, 0), (1, 0), (1, 1)])
+    ('stage 1 of pipelines 0–2', 'stage 0 of pipeline 0, stages 0, 1 of pipeline 1')
     """
-    numbers = [name.removeprefix("stage ") for name in stages]
-    if len(stages) < 2 or not all(number.isdigit() for number in numbers):
-        return ", ".join(stages)
-    first, last = int(numbers[0]), int(numbers[-1])
-    in_a_row = [int(n) for n in numbers] == [*range(first, last + 1)]
-    text = f"{first}–{last}" if in_a_row and last > first + 1 else ", ".join(numbers)
-    return f"stages {text}"
+    by_pipeline: dict[int | None, list[int]] = {}
+    for pipeline, stage in stages:
+        by_pipeline.setdefault(pipeline, []).append(stage)
+    alike: dict[str, list[int]] = {}
+    for pipeline, numbers in by_pipeline.items():
+        words = _numbered("stage", numbers)
+        alike.setdefault(words, []).extend([] if pipeline is None else [pipeline])
+    return ", ".join(
+        f"{words} of {_numbered('pipeline', pipelines)}" if pipelines else words
+        for words, pipelines in alike.items()
+    )
+
+
+def _numbered(name: str, numbers: Sequence[int]) -> str:
+    """Numbers of something in words."""
+    if len(numbers) == 1:
+        return f"{name} {numbers[0]}"
+    first, last = numbers[0], numbers[-1]
+    if last - first > 1 and [*numbers] == [*range(first, last + 1)]:
+        return f"{name}s {first}–{last}"
+    return f"{name}s {', '.join(map(str, numbers))}"
 
 
 def traffic(plan: Plan) -> list[Traffic]:
@@ -84,15 +106,16 @@ def traffic(plan: Plan) -> list[Traffic]:
     Args:
         plan: any plan.
     """
-    rows = [] if plan.apart and not plan.pipelines else [*_collectives(plan, plan, "")]
+    # Of pipelines side by side, what they exchange with each other is the plan's own.
+    rows = [] if plan.apart and not plan.pipelines else [*_collectives(plan, ())]
     for number, one in enumerate(plan.pipelines or (plan,)):
         count = plan.shares[number] if plan.pipelines else plan.num_micro_batches
-        within = f"pipeline {number} " if plan.pipelines else ""
         for stage, own in enumerate(one.apart):
             counted = dataclasses.replace(own, num_micro_batches=count)
-            rows += _collectives(counted, own, f"{within}stage {stage}")
-            rows += _handed(one, stage, count, f"{within}stage {stage}")
-    alike: dict[Traffic, list[str]] = {}
+            home = number if plan.pipelines else None, stage
+            rows += _collectives(counted, (home,))
+            rows += _handed(one, home, count)
+    alike: dict[Traffic, list[Home]] = {}
     for row in rows:
         plain = dataclasses.replace(row, where=())
         alike.setdefault(plain, []).extend(row.where)
@@ -100,6 +123,15 @@ def traffic(plan: Plan) -> list[Traffic]:
         dataclasses.replace(row, where=tuple(where)) for row, where in alike.items()
     ]
     return sorted(found, key=lambda row: -row.nbytes)
+
+
+def mesh_of(plan: Plan) -> dict[str, int]:
+    """Sizes of a plan's mesh; where stages have their own, ``INSIDE`` stands for it."""
+    sizes = plan.axis_sizes
+    if not plan.apart:
+        return sizes
+    outer = {axis: sizes[axis] for axis in ("data", STAGE)[not plan.pipelines :]}
+    return outer | {INSIDE: plan.apart[0].num_devices}
 
 
 def by_sort(plan: Plan) -> dict[tuple[str, tuple[str, ...], str], Traffic]:
@@ -110,17 +142,17 @@ def by_sort(plan: Plan) -> dict[tuple[str, tuple[str, ...], str], Traffic]:
     return found
 
 
-def _collectives(plan: Plan, home: Plan, where: str) -> Iterator[Traffic]:
+def _collectives(plan: Plan, where: tuple[Home, ...]) -> Iterator[Traffic]:
     """Of one program, folded."""
     found: dict[tuple[str, tuple[str, ...], str], Traffic] = {}
     for c in plan.collectives:
-        parts = axis_parts(c.axes, home.axis_sizes, home.cluster)
+        parts = axis_parts(c.axes, mesh_of(plan), plan.cluster)
         times = plan.times(c)
         row = Traffic(
             kind=c.kind,
             axes=c.axes,
             what=c.what,
-            where=(where,) if where else (),
+            where=where,
             times=times,
             nbytes=c.payload_bytes * times,
             seconds=collective_seconds(c.kind, c.payload_bytes, parts) * times,
@@ -138,19 +170,17 @@ def _collectives(plan: Plan, home: Plan, where: str) -> Iterator[Traffic]:
     yield from found.values()
 
 
-def _handed(plan: Plan, stage: int, count: int, where: str) -> Iterator[Traffic]:
+def _handed(plan: Plan, home: Home, count: int) -> Iterator[Traffic]:
     """What one stage is handed by others in a step, and hands back.
 
     Args:
         plan: of the pipeline.
-        stage: its number.
+        home: the stage.
         count: micro-batches.
-        where: its name.
     """
     assert plan.stages is not None
-    mesh = plan.axis_sizes | {"inside": plan.apart[0].num_devices}
-    parts = axis_parts(("stage",), mesh, plan.cluster)
-    paces = plan.stages.paces[stage :: len(plan.apart)]
+    parts = axis_parts((STAGE,), mesh_of(plan), plan.cluster)
+    paces = plan.stages.paces[home[1] :: len(plan.apart)]
     for what, sizes in (
         ("activation", [pace.handed_bytes for pace in paces]),
         ("gradient", [pace.returned_bytes for pace in paces]),
@@ -159,9 +189,9 @@ def _handed(plan: Plan, stage: int, count: int, where: str) -> Iterator[Traffic]
             each = [collective_seconds("collective-permute", n, parts) for n in sizes]
             yield Traffic(
                 kind=HANDED,
-                axes=("stage",),
+                axes=(STAGE,),
                 what=what,
-                where=(where,),
+                where=(home,),
                 times=count * sum(size > 0 for size in sizes),
                 nbytes=count * sum(sizes),
                 seconds=count * sum(each),

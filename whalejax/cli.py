@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from whalejax.losses import Job
+    from whalejax.meshes.cluster import Cluster
 
 
 _DESCRIPTION = """Train a model that is written for one device on many: WhaleJAX plans
@@ -336,6 +337,21 @@ def _complete(shell: str) -> None:
         _parse(["--tyro-print-completion", shell])
 
 
+def _described(path: Path) -> Cluster | None:
+    """What a file describes that would be written over; None for an empty one."""
+    from whalejax.meshes.files import load
+
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    try:
+        return load(path)
+    except WhaleError as error:
+        raise WhaleError(
+            f"{path} is there, and is no description of a cluster ({error}). Remove "
+            "it first, or give another --output"
+        ) from None
+
+
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.meshes.beside import joined
     from whalejax.meshes.calibrate import local_network, measured
@@ -347,10 +363,9 @@ def _calibrate(command: CalibrateCommand) -> None:
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"
         )
-    job, there = None, None
-    if command.append or command.output.exists():
-        there = load(command.output)
-    beside, instead = (there, None) if command.append else (None, there)
+    job = None
+    beside = load(command.output) if command.append else None
+    instead = None if command.append else _described(command.output)
     if command.model is not None:
         job = find_job(command.model, named_values(command.set))
     words = []

@@ -63,7 +63,7 @@ def check_mesh(
     if idle and not allow_idle:
         raise PlanError(
             f"{shape} uses {used} of {num_devices} devices. {ways}. To leave some idle "
-            "on purpose: allow_idle=True (whalejax plan --allow-idle)"
+            "on purpose: allow_idle=True (--allow-idle)"
         )
 
 

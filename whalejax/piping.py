@@ -26,6 +26,7 @@ from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
+from whalejax.planner.parts import FlowsBackwards
 from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
@@ -71,7 +72,6 @@ def decider(
     if not runnable:
         return functools.partial(foresee, known=known, spaces=programs.spaces), request
     if _marked(programs.graph):
-        merged(programs.graph)
         _check_widths(programs.graph)
     if not allow_idle:  # Else fewer devices are tried, which the marks may divide.
         check_marks(programs.graph, request.num_devices)
@@ -479,6 +479,10 @@ def _said(
         plan = search(graph, *given, **options)
     except TooFewParts as error:  # which is of use to searches only
         raise PlanError(str(error)) from None
+    except FlowsBackwards as error:
+        if not (several := merged(graph)):
+            raise
+        raise PlanError(f"{error}\n{several}") from None
     said = (uncut(graph, part) for part in plan.pipelines or (plan,))
     for uneven in dict.fromkeys(filter(None, said)):
         note = next((n for n in plan.notes if n.startswith(uneven)), "")

@@ -297,7 +297,7 @@ class Asked:
             found,
             cluster=self.cluster,
             batch_tree=batch_tree(self.batch),
-            optimizer_bytes=request.optimizer.total_bytes,
+            optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*attention_note(found, programs), *adapter.notes),

@@ -413,8 +413,7 @@ def step_of(
         batch_axes=batch_axes,
     )
     check_same_model(plan, captured, example)
-    if optimizer is not None:
-        _check_planned_state(plan, optimizer_bytes(adapter, optimizer).total_bytes)
+    _check_planned_state(plan, adapter, optimizer)
     return TrainStep(
         plan,
         adapter,
@@ -426,15 +425,21 @@ def step_of(
     )
 
 
-def _check_planned_state(plan: Plan, given: int) -> None:
+def _check_planned_state(
+    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
+) -> None:
     """Warn where an optimizer keeps more than the plan's memory was counted with."""
     planned = plan.optimizer_bytes
-    if planned is not None and given > planned:
+    if planned is None or optimizer is None:
+        return
+    given = optimizer_bytes(adapter, optimizer).followed_bytes
+    if given > planned:
         warnings.warn(
-            f"the optimizer keeps {gigabytes(given)} for this model and the plan "
-            f"counts {gigabytes(planned)}, over all devices: it needs more memory than "
-            "was predicted. Give wh.plan the optimizer that wh.compile is given",
-            stacklevel=4,
+            f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
+            f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
+            "more memory is needed than was predicted. Give wh.plan the optimizer "
+            "that wh.compile is given",
+            stacklevel=5,
         )
 
 

@@ -137,7 +137,7 @@ def test_more_devices_than_there_are() -> None:
 def test_a_mesh_that_leaves_devices_idle() -> None:
     assert refused(mesh={"data": 3, "tensor": 2}) == (
         "data 3 × tensor 2 uses 6 of 8 devices. 8 = 8×1, 4×2, 2×4, 1×8. To leave some "
-        "idle on purpose: allow_idle=True (whalejax plan --allow-idle)"
+        "idle on purpose: allow_idle=True (--allow-idle)"
     )
 
 

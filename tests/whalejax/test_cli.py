@@ -395,65 +395,6 @@ def test_files_that_cannot_be_used(
     assert "Traceback" not in text
 
 
-def test_calibrate_writes_what_cluster_takes(
-    here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[float] = []
-
-    def measured(budget_seconds: float, **_: object) -> wh.Cluster:
-        asked.append(budget_seconds)
-        return described_cluster()
-
-    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
-    assert cli.main(["calibrate", "-o", "c.toml", "--seconds", "3"]) == 0
-    assert "measured and written to c.toml" in capsys.readouterr().out
-    assert asked == [3.0]
-    assert cli.main(["plan", "mlp", "--cluster", "c.toml"]) == 0
-
-
-def _no_timing(*_: object) -> Any:
-    raise wh.WhaleError("too short to be timed: give more")
-
-
-def test_kinds_that_are_measured_apart_are_written_into_one_file(
-    here: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[float] = []
-
-    def calibrate(budget_seconds: float, use_cache: bool) -> wh.Cluster:
-        measured.append(budget_seconds)
-        return wh.cluster("cpu:8")
-
-    monkeypatch.setattr("whalejax.meshes.calibrate.calibrate", calibrate)
-    words = ["calibrate", "-o", "both.toml"]
-    assert "'both.toml' does not exist" in refused([*words, "--append"], capsys)
-    assert cli.main([*words, "--kind", "fast"]) == 0
-    assert "8×fast (1 node of 8, host), measured" in capsys.readouterr().out
-    again = [*words, "--append", "--kind"]
-    assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
-    assert "letters, digits, - and _" in refused([*again, "my cpu"], capsys)
-    assert len(measured) == 1  # Nothing is measured that could not be written.
-    assert "letters, digits, - and _" in refused([*again, ""], capsys)
-    model = ["--model", "mlp", "--samples", "64"]
-    with monkeypatch.context() as failing:
-        failing.setattr("whalejax.timing.with_timing", _no_timing)
-        assert "give more" in refused([*again, "slow", *model], capsys)
-    assert cli.main([*again, "slow", *model]) == 0  # Nothing was written before.
-    said = capsys.readouterr().out
-    assert "holds 8×fast + 8×slow (2 nodes of 8, host + host) now" in said
-    assert "is not measured: host at 1.2 GB/s is taken" in said
-    both = wh.cluster("both.toml")
-    assert [(n.kind.name, n.count) for n in both.nodes] == [("fast", 8), ("slow", 8)]
-    assert [len(kind.timed_models) for kind in both.kinds] == [0, 1]
-    assert cli.main(["plan", "mlp", "--cluster", "both.toml"]) == 0
-    assert "8×fast + 8×slow" in capsys.readouterr().out
-    assert cli.main([*words, "--append"]) == 0  # As JAX calls it.
-    assert [k.name for k in wh.cluster("both.toml").kinds] == ["fast", "slow", "cpu"]
-    assert "a kind 'cpu' already" in refused([*words, "--append"], capsys)
-    assert "and fast alone would be" in refused([*words, "--kind", "fast"], capsys)
-    assert len(measured) == 4 and len(wh.cluster("both.toml").kinds) == 3
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -482,6 +423,10 @@ def test_a_plan_for_another_machine_is_not_shown_first(
     assert cli.main(["train", "mlp-test", "--plan", "big.json"]) == 2
     found = capsys.readouterr()
     assert "this plan is for 32×H100" in found.err
+    assert "predicted" not in found.out
+    assert cli.main(["train", "mlp-test", "--cluster", "h100:4"]) == 2
+    found = capsys.readouterr()
+    assert "this plan is for 4×H100" in found.err
     assert "predicted" not in found.out
 
 

@@ -250,6 +250,6 @@ def test_an_unknown_shell_is_refused(capsys: Captured) -> None:
 
 def test_devices_may_be_left_idle_on_purpose(here: Path, capsys: Captured) -> None:
     words = ["plan", "jobs.py:make", "--cluster", "h100:8", "--mesh", "data=3"]
-    assert "whalejax plan --allow-idle" in refused(words, capsys)
+    assert "allow_idle=True (--allow-idle)" in refused(words, capsys)
     assert cli.main([*words, "--batch", "12", "--allow-idle"]) == 0
     assert "2 of 8 devices are left idle" in capsys.readouterr().out

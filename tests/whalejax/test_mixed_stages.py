@@ -18,6 +18,7 @@ import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
 from whalejax.meshes.kinds import TimedModel
+from whalejax.planner.explain import gigabytes
 from whalejax.planner.timed import weights_hash
 from whalejax.planner.traffic import traffic
 
@@ -112,20 +113,23 @@ class Tower(nnx.Module):
         return x
 
 
+def tower(samples: int, cut: int | None = None) -> wh.Plan:
+    return wh.plan(
+        lambda model, x: jnp.mean(model(x)),
+        nnx.eval_shape(lambda: Tower(cut)),
+        jax.ShapeDtypeStruct((samples, 2048), jnp.float32),
+        optimizer=optax.adam(1e-3),
+        cluster=TWO,
+        mesh={"stage": 2},
+    )
+
+
 @pytest.mark.parametrize("samples", [1024, pytest.param(8192, marks=pytest.mark.full)])
 def test_no_mark_cuts_better(samples: int) -> None:
     """Links are slow here, and much of what crosses them does so beside the work."""
 
     def seconds(cut: int | None) -> float:
-        plan = wh.plan(
-            lambda model, x: jnp.mean(model(x)),
-            nnx.eval_shape(lambda: Tower(cut)),
-            jax.ShapeDtypeStruct((samples, 2048), jnp.float32),
-            optimizer=optax.adam(1e-3),
-            cluster=TWO,
-            mesh={"stage": 2},
-        )
-        return plan.time.step_seconds
+        return tower(samples, cut).time.step_seconds
 
     # Operations between parameters may lie on either side of a mark.
     assert seconds(None) <= 1.01 * min(seconds(cut) for cut in range(1, 7))
@@ -137,11 +141,8 @@ def test_traffic_is_that_of_every_stage() -> None:
     plan = planned(mesh={"stage": 2, "tensor": 2}, **options)
     found = {(row.sort, home): row for row in traffic(plan) for home in row.where}
     for number, own in enumerate(plan.apart):
-        sums = collections.Counter[Any]()
-        for c in own.collectives:
-            sums[c.kind, c.axes, c.what] += c.payload_bytes * own.times(c)
-        for sort, nbytes in sums.items():
-            assert found.pop((sort, f"stage {number}")).nbytes == nbytes
+        for sort, nbytes in sums(own, plan.num_micro_batches).items():
+            assert found.pop((sort, (None, number))).nbytes == nbytes
     assert plan.stages is not None
     pace, count = plan.stages.paces[1], plan.num_micro_batches
     assert {row.what: row.nbytes for row in found.values()} == {
@@ -149,11 +150,74 @@ def test_traffic_is_that_of_every_stage() -> None:
         "gradient": count * pace.returned_bytes,
     }
     assert {row.over for row in found.values()} == {"to stage 1", "back from stage 1"}
+    handed = next(row for row in found.values() if row.what == "activation")
+    assert handed.seconds == pytest.approx(count * plan.stages.handed_seconds)
+    assert handed.links == ("infiniband",)
     assert "tensor in stage 0" in str(plan)
     across = "from stage to stage: point to point, at most "
     assert plan.describe().count(across) == 2
     other = planned(mesh={"stage": 2, "tensor": 4}, **options)
     assert "hand-over over stage of activation" in str(plan.diff(other))
+
+
+def sums(own: wh.Plan, count: int) -> collections.Counter[Any]:
+    """Bytes of a stage's collectives in so many micro-batches, by sort."""
+    counted = dataclasses.replace(own, num_micro_batches=count)
+    found = collections.Counter[Any]()
+    for c in own.collectives:
+        found[c.kind, c.axes, c.what] += c.payload_bytes * counted.times(c)
+    return found
+
+
+def test_traffic_of_pipelines_side_by_side_is_that_of_each() -> None:
+    plan = planned(
+        "v100-32:2+p100-16:2+p100-16:4",
+        job_of(layers=4, embed=256, mlp=1024, heads=8),
+        mesh={"stage": 2, "tensor": 2},
+        shares=[1, 3],
+        num_micro_batches=4,
+    )
+    assert len(plan.pipelines) == 2
+    rows = traffic(plan)
+    found = {(row.sort, home): row for row in rows for home in row.where}
+    for number, (one, share) in enumerate(
+        zip(plan.pipelines, plan.shares, strict=True)
+    ):
+        for stage, own in enumerate(one.apart):
+            for sort, nbytes in sums(own, share).items():
+                assert found.pop((sort, (number, stage))).nbytes == nbytes
+    assert {sort[0] for sort, _ in found} == {"hand-over"}
+    (own,) = [row for row in rows if not row.where]
+    assert own.sort == ("all-reduce", ("data",), "gradient") and own.times == 1
+    sort = "all-reduce", ("tensor",), "activation"
+    most = max(row.nbytes for row in rows if row.sort == sort)
+    assert f"all-reduce over tensor, at most {gigabytes(most)}" in plan.describe()
+
+
+def test_links_of_stages_are_those_between_their_devices() -> None:
+    """What all stages have inside, their places are not multiplied by again."""
+    mesh = dict.fromkeys(("data", "fsdp", "expert", "context"), 1)
+    plan = planned(
+        "h100:2x8",
+        job_of(layers=4),
+        mesh={**mesh, "stage": 4, "tensor": 2},
+        allow_idle=True,
+    )
+    assert plan.axis_sizes == {"stage": 4, "tensor": 2} and plan.stages is not None
+    rows = [row for row in traffic(plan) if row.what == "activation" and row.where]
+    handed = [row for row in rows if row.kind == "hand-over"]
+    assert {row.links for row in handed} == {("nvlink",)}
+    slowest = max(row.seconds / row.times for row in handed)
+    assert slowest == pytest.approx(plan.stages.handed_seconds)
+    assert "stage 4 crosses nvlink" in str(plan)
+
+
+def test_two_cuts_of_one_layout_are_one_candidate() -> None:
+    plan = tower(1024)
+    layouts = [one.layout for one in plan.candidates]
+    assert len(layouts) == len({*layouts}) > 2
+    runner_up = plan.runner_up
+    assert runner_up is not None and runner_up.layout != layouts[0]
 
 
 def test_measured_times_decide_where_all_kinds_have_them() -> None:

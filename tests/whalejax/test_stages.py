@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import whalejax as wh
@@ -160,12 +161,35 @@ def test_two_pipelines_are_one() -> None:
             functools.partial(loss, marked=marked),
             net,
             jnp.zeros((16, 8)),
-            cluster="h100:2",
+            cluster="h100:4",
         )
 
     plan = planned(marked=False)
     assert plan.axis_sizes["stage"] == 2
     assert any("2 regions are marked, and the whole model" in n for n in plan.notes)
-    text = "2 pipelines are marked, of 2 and 2 stages, and a model is one pipeline. Put"
-    with pytest.raises(wh.WhaleError, match=text):
+    text = r"flow backwards .*\npipeline: 2 are marked, of 2 and 2 stages, .* Put one"
+    with pytest.raises(wh.WhaleError, match=f"(?s){text}"):
         planned(marked=True)
+
+
+def test_stages_that_are_called_twice_are_one() -> None:
+    def towers(model: Any, pair: Any) -> Any:
+        found = []
+        for x in pair:
+            with wh.pipeline():
+                for name in "ab":
+                    with wh.stage():
+                        x = jnp.tanh(x @ model[name])
+            found.append(x)
+        return ((found[0] - found[1]) ** 2).mean()
+
+    net = {name: jnp.eye(8) for name in "ab"}
+    pair = (jnp.ones((16, 8)), jnp.zeros((16, 8)))
+    sgd = optax.sgd(0.1)
+    plan = wh.plan(towers, net, pair, optimizer=sgd, cluster="h100:4")
+    assert plan.axis_sizes["stage"] == 2
+    assert any("stages of equal number are one stage" in note for note in plan.notes)
+    devices = jax.devices()[:4]
+    step = wh.compile(plan, towers, net, optimizer=sgd, devices=devices, batch=pair)
+    _, metrics = step(step.init_from(net), pair)
+    assert float(metrics["loss"]) == pytest.approx(float(towers(net, pair)), rel=1e-5)
