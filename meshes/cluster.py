@@ -184,7 +184,7 @@ class Cluster(Shown):
             size = math.gcd(level.size, left)
             last = all(outer.size == 1 for outer in self.levels[place + 1 :])
             if last and not level.torus:  # any of them are joined as all are
-                size = min(level.size, left)
+                size = left
             levels.append(dataclasses.replace(level, size=size))
             left //= size
         nodes, start, end = [], 0, first + num_devices

@@ -70,6 +70,10 @@ class BandwidthPoint:
     bytes_per_second: float
 
 
+NARROW = 64
+"""Sides of products from which what was measured or fitted goes on to hold."""
+
+
 def effective_size(m: Any, k: Any, n: Any) -> Any:
     """The side of the cube that does as many FLOPs per element moved as m, k, n.
 
@@ -262,6 +266,18 @@ class DeviceKind:
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
             batch: how many of them one operation does.
         """
+        found = self._flops_per_second(dtype, m, k, n, batch)
+        rows, depth, columns = (np.maximum(size, NARROW) for size in (m, k, n))
+        part = (m * k * n) / (rows * depth * columns)
+        if np.all(part == 1.0):
+            return found
+        # A narrow one takes no longer than if it were filled up with zeros.
+        filled = part * self._flops_per_second(dtype, rows, depth, columns, batch)
+        fastest = np.maximum(found, filled)
+        return fastest if np.ndim(fastest) else float(fastest)
+
+    def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
+        """FLOP/s of a product whose sides are within what was measured or fitted."""
         size = effective_size(m, k, n)
         peaks = dict(self.flops_per_second)
         for candidate in FALLBACKS[dtype_name(dtype)]:

@@ -35,7 +35,7 @@ from whalejax.meshes.launched import (
     PROCESS_ID,
 )
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.quota import Quota
+from whalejax.meshes.quota import Quota, check_quota
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
@@ -116,6 +116,11 @@ class Launch:
                 f"--cpu-quota has {len(self.quotas)} values for {self.processes} "
                 "processes; expected one for each"
             )
+        for percent in self.quotas:
+            try:
+                check_quota(percent)
+            except WhaleError as error:
+                problems.add(f"--cpu-quota: {error}")
         if self.quotas and away:
             problems.add(
                 f"--cpu-quota works on this machine only, and {', '.join(away)} are "

@@ -39,7 +39,7 @@ class Quota:
             WhaleError: no percentage above zero, or no group can be made here.
         """
         self._path: Path | None = None
-        _check(percent)
+        check_quota(percent)
         problem = "nothing is mounted"
         for parent, v2 in ((root / "cpu", False), (root, True)):
             path = parent / f"whalejax-{os.getpid()}-{id(self):x}"
@@ -70,7 +70,7 @@ class Quota:
         Args:
             percent: of one core.
         """
-        _check(percent)
+        check_quota(percent)
         assert self._path is not None
         quota = round(PERIOD_MICROSECONDS * percent / 100)
         if self._v2:
@@ -122,7 +122,15 @@ def why_no_quota() -> str:
         return str(error)
 
 
-def _check(percent: float) -> None:
+def check_quota(percent: float) -> None:
+    """Refuse a quota that is none.
+
+    Args:
+        percent: of a core.
+
+    Raises:
+        WhaleError: less than 1 or more than all cores have.
+    """
     if not 1 <= percent <= 100 * (os.cpu_count() or 1):
         raise WhaleError(
             f"a CPU quota of {percent} percent of a core; expected 1 to "

@@ -146,6 +146,8 @@ class Pace:
         handed_bytes: where stages have programs of their own, what other parts hand to
             each of its devices.
         returned_bytes: the same of cotangents, which it hands back to their devices.
+        copied_bytes: there, what each of its devices is given once in a step of
+            parameters that lie on other stages; their gradients go back.
     """
 
     forward_seconds: float
@@ -153,6 +155,7 @@ class Pace:
     weight_seconds: float = 0.0
     handed_bytes: int = 0
     returned_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

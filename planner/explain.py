@@ -63,7 +63,7 @@ def layout_text(plan: Plan) -> str:
     inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.apart)
     if len(inner) > 1:
         words += f" ({' | '.join(inner)})"
-    if plan.zero:
+    if plan.zero and any("data" in p.axis_sizes for p in (plan, *plan.apart)):
         words += f" · ZeRO-{plan.zero} over data"
     parts = plan.num_micro_batches
     words += f" · {parts} micro-batch{'es' if parts > 1 else ''}"
@@ -185,9 +185,22 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
         lines.append(f"  whole because {leaf.note}")
     if home is not plan:
         lines.append(f"  lies on {_stage_words(plan, leaf.path)}")
+        lines += _readers(plan, leaf.path)
     lines.append("  plans that were weighed:")
     lines += [f"    {candidate}" for candidate in plan.candidates]
     return "\n".join(lines)
+
+
+def _readers(plan: Plan, path: str) -> list[str]:
+    """Which other stages read a parameter."""
+    found = dict.fromkeys(
+        f"  stage {stage} reads it too: once in a step it is given a copy, and gives "
+        "its gradient back"
+        for one in plan.pipelines or (plan,)
+        for stage, own in enumerate(one.apart)
+        if own is not one.home(path) and any(leaf.path == path for leaf in own.leaves)
+    )
+    return [*found]
 
 
 def _stage_words(plan: Plan, path: str) -> str:

@@ -17,14 +17,13 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
 from whalejax.planner.decide import by_marks
-from whalejax.planner.explain import gigabytes, mesh_words
+from whalejax.planner.explain import mesh_words
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.parts import Division
 from whalejax.planner.plan import (
     BatchLeaf,
-    NothingFits,
     Pace,
     Plan,
     PlanError,
@@ -37,8 +36,9 @@ from whalejax.planner.shared import STAGE
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_kinds import Allotted, notes
 from whalejax.planner.stage_models import places_of, tensors_of
-from whalejax.planner.staging import batch_of, candidates, check_stages
+from whalejax.planner.staging import batch_of, candidates, check_stages, too_large
 from whalejax.planner.terms import Remat, TimeTerms
+from whalejax.planner.tied import copied_bytes, exposed
 from whalejax.planner.turns import handed_seconds, times, turn_of
 from whalejax.planner.written import written
 
@@ -127,7 +127,7 @@ def decide_mpmd(
         if not found:
             assert problem is not None
             raise problem
-        raise _too_large(min(found, key=lambda one: one.memory.total_bytes))
+        raise too_large(min(found, key=lambda one: one.memory.total_bytes))
     best = min(fitting, key=_slow)
     return best.plan(request, precision, batch, graph, found)
 
@@ -354,6 +354,7 @@ class _Weighed:
             enumerate(needs), key=lambda pair: pair[1][0].total_bytes / pair[1][1]
         )
         self.fits = self.memory.total_bytes <= self.room_bytes
+        self.copied = copied_bytes(self.division, chosen)
         self.time = self._time()
 
     @property
@@ -392,7 +393,9 @@ class _Weighed:
             weight_seconds=weight if table.splits_backward else None,
         )
         waited = max(0.0, line.step_seconds - useful.step_seconds)
-        return useful + once + TimeTerms(bubble_seconds=waited)
+        copied = [self._over_seconds(stage, n) for stage, n in enumerate(self.copied)]
+        late = exposed(table, line, ahead, copied)
+        return useful + once + late + TimeTerms(bubble_seconds=waited)
 
     def _by_place(self) -> tuple[list[float], list[float], list[float]]:
         """Seconds of each part for a micro-batch.
@@ -425,6 +428,7 @@ class _Weighed:
                 weight_seconds=weight,
                 handed_bytes=handed,
                 returned_bytes=returned,
+                copied_bytes=self.copied[place] if place < len(self.copied) else 0,
             )
 
     def _handed_bytes(self, place: int) -> tuple[int, int]:
@@ -455,12 +459,16 @@ class _Weighed:
 
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""
-        most, stages = 0.0, self.table.num_stages
-        for place in range(len(self.division.parts)):
-            whole = {STAGE: stages, **self.chosen[place % stages].scored.mesh}
-            nbytes, _ = self._handed_bytes(place)
-            most = max(most, handed_seconds(nbytes, whole, self.ask.cluster))
-        return most
+        stages = self.table.num_stages
+        return max(
+            self._over_seconds(place % stages, self._handed_bytes(place)[0])
+            for place in range(len(self.division.parts))
+        )
+
+    def _over_seconds(self, stage: int, nbytes: float) -> float:
+        """For so many bytes to reach each device of a stage from another."""
+        whole = {STAGE: self.table.num_stages, **self.chosen[stage].scored.mesh}
+        return handed_seconds(nbytes, whole, self.ask.cluster) if nbytes else 0.0
 
     @property
     def layout(self) -> str:
@@ -576,18 +584,3 @@ class _Weighed:
             own,
         )
         return replace(plan, candidates=(), question=None)
-
-
-def _too_large(one: _Weighed) -> NothingFits:
-    need, room = one.memory.total_bytes, one.room_bytes
-    name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
-    return NothingFits(
-        f"{one.layout} needs {gigabytes(need)} on a device and there are "
-        f"{gigabytes(room)}, {gigabytes(need - room)} short, on stage {one.fullest} "
-        "(they count from 0); "
-        f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
-        "shard more inside a stage (fsdp, tensor)",
-        lacks_bytes=need - room,
-        of_bytes=room,
-        nearest=one.layout,
-    )

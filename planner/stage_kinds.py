@@ -61,7 +61,8 @@ def grounds(
         PlanError: links join no such number, or a stage would lie on several kinds.
     """
     first = devices_of_stage(cluster, devices, stages)
-    if cluster.part(devices * stages).is_uniform:
+    each = [node.kind for node in cluster.nodes for _ in range(node.count)]
+    if len({kind.name for kind in each[: devices * stages]}) == 1:
         return tuple(Ground(block=block, cluster=first) for block in range(stages))
     parts = [cluster.part(devices, block * devices) for block in range(stages)]
     for block, part in enumerate(parts):
@@ -247,6 +248,8 @@ def notes(found: Sequence[Ground], graph: Graph, one: Allotted) -> Iterator[str]
         )
     )
     gain, bound = (one.equal_seconds / t for t in (one.seconds, one.least_seconds))
-    words = gain_words(gain, bound).replace("even shares", "equal layers")
+    words = gain_words(max(1.0, gain), bound)  # The search priced it in more detail.
+    other = "in node order" if total == len(kinds) else "equal layers"
+    words = words.replace("even shares", other)
     fits = "" if one.equal_fits else "; equal layers do not fit the memory"
     yield f"stages: {each} of {total} parts of the model: {words}{fits}"

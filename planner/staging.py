@@ -8,7 +8,7 @@ from typing import Protocol
 
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
-from whalejax.planner.plan import BatchLeaf, Candidate, Plan, PlanError
+from whalejax.planner.plan import BatchLeaf, Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import check_devices
 from whalejax.planner.stage_models import places_of
@@ -31,6 +31,13 @@ class Weighed(Protocol):
     def layout(self) -> str:
         """In words."""
         ...
+
+
+class OnStages(Weighed, Protocol):
+    """One whose stages have memory of their own."""
+
+    room_bytes: int
+    fullest: int
 
 
 def check_stages(request: Request, stages: int, *, most: int) -> None:
@@ -197,3 +204,19 @@ def beside(seconds: float, best_seconds: float) -> str:
     if slower >= 0:
         return f"{slower:.1%} slower"
     return f"{-slower:.1%} faster, by less than predictions tell apart"
+
+
+def too_large(one: OnStages) -> NothingFits:
+    """That a plan lacks memory, and on which stage."""
+    need, room = one.memory.total_bytes, one.room_bytes
+    name, most = max(one.memory.by_name().items(), key=lambda pair: pair[1])
+    return NothingFits(
+        f"{one.layout} needs {gigabytes(need)} on a device and there are "
+        f"{gigabytes(room)}, {gigabytes(need - room)} short, on stage {one.fullest} "
+        "(they count from 0); "
+        f"{gigabytes(most)} of it are {name}. Use more stages or micro-batches, or "
+        "shard more inside a stage (fsdp, tensor)",
+        lacks_bytes=need - room,
+        of_bytes=room,
+        nearest=one.layout,
+    )

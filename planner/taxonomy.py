@@ -15,7 +15,7 @@ from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.lines import Line, indented, plain
 from whalejax.planner.terms import attention_words
-from whalejax.planner.traffic import HANDED, by_sort
+from whalejax.planner.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 
 
 if TYPE_CHECKING:
@@ -131,10 +131,9 @@ def _exchanged(plan: Plan) -> Iterator[str]:
         return
     most = " at most" if plan.apart else ""
     for row in found:
-        how = f"{row.kind} over {'+'.join(row.axes)}"
-        words = _WHAT[row.what]
-        if row.kind == HANDED:
-            how, words = "point to point", _HANDED[row.what]
+        handed = row.kind == HANDED
+        how = "point to point" if handed else f"{row.kind} over {'+'.join(row.axes)}"
+        words = (_HANDED if handed else _WHAT)[row.what]
         yield (
             f"{words}: {how},{most} {gigabytes(row.nbytes)} a step and device, across "
             f"{' and '.join(row.links) or 'no link'}"
@@ -155,6 +154,8 @@ _WHAT = {
 _HANDED = {
     "activation": "activations from stage to stage",
     "gradient": "gradients of activations from stage to stage",
+    TIED: "parameters that several stages read",
+    TIED_GRADIENT: "gradients of parameters that several stages read",
 }
 
 

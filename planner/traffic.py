@@ -29,6 +29,10 @@ HANDED = "hand-over"
 """The kind of what stages with programs of their own give each other."""
 
 
+TIED, TIED_GRADIENT = "tied parameter", "tied gradient"
+"""What is handed over once in a step, of parameters that several stages read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """One sort of it, on one device.
@@ -64,7 +68,8 @@ class Traffic:
         """Mesh axes and stages in words."""
         where = listed(self.where)
         if self.kind == HANDED:
-            return f"{'to' if self.what == 'activation' else 'back from'} {where}"
+            back = self.what in ("gradient", TIED_GRADIENT)
+            return f"{'back from' if back else 'to'} {where}"
         axes = "+".join(self.axes)
         return f"{axes} in {where}" if where else axes
 
@@ -181,9 +186,11 @@ def _handed(plan: Plan, home: Home, count: int) -> Iterator[Traffic]:
     assert plan.stages is not None
     parts = axis_parts((STAGE,), mesh_of(plan), plan.cluster)
     paces = plan.stages.paces[home[1] :: len(plan.apart)]
-    for what, sizes in (
-        ("activation", [pace.handed_bytes for pace in paces]),
-        ("gradient", [pace.returned_bytes for pace in paces]),
+    for what, sizes, times in (
+        ("activation", [pace.handed_bytes for pace in paces], count),
+        ("gradient", [pace.returned_bytes for pace in paces], count),
+        (TIED, [pace.copied_bytes for pace in paces], 1),
+        (TIED_GRADIENT, [pace.copied_bytes for pace in paces], 1),
     ):
         if any(sizes):
             each = [collective_seconds("collective-permute", n, parts) for n in sizes]
@@ -192,8 +199,8 @@ def _handed(plan: Plan, home: Home, count: int) -> Iterator[Traffic]:
                 axes=(STAGE,),
                 what=what,
                 where=(home,),
-                times=count * sum(size > 0 for size in sizes),
-                nbytes=count * sum(sizes),
-                seconds=count * sum(each),
+                times=times * sum(size > 0 for size in sizes),
+                nbytes=times * sum(sizes),
+                seconds=times * sum(each),
                 links=tuple(dict.fromkeys(part.level.name for part in parts)),
             )

@@ -27,6 +27,7 @@ from whalejax.planner.priced import Column
 from whalejax.planner.room import memory_of, mixed, share_of
 from whalejax.planner.schedules import written
 from whalejax.planner.simulate import Compiled, any_cut_share, compiled
+from whalejax.planner.stored import HOLDERS
 from whalejax.planner.variants import Array
 
 
@@ -175,7 +176,7 @@ def least_after(cases: Cases, zeros: Sequence[int], micro_batches: Array) -> Arr
     after = np.full(cases.number, np.inf)
     totals = [cases.zeros for _ in zeros]
     for g in cases.groups:
-        shares = {place: share_of(cases, g, place) for place in holders}
+        shares = {place: share_of(cases, g, place) for place in HOLDERS}
         gradients = {
             shards: _gradient_seconds(cases, shares, micro_batches, shards=shards)
             for shards in {zero >= 2 for zero in zeros}
@@ -346,7 +347,7 @@ def _after(cases: Cases, parts: Array) -> dict[str, Array]:
         gathers = {p: _gathered_after(cases, p) * (level >= 1) for p in gathers}
     tables: dict[str, list[Array]] = {name: [] for name in names}
     for g in cases.groups:
-        shares = {place: share_of(cases, g, place) for place in cases.holders}
+        shares = {place: share_of(cases, g, place) for place in HOLDERS}
         tables["gradient"].append(_reduced_seconds(cases, shares, parts))
         tables["parameter"].append(mixed(shares, gathers))
         tables["update"].append(_update_seconds(cases, g, shares))
@@ -404,7 +405,8 @@ def _gradient_seconds(
 
     Args:
         cases: all of them at one side of ZeRO-2.
-        shares: of every place that lie on the stage.
+        shares: of every place, what lies on the stage: gradients are made where
+            parameters are read, which need not be where any lies.
         parts: micro-batches.
         shards: gradients are in shards over ``data``.
     """
@@ -413,7 +415,7 @@ def _gradient_seconds(
     for (axes, place), values in cases.model.gradients.items():
         payload = values[cases.frames.cell] * shares[place]
         payloads[axes] = payloads[axes] + payload if axes in payloads else payload
-    for place in set(shares) & {ENDS, EVERYWHERE}:
+    for place in set(cases.holders) & {ENDS, EVERYWHERE}:
         # Stages that hold the same parameters add up what each found.
         payload = shares[place] * cases.held[place].gradients[0]
         once = (payload > 0) * 1.0

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from whalejax.beats import tells_of_loss
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.lowering.watch import lost
+from whalejax.lowering.ways import is_here
 from whalejax.meshes.problems import WhaleError
 from whalejax.state import TrainState
 from whalejax.train import TrainStep
@@ -265,12 +266,21 @@ def _finite(leaves: list[Any]) -> list[Any]:
 
 def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
     """A finite loss says nothing about the update that followed it."""
-    found = jax.device_get(_finite(jax.tree.leaves(state.params)))
-    paths = [
-        leaf.path
-        for leaf, is_finite in zip(step.plan.leaves, found, strict=True)
+    # Stages with programs of their own hold their parameters on devices of their own.
+    places: dict[Any, dict[str, jax.Array]] = {}
+    leaves = jax.tree.leaves(state.params)
+    for planned, leaf in zip(step.plan.leaves, leaves, strict=True):
+        if is_here(leaf.sharding):
+            devices = frozenset(leaf.sharding.device_set)
+            places.setdefault(devices, {})[planned.path] = leaf
+    tests = [(one, _finite([*one.values()])) for one in places.values()]
+    spoilt = {
+        path
+        for one, found in tests
+        for path, is_finite in zip(one, jax.device_get(found), strict=True)
         if not is_finite
-    ]
+    }
+    paths = [planned.path for planned in step.plan.leaves if planned.path in spoilt]
     if paths:
         raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
 

@@ -162,6 +162,7 @@ class _Staging:
         found, problem = _made(alone)
         least = min(self.known_seconds, *map(_seconds, found), math.inf)
         more, other = _made(functools.partial(several, asked=None, known_seconds=least))
+        more = [plan for plan in more if plan.num_devices == request.num_devices]
         return _fastest([*found, *more], problem or other)
 
     def or_shares(self, shares: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -399,6 +400,8 @@ def _asked(graph: Graph, request: Request) -> tuple[Asked, bool]:
     asked = Asked.of(graph, request, SCHEDULES)
     count = asked.mesh.get(STAGE)
     if marked:
+        if len(marked) == 1 and (several := merged(graph)):
+            raise PlanError(several)
         if len(marked) == 1:
             raise PlanError(
                 "one stage is marked, and a pipeline needs two. A mark inside a scan "

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -216,3 +217,12 @@ def test_kinds_compare_and_replace_by_their_fields() -> None:
     assert kind == _kind(matmul_points=_points((64, 1e9)))
     assert hash(kind) == hash(dataclasses.replace(kind))
     assert dataclasses.replace(kind, memory_bytes=5).memory_bytes == 5
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-80", "p100-16", "v5e", "cpu"])
+def test_a_narrow_product_takes_no_longer_than_a_wide_one(name: str) -> None:
+    kind = device_kind(name)
+    seconds = [float(kind.matmul_seconds("f32", 1024, 1024, n)) for n in (1, 8, 32, 64)]
+    assert seconds == sorted(seconds)
+    several = kind.matmul_seconds("f32", 1024, 1024, np.array([1.0, 8.0, 32.0, 64.0]))
+    assert np.asarray(several).tolist() == pytest.approx(seconds)

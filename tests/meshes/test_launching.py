@@ -230,6 +230,7 @@ def test_without_control_groups_it_runs_and_says_so(
         ({"hosts": ("", "b")}, "--hosts has an empty name"),
         ({"port": 70000}, "--port is 70000; expected 1 to 65535"),
         ({"quotas": (50,)}, "--cpu-quota has 1 values for 2 processes"),
+        ({"quotas": (100, 0)}, "--cpu-quota: a CPU quota of 0 percent of a core"),
         ({"hosts": ("b",), "quotas": (5, 5)}, "works on this machine only"),
         ({"hosts": ("b",), "remote_shell": ("no-such",)}, "no program 'no-such'"),
     ],

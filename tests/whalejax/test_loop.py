@@ -202,13 +202,17 @@ def test_without_checkpoints_the_message_says_so() -> None:
         loop.train(step, fresh_state(step), poisoned, steps=9)
 
 
-def test_parameters_spoilt_by_the_last_update_are_not_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [None, {"stage": 2}], ids=["spmd", "stages"])
+def test_parameters_spoilt_by_the_last_update_are_not_saved(
+    tmp_path: Path, mesh: dict[str, int] | None
+) -> None:
     """All six losses are finite: each is computed before its update."""
 
     def rate(count: Any) -> Any:
         return jnp.where(count == 5, jnp.nan, 1e-2)
 
-    step = step_of(make_job(optimizer=optax.sgd(rate)))
+    step = step_of(make_job(optimizer=optax.sgd(rate)), mesh=mesh)
+    assert len(step.plan.apart) == (2 if mesh else 0)
     with pytest.raises(wh.WhaleError) as caught:
         loop.train(
             step, fresh_state(step), batches, steps=6, save_dir=tmp_path, save_every=3

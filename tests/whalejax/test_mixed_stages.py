@@ -194,6 +194,39 @@ def test_traffic_of_pipelines_side_by_side_is_that_of_each() -> None:
     assert f"all-reduce over tensor, at most {gigabytes(most)}" in plan.describe()
 
 
+def test_a_tied_table_is_copied_once_in_a_step() -> None:
+    """Its gradient goes back, and both count where nothing hides them."""
+
+    def tied(net: Any, batch: Any) -> Any:
+        with wh.pipeline(num_micro_batches=4):
+            with wh.stage():
+                x = jnp.take(net["table"], batch, axis=0)
+            with wh.stage():
+                x = x @ net["own" if "own" in net else "table"].T
+                return -jax.nn.log_softmax(x)[:, :, 0].mean()
+
+    def plan_of(*names: str) -> wh.Plan:
+        leaf = jax.ShapeDtypeStruct((32768, 64), jnp.float32)
+        batch = jax.ShapeDtypeStruct((32, 16), jnp.int32)
+        options: Any = {"optimizer": optax.adam(1e-3), "cluster": TWO}
+        return wh.plan(tied, dict.fromkeys(names, leaf), batch, **options)
+
+    plan, apart = plan_of("table"), plan_of("table", "own")
+    assert plan.stages is not None and apart.stages is not None
+    nbytes = 32768 * 64 * 4
+    assert [pace.copied_bytes for pace in plan.stages.paces] == [0, nbytes]
+    assert not any(pace.copied_bytes for pace in apart.stages.paces)
+    rows = {row.what: row for row in traffic(plan) if row.what.startswith("tied")}
+    assert {row.nbytes for row in rows.values()} == {nbytes} and len(rows) == 2
+    seconds = rows["tied parameter"].seconds
+    assert seconds == pytest.approx(nbytes / 4.57e9, rel=0.01)
+    waits = plan.time.parameter_seconds, plan.time.gradient_seconds
+    assert 0 < min(waits) and max(waits) <= seconds
+    assert plan.time.step_seconds > apart.time.step_seconds + seconds
+    assert "parameters that several stages read: point to point" in plan.describe()
+    assert "stage 1 reads it too" in plan.why("table")
+
+
 def test_links_of_stages_are_those_between_their_devices() -> None:
     """What all stages have inside, their places are not multiplied by again."""
     mesh = dict.fromkeys(("data", "fsdp", "expert", "context"), 1)
@@ -210,6 +243,34 @@ def test_links_of_stages_are_those_between_their_devices() -> None:
     slowest = max(row.seconds / row.times for row in handed)
     assert slowest == pytest.approx(plan.stages.handed_seconds)
     assert "stage 4 crosses nvlink" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "stages", "used"),
+    [("h100:2x8", 3, 15), ("v100-32:2+p100-16:2", 3, 3), ("v5e:2x4", 3, 6)],
+)
+def test_stages_that_leave_devices_idle_on_purpose(
+    cluster: str, stages: int, used: int
+) -> None:
+    options: Any = {"mesh": {"stage": stages}, "job": job_of(layers=4)}
+    with pytest.raises(wh.WhaleError, match="allow_idle=True"):
+        planned(cluster, **options)
+    assert planned(cluster, allow_idle=True, **options).num_devices == used
+
+
+def test_pipelines_side_by_side_leave_none_idle_unasked() -> None:
+    def tower(net: Any, x: Any) -> Any:
+        with wh.pipeline(num_stages=2):
+            for kernel in net:
+                x = jnp.tanh(x @ kernel)
+        return x.mean()
+
+    net, x = [jnp.zeros((64, 64))] * 4, jnp.zeros((16, 64))
+    cluster = "v100-32:3+p100-16:2"
+    with pytest.raises(wh.WhaleError, match="allow_idle=True"):
+        wh.plan(tower, net, x, cluster=cluster)
+    plan = wh.plan(tower, net, x, cluster=cluster, allow_idle=True)
+    assert plan.num_devices == 4
 
 
 def test_two_cuts_of_one_layout_are_one_candidate() -> None:

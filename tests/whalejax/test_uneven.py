@@ -307,6 +307,15 @@ def test_a_split_on_one_device_has_no_effect() -> None:
     assert "obeyed: split() in split" in str(wide)
 
 
+def test_first_parameters_may_all_be_read_elsewhere_too() -> None:
+    """A tied table is at both ends: then no parameter is the first stage's own."""
+    job = models.job("gpt-small", layers=4, embed=48, mlp=96, heads=4, sequence=16)
+    model = jobs.abstract_model(job)
+    options: Any = {"optimizer": job.optimizer, "cluster": "v100-32:8+p100-16:8"}
+    plan = wh.plan(job.loss_fn, model, job.batch_at(0), **options)
+    assert plan.num_devices == 16 and plan.shares
+
+
 def test_marks_that_no_replica_can_obey() -> None:
     def split(model: Any, x: Any) -> Any:
         with wh.split(devices=4):

@@ -103,7 +103,17 @@ expected, _ = single(expected, job.batch_at(9))
 for other in (sliced, step):
     again, _ = other(other.restore(sys.argv[5] + "-sliced"), job.batch_at(9))
     worst = max(worst, apart(here(again.params), expected.params))
-results = worst, exact, losses, step.shares, step.seconds, begins
+
+# Shares that one process alone sets are found out by all, a step later.
+again = sliced.restore(sys.argv[5] + "-sliced")
+sliced.shares = (4, 2, 1, 1) if index else (2, 2, 2, 2)
+said = []
+for number in range(2):
+    try:
+        again, _ = sliced(again, job.batch_at(number))
+    except wh.WhaleError as error:
+        said.append((number, str(error)))
+results = worst, exact, losses, step.shares, step.seconds, begins, said
 print(json.dumps(results), flush=True)
 """
 
@@ -160,8 +170,14 @@ def test_two_processes_with_three_replicas(tmp_path: Path) -> None:
     """
     running = start(PROGRAM, tmp_path / "kept", devices=2)
     found = [json.loads(output.splitlines()[-1]) for output in finish(running)]
-    for index, (worst, exact, losses, shares, seconds, begins) in enumerate(found):
+    for index, result in enumerate(found):
+        worst, exact, losses, shares, seconds, begins, said = result
         assert worst <= 1e-10 and exact
         assert [losses, shares, seconds] == found[0][2:5]
         assert begins == [index == 0, True]
+        ((number, text),) = said
+        assert number == 1 and text.startswith(
+            f"replicas {'0, 1' if index else '2, 3'} ran by other shares than "
+            f"{[4, 2, 1, 1] if index else [2, 2, 2, 2]}, those of process {index}: "
+        )
         assert sum(shares) == 8 and min(seconds) > 0

@@ -1,13 +1,15 @@
 """Shares of replicas that follow what these are measured to take, in any executor.
 
 Every process is told the same measurements and comes to the same shares, so that a step
-needs no further word about who takes what.
+needs no further word about who takes what. Shares may be set by hand, too, in all
+processes alike: beside their measurements, replicas tell by which shares they ran.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -16,10 +18,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.lowering.spmd import Program
 from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.planner.balance import dealt
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.rebalance import Rebalance
 from whalejax.planner.unlike_replicas import most_shares
 from whalejax.portions import PortionLayout, checked_shares
+
+
+_TOLD: Final = 3
+"""Numbers that a replica tells: its pace, a mark of its shares, and what lacks to
+``_MARKS``, so that the largest of what its processes say shows whether they agree."""
+
+_MARKS: Final = 2**24
+"""Whole numbers up to it are exact in float32."""
 
 
 class Following:
@@ -93,18 +103,51 @@ class Following:
     def _pace(self, replica: int, row: Mesh) -> Any:
         """``told_pace`` of a replica here, on some of its devices."""
         seconds = self._stopwatches[replica].seconds if self.rebalances else 0.0
-        return told_pace(seconds, replica, len(self._plan.shares), row)
+        return told_pace(seconds, self.shares, replica, row)
 
     def _settle(self, paces: Any) -> None:
-        """Take the shares of the next step from what was told in the last one."""
-        told, self._told = self._told, paces
-        if told is not None and self.rebalances:
-            # On devices of several processes, whose first shard is as all others.
-            seconds = np.asarray(told.addressable_shards[0].data)
-            self._balance.saw(seconds.tolist())
+        """Take the shares of the next step from what was told in the last one.
+
+        Raises:
+            PlanError: replicas ran by different shares in it.
+        """
+        told, self._told = self._told, (paces, self.shares)
+        if told is None:
+            return
+        # On devices of several processes, whose first shard is as all others.
+        paces, shares = told
+        said = np.asarray(paces.addressable_shards[0].data).reshape(_TOLD, -1)
+        _check_marks(said[1:], shares)
+        if self.rebalances:
+            self._balance.saw(said[0].tolist())
 
 
-def told_pace(seconds: float, replica: int, replicas: int, row: Mesh) -> Any:
+def _mark_of(shares: Sequence[int]) -> int:
+    """A number for shares; others have another one, but for one in sixteen million."""
+    return zlib.crc32(repr(tuple(shares)).encode()) % _MARKS
+
+
+def _check_marks(said: np.ndarray, shares: Sequence[int]) -> None:
+    """Refuse to go on where replicas ran by different shares."""
+    mark = _mark_of(shares)
+    others = np.flatnonzero((said != [[mark], [_MARKS - mark]]).any(axis=0)).tolist()
+    if others:
+        which = ", ".join(map(str, others))
+        raise PlanError(
+            f"replica{'s' * (len(others) > 1)} {which} ran by other shares than "
+            f"{list(shares)}, those of process {jax.process_index()}: step.shares was "
+            "set in some processes and not in others, so that samples were left out "
+            "or counted twice. Go back to a checkpoint, and set the same shares in all "
+            "processes before the same step"
+        )
+
+
+def told_size(replicas: int) -> int:
+    """Numbers that so many replicas tell each other."""
+    return _TOLD * replicas
+
+
+def told_pace(seconds: float, shares: Sequence[int], replica: int, row: Mesh) -> Any:
     """What a replica tells the others of its speed, as its processes measured it.
 
     Where it lies in several processes these measure differently; the largest number
@@ -112,17 +155,19 @@ def told_pace(seconds: float, replica: int, replicas: int, row: Mesh) -> Any:
 
     Args:
         seconds: of a micro-batch, as this process measured it; 0 if it did not.
-        replica: its number, of so many replicas.
-        replicas: how many there are.
+        shares: micro-batches of every replica, by which it runs.
+        replica: its number.
         row: the devices that tell it.
 
     Returns:
-        ``[devices, replicas]``, a row on each device.
+        ``[devices, told_size(replicas)]``, a row on each device.
     """
-    mine = np.zeros((1, replicas), np.float32)
-    mine[0, replica] = seconds
+    mark = _mark_of(shares)
+    mine = np.zeros((_TOLD, len(shares)), np.float32)
+    mine[:, replica] = seconds, mark, _MARKS - mark
+    mine = mine.reshape(1, -1)
     return jax.make_array_from_single_device_arrays(
-        (row.size, replicas),
+        (row.size, mine.size),
         NamedSharding(row, PartitionSpec(row.axis_names)),
         [jax.device_put(mine, device) for device in row.local_devices],
     )

@@ -22,7 +22,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture import Captured
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.alike import several_kinds
-from whalejax.lowering.following import Following
+from whalejax.lowering.following import Following, told_size
 from whalejax.lowering.gathering import Group, groups_of, together
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.passing import Pass
@@ -397,7 +397,7 @@ class Pipes(Following):
 
     @functools.cached_property
     def _tellers(self) -> dict[int, Report]:
-        aval = jax.ShapeDtypeStruct((len(self.pipelines),), jnp.float32)
+        aval = jax.ShapeDtypeStruct((told_size(len(self.pipelines)),), jnp.float32)
         return {
             r: Report({"paces": aval}, self.pipelines[r].whole, stage=0)
             for r in self._mine

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from whalejax.capture.units import units_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import Buffers
+from whalejax.lowering.following import told_size
 from whalejax.lowering.spmd import Program, Sums, differentiator, evaluator
 from whalejax.lowering.statistics import Untrained
 from whalejax.runner import Metrics, finished, metrics_of
@@ -89,7 +90,7 @@ class Replica:
         specs = [leaf.gradient_spec for leaf in self.program.plan.leaves]
         gradients = tuple(named(spec, mesh) for spec in specs)
         places = dataclasses.replace(places, gradients=gradients)
-        paces = jax.ShapeDtypeStruct((replicas,), jnp.float32)
+        paces = jax.ShapeDtypeStruct((told_size(replicas),), jnp.float32)
         none = jnp.float32(0.0)
         told = jax.eval_shape(self._told, rest, rest, none, none)
         sent = shapes, told, paces
