@@ -42,8 +42,8 @@ def _device_bytes(laid: Laid, path: str) -> float:
     paths = [tensor.path for tensor in laid.analysed.graph.params]
     place = facts.group_of[paths.index(path)]
     layout = laid.scored.layouts[place]
-    whole: int = facts.groups[place][0].nbytes
-    return whole / shards(layout.param, laid.scored.mesh)
+    group = facts.groups[place][0]
+    return float(group.nbytes / shards(layout.param, laid.scored.mesh))
 
 
 def exposed(
