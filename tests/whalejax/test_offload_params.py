@@ -256,6 +256,7 @@ def test_state_and_parameters_are_hosted_together() -> None:
         asked(offload=["optimizer", "params"], optimizer=optimizer)
 
 
+@pytest.mark.full
 def test_another_optimizer_that_needs_the_whole_is_named() -> None:
     job = models.job("llama-test", layers=2)
     model = abstract_model(job)

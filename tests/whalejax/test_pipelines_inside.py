@@ -330,7 +330,7 @@ def plan_of(cluster: str, mesh: dict[str, int], **options: Any) -> wh.Plan:
     ("cluster", "axes"),
     [
         ("h100:7", (("stage", 2), ("data", 3))),
-        ("h100:2x7", (("stage", 4), ("data", 2))),
+        ("h100:2x7", (("stage", 4), ("data", 3))),
         ("v5e:4x4", (("stage", 3), ("data", 4))),
     ],
 )

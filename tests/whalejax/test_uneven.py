@@ -333,7 +333,9 @@ def test_marks_that_no_replica_can_obey() -> None:
         ("h100:2x8+a100-80:4x8", {}),
         ("v100-32:8+t4:8", {}),
         ("a100-80:8+v100-32:8", {"default": wh.split()}),
-        ("a100-80:8+v100-32:8", {"offload": "optimizer"}),
+        pytest.param(
+            "a100-80:8+v100-32:8", {"offload": "optimizer"}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_promising_replicas_are_no_worse_than_all(
