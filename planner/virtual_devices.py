@@ -100,6 +100,8 @@ def check_devices(
         problems: where they are reported.
         stages: of a pipeline in which no stage is marked, where that is known.
     """
+    if num_devices == 1 and not _says_devices(task_graphs):
+        return  # which holds all of it
     places = _places(task_graphs, num_devices, stages)
     needed, around = places.needed, _around(task_graphs)
     if places.starts:

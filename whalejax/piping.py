@@ -78,6 +78,8 @@ def decider(
     asked, found = _asked(programs.graph, request)
     mesh = dict(asked.mesh)
     stages = mesh.pop(STAGE, 1)
+    if request.num_devices == 1 and STAGE not in (request.mesh or {}):
+        stages, found = 1, False  # One device runs a marked model as it is.
     if mesh and stages > 1 and request.num_devices % stages == 0:
         # The stages may be those of marks, of which the mesh that was given says none.
         check_mesh(asked.mesh, request.num_devices, allow_idle, PLANNED_AXES)

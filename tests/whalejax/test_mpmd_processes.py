@@ -101,8 +101,8 @@ print(json.dumps(found), flush=True)
         # The stage in the middle lies in both.
         pytest.param("1f1b", "in order", 2, "h100:6", marks=pytest.mark.full),
         ("zb-h1", "aside", 2, "h100:3"),  # each stage is in one of them
-        # That in the first process is the last.
-        pytest.param("1f1b", "aside", 2, "p100-16:1+v100-32:2", marks=pytest.mark.full),
+        # The first is in the second process.
+        pytest.param("1f1b", "aside", 2, "v100-32:2+p100-16:1", marks=pytest.mark.full),
         pytest.param("1f1b", "one each", 3, "h100:3", marks=pytest.mark.full),
     ],
 )

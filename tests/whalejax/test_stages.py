@@ -193,3 +193,22 @@ def test_stages_that_are_called_twice_are_one() -> None:
     step = wh.compile(plan, towers, net, optimizer=sgd, devices=devices, batch=pair)
     _, metrics = step(step.init_from(net), pair)
     assert float(metrics["loss"]) == pytest.approx(float(towers(net, pair)), rel=1e-5)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_one_device_runs_a_marked_model_as_it_is(marked: bool) -> None:
+    def loss(net: Any, x: Any) -> Any:
+        with wh.pipeline(num_stages=None if marked else 2, num_micro_batches=2):
+            for name in "ab":
+                with wh.stage() if marked else contextlib.nullcontext():
+                    x = jnp.tanh(x @ net[name])
+        return (x**2).mean()
+
+    net, x = {name: jnp.eye(8) for name in "ab"}, jnp.ones((16, 8))
+    sgd = optax.sgd(0.1)
+    plan = wh.plan(loss, net, x, optimizer=sgd, cluster="h100:1")
+    assert plan.stages is None and plan.num_micro_batches == 2
+    devices = jax.devices()[:1]
+    step = wh.compile(plan, loss, net, optimizer=sgd, devices=devices)
+    _, metrics = step(step.init_from(net), x)
+    assert float(metrics["loss"]) == pytest.approx(float(loss(net, x)), rel=1e-5)
