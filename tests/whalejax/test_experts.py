@@ -169,6 +169,7 @@ def test_what_is_moved_is_what_is_planned(routing: str) -> None:
     assert set(planned) >= {"all-to-all", "all-reduce"}
 
 
+@pytest.mark.full
 def test_further_passes_exchange_tokens_as_the_first_does() -> None:
     def exchanges(routing: str) -> int:
         job = job_of(routing)

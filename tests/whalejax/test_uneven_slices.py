@@ -61,27 +61,35 @@ def bytes_on_devices(tree: Any) -> list[int]:
     return list(held.values())
 
 
-def test_each_device_keeps_its_part_of_the_state() -> None:
+@pytest.mark.parametrize(
+    "shares, inner",
+    [
+        pytest.param((3, 1), {}, marks=pytest.mark.full),
+        ((5, 2, 1, 0), {}),
+        pytest.param((3, 1), {"fsdp": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_each_device_keeps_its_part_of_the_state(
+    shares: tuple[int, ...], inner: dict[str, int]
+) -> None:
     job = dropping()
     with jax.enable_x64(True):
-        for devices, inner in ((2, {}), (4, {}), (2, {"fsdp": 2})):
-            shares = (3, 1) if devices == 2 else (5, 2, 1, 0)
-            one, step = both(job, shares, inner, zero=1)
-            state = step.init(job.make_model, rng=jax.random.key(0))
-            whole = one.init(job.make_model, rng=jax.random.key(0))
-            assert apart(state.opt_state, whole.opt_state) == 0
-            moments = [x for x in jax.tree.leaves(whole.opt_state) if x.ndim]
-            counts = [x for x in jax.tree.leaves(whole.opt_state) if not x.ndim]
-            all_of_it, others = (sum(x.nbytes for x in xs) for xs in (moments, counts))
-            parts = devices * inner.get("fsdp", 1)
-            assert all_of_it > 1000
-            for state_bytes in (
-                bytes_on_devices(state.opt_state),
-                bytes_on_devices(step(state, job.batch_at(0))[0].opt_state),
-            ):
-                assert state_bytes == [all_of_it // parts + others] * parts
-            said = step.plan.memory.optimizer_bytes
-            assert said == all_of_it // parts + others
+        one, step = both(job, shares, inner, zero=1)
+        state = step.init(job.make_model, rng=jax.random.key(0))
+        whole = one.init(job.make_model, rng=jax.random.key(0))
+        assert apart(state.opt_state, whole.opt_state) == 0
+        moments = [x for x in jax.tree.leaves(whole.opt_state) if x.ndim]
+        counts = [x for x in jax.tree.leaves(whole.opt_state) if not x.ndim]
+        all_of_it, others = (sum(x.nbytes for x in xs) for xs in (moments, counts))
+        parts = len(shares) * inner.get("fsdp", 1)
+        assert all_of_it > 1000
+        for state_bytes in (
+            bytes_on_devices(state.opt_state),
+            bytes_on_devices(step(state, job.batch_at(0))[0].opt_state),
+        ):
+            assert state_bytes == [all_of_it // parts + others] * parts
+        said = step.plan.memory.optimizer_bytes
+        assert said == all_of_it // parts + others
 
 
 @pytest.mark.full
