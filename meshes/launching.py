@@ -68,6 +68,8 @@ class Launch:
         port: where process 0 listens; a free one if left out and all is here.
         remote_shell: the words before a host's name and the command for it.
         tells: print the table of ranks, and rank 0's failure, which it has said itself.
+        stops: when another rank than 0 fails, stop all; else the rest go on to their
+            end, and it is named then.
         json: print how all ended as one line of JSON, and nothing else.
     """
 
@@ -79,6 +81,7 @@ class Launch:
     port: int | None = None
     remote_shell: tuple[str, ...] = REMOTE_SHELL
     tells: bool = True
+    stops: bool = True
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -331,23 +334,24 @@ class _Group:
 
     def wait(self) -> int:
         """Wait for all, or for the first that fails, which is said."""
+        failed: dict[int, int] = {}
         for _ in self._running:
             rank, status = self._ended.get()
+            if status and (self._launch.stops or rank == 0):
+                failed |= {rank: status, **self._failing()}
+                break
             if status:
-                failed = {rank: status, **self._failing()}
-                self.stop()
-                self._show()
-                status = status if status > 0 else 128 - status
-                if self._launch.json:
-                    self._print(status, self._failure(failed))
-                elif self._launch.tells or rank:
-                    _say(self._failure(failed))
-                return status
+                failed[rank] = status
         self.stop()
         self._show()
+        rank, status = next(iter(failed.items()), (0, 0))
+        status = status if status >= 0 else 128 - status
+        failure = self._failure(failed) if failed else None
         if self._launch.json:
-            self._print(0, None)
-        return 0
+            self._print(status, failure)
+        elif failure and (self._launch.tells or rank):
+            _say(failure)
+        return status
 
     def _print(self, status: int, failure: str | None) -> None:
         """One line of JSON."""
@@ -393,15 +397,15 @@ class _Group:
             how = f"failed first, with {_words(failed[rank])}"
         else:
             how = f"{self._blamed[rank]} (rank {first} ended for it)"
-        said = (
-            f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; all others "
-            "were stopped."
-        )
+        went = "all others were stopped" if self._launch.stops else "the others went on"
+        said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."
         if rank == 0 and not self._launch.json:
             return f"{said} What it said stands above, and in {self.log(rank)}"
         text = self.log(rank).read_text(encoding="utf-8", errors="replace")
         lines = [f"  [{rank}] {line}" for line in text.splitlines()[-TAIL_LINES:]]
-        return "\n".join([f"{said} The end of {self.log(rank)}:", *lines])
+        # Logs of what tells nothing of its ranks are gone when it ends.
+        where = f"The end of {self.log(rank)}" if self._launch.tells else "It said"
+        return "\n".join([f"{said} {where}:", *lines])
 
     def stop(self) -> None:
         """End what still runs, and what it has started."""

@@ -125,6 +125,32 @@ def gain_words(gain: float, bound: float) -> str:
     return f"{gain:.2f}× as fast as even shares (at most {bound:.2f}×)"
 
 
+def idle_note(
+    what: str, pieces: Sequence[int], seconds: Sequence[float], pace: float
+) -> str | None:
+    """That some take none of the pieces, and why; None where all take some.
+
+    Args:
+        what: those that take them, such as ``"replicas"``.
+        pieces: of each.
+        seconds: when each would be done with one.
+        pace: when the last is done.
+
+    >>> idle_note("replicas", (3, 0), (1.0, 2.0), 3.0)
+    'replicas 1 take no micro-batch: shares asks for that, or their memory does'
+    """
+    idle = [rank for rank, count in enumerate(pieces) if not count]
+    if not idle:
+        return None
+    said = f"{what} {', '.join(map(str, idle))} take no micro-batch"
+    if min(seconds[rank] for rank in idle) < pace:
+        return f"{said}: shares asks for that, or their memory does"
+    return (
+        f"{said}: the others are done before. Give more micro-batches, or plan without "
+        "them"
+    )
+
+
 def speed_bound(seconds: Sequence[float]) -> float:
     """The most that shares can gain over even ones: Σw / (n · min w), w the speeds.
 

@@ -354,8 +354,9 @@ class Plan(Pictured):
         Args:
             changes: ``batch`` (samples of the global batch), ``cluster``, ``mesh``,
                 ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
-                ``remat``, ``offload`` and ``runnable``; what is not given stays as it
-                was asked for.
+                ``remat``, ``offload``, ``sequence_parallel``, ``attention``,
+                ``loss_chunks``, ``shares``, ``allow_idle`` and ``runnable``; what is
+                not given stays as it was asked for.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is

@@ -22,6 +22,7 @@ from whalejax.planner.balance import (
     dealt,
     even_shares,
     gain_words,
+    idle_note,
     makespan,
     shares,
     speed_bound,
@@ -561,9 +562,5 @@ def _notes(one: Replicas) -> Iterator[str]:
     yield said if one.shares == even else f"{said}: {words}"
     if one.slices is not None:
         yield one.slices.note(len(one.kinds))
-    idle = [r for r, share in enumerate(one.shares) if not share]
-    if idle:
-        yield (
-            f"replicas {', '.join(map(str, idle))} take no micro-batch: the others "
-            "are done before. Give more micro-batches, or plan without them"
-        )
+    if idle := idle_note("replicas", one.shares, one.seconds, one.pace):
+        yield idle

@@ -19,6 +19,7 @@ from whalejax.planner.asked_shares import DATA, check_shares, said_of
 from whalejax.planner.balance import (
     even_shares,
     gain_words,
+    idle_note,
     largest_remainder,
     speed_bound,
 )
@@ -458,9 +459,6 @@ def _notes(one: _Beside) -> Iterator[str]:
     )
     words = gain_words(gain, bound)
     yield f"pipelines take {each} of {total} micro-batches: {words}"
-    idle = [r for r, share in enumerate(one.shares) if not share]
-    if idle:
-        yield (
-            f"pipelines {', '.join(map(str, idle))} take no micro-batch: the others "
-            "are done before. Give more micro-batches, or plan without them"
-        )
+    ends = [pipeline.seconds(1) for pipeline in one.plans]
+    if note := idle_note("pipelines", one.shares, ends, _pace(one.plans, one.shares)):
+        yield note

@@ -90,8 +90,9 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
             logs=Path(logs),
             remote_shell=tuple(shlex.split(command.remote_shell)),
             tells=False,
+            stops=False,  # hosts that are there say who is missing
         )
-        return launching.run(launch)
+        return min(1, launching.run(launch))
 
 
 def show(met: Met, *, as_json: bool) -> None:

@@ -139,7 +139,7 @@ class PlanCommand:
     allow_idle: bool = False
     """accept a plan that leaves devices idle where none uses all"""
     estimate: bool = False
-    """weigh what cannot run yet, too: pipelines, unlike devices"""
+    """weigh what cannot be run, too; a plan that does not run says so"""
     json: bool = False
     """print the plan as one line of JSON and nothing else"""
     quiet: bool = False
@@ -218,7 +218,7 @@ class SearchCommand:
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
     estimate: bool = False
-    """weigh what cannot run yet, too: pipelines, unlike devices"""
+    """weigh what cannot be run, too; a plan that does not run says so"""
     json: bool = False
     """print plans, candidates and refusals as one line of JSON and nothing else"""
     quiet: bool = False

@@ -162,6 +162,28 @@ def test_the_first_error_is_shown_and_all_are_stopped(tmp_path: Path) -> None:
     wait_until_gone(tmp_path, 2)
 
 
+def test_the_rest_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that fails is named when those that were there have ended."""
+    code = (
+        "import os, pathlib, time\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1': raise SystemExit('boom')\n"
+        "time.sleep(0.5)\n"
+        f"pathlib.Path({str(tmp_path / 'done')!r}).touch()"
+    )
+    launch = Launch(
+        command=(sys.executable, "-c", code),
+        processes=2,
+        logs=tmp_path,
+        tells=False,
+        stops=False,
+    )
+    assert launching.run(launch) == 1
+    assert (tmp_path / "done").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("whalejax: rank 1 on localhost failed first, with status 1")
+    assert said.endswith("; the others went on. It said:\n  [1] boom\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("number", "status"),

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -285,6 +286,26 @@ def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WHALEJAX_TEST_WORKER", str(os.getpid()))
     with pytest.raises(VerifyError, match=r"did not end in 7 s(.|\n)*still thinking"):
         _plan_of(_hanging).verify(timeout_seconds=7)
+
+
+@pytest.mark.parametrize(
+    "options, first",
+    [
+        ({"cluster": "v100-32:2+p100-16:2"}, "v100-32:2"),
+        ({"cluster": "h100:4", "mesh": {"stage": 2}, "shares": [3, 1]}, "h100:2"),
+    ],
+)
+def test_programs_of_their_own_are_verified_one_by_one(
+    options: dict[str, Any], first: str
+) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return ((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2).mean()
+
+    weights = {name: np.zeros((256, 256), np.float32) for name in "ab"}
+    plan = wh.plan(loss, weights, np.zeros((16, 256), np.float32), **options)
+    with pytest.raises(wh.PlanError, match=f'what_if.cluster="{first}", shares=None'):
+        plan.verify()
+    assert plan.what_if(cluster=first, shares=None, mesh=None).num_devices == 2
 
 
 def test_what_cannot_be_sent_is_named() -> None:

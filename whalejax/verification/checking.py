@@ -51,6 +51,15 @@ def check(
             "this plan is an estimate (runnable=False): there is no program to "
             "compile. Plan again without runnable=False"
         )
+    if plan.shares or plan.pipelines:
+        whose = "pipeline" if plan.pipelines else "rank of data"
+        devices = plan.num_devices // len(plan.shares)
+        first = f"{plan.cluster.nodes[0].kind.name}:{devices}"
+        raise PlanError(
+            f"verify compiles what devices of one kind run together, and every {whose} "
+            f"of this plan has programs of its own. Plan for one of them, as in "
+            f'plan.what_if(cluster="{first}", shares=None, mesh=None), and verify that'
+        )
     if not 0 < timeout_seconds < math.inf:
         raise VerifyError(
             f"timeout is {timeout_seconds}; expected a number of seconds above 0"
