@@ -48,6 +48,7 @@ from whalejax.options import (
     mesh_sizes,
     named_values,
     prices,
+    share_counts,
 )
 
 
@@ -162,7 +163,7 @@ def _plan(command: PlanCommand) -> None:
         if value is not None and value < 1:
             raise WhaleError(f"{name} is {value}; expected 1 or more")
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
-    mesh = mesh_sizes(command.mesh)
+    mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
         plan = jobs.make_plan(
@@ -172,6 +173,7 @@ def _plan(command: PlanCommand) -> None:
             jobs.machine(command.cluster),
             mesh=mesh,
             micro_batches=command.micro_batches,
+            shares=shares,
             runnable=not command.estimate,
             allow_idle=command.allow_idle,
             offload=command.offload,

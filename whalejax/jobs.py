@@ -54,6 +54,7 @@ def make_plan(
     *,
     precision: str | Mapping[str, str] | None,
     micro_batches: int | None,
+    shares: str | Sequence[int] | None = None,
     mesh: Mapping[str, int] | None = None,
     runnable: bool = True,
     allow_idle: bool = False,
@@ -68,6 +69,7 @@ def make_plan(
 
     Args:
         precision: as for ``wh.plan``; None is ``"f32"``.
+        shares: as for ``wh.plan``.
         mesh: sizes of axes that are fixed, or None.
         runnable, allow_idle: as for ``wh.plan``.
         remat: what layers compute again; None leaves it to the planner.
@@ -85,6 +87,7 @@ def make_plan(
         cluster=cluster,
         precision=precision or "f32",
         num_micro_batches=micro_batches,
+        shares=shares,
         mesh=mesh,
         runnable=runnable,
         allow_idle=allow_idle,

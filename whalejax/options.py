@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.problems import Problems, WhaleError
 
 
 Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]
@@ -54,6 +54,14 @@ Mesh = Annotated[
         "planner chooses those left out, but for stage",
     ),
 ]
+Shares = Annotated[
+    str | None,
+    conf.arg(
+        metavar="N,N",
+        help="micro-batches of each replica (a rank of data, or a pipeline), such as "
+        "5,3; or even: as many of each; by speed if left out",
+    ),
+]
 Offload = Annotated[
     tuple[Literal["optimizer", "activations", "params", "none"], ...],
     conf.arg(
@@ -70,8 +78,8 @@ class TrainCommand:
     """Train a model on the devices of this machine.
 
     Plans, compiles, trains, and compares with one device if asked to. --plan takes the
-    place of --cluster, --batch, --mesh, --precision, --micro-batches, --remat,
-    --offload, --attention, --loss-chunks and --compiler-options.
+    place of --cluster, --batch, --mesh, --precision, --micro-batches, --shares,
+    --remat, --offload, --attention, --loss-chunks and --compiler-options.
     """
 
     model: Model
@@ -94,6 +102,7 @@ class TrainCommand:
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
     attention: Attention = ()
@@ -129,6 +138,7 @@ class PlanCommand:
     precision: Precision = ()
     micro_batches: OptionalNumber = None
     """parts of a global batch, one after the other; if left out the fewest that fit"""
+    shares: Shares = None
     remat: Remat = ()
     offload: Offload = ()
     attention: Attention = ()
@@ -421,6 +431,29 @@ def mesh_sizes(words: Sequence[str]) -> dict[str, int] | None:
             problems.add(f"{axis} is {size}; expected a whole number of 1 or more")
     problems.raise_if_any()
     return found or None
+
+
+def share_counts(words: str | None) -> str | tuple[int, ...] | None:
+    """Micro-batches of each replica from the words of ``--shares``.
+
+    Args:
+        words: as given; whether a plan can have such, ``wh.plan`` says.
+
+    Raises:
+        WhaleError: neither ``even`` nor numbers with commas between them.
+
+    >>> share_counts("5,3")
+    (5, 3)
+    """
+    if words is None or words == "even":
+        return words
+    parts = [part.strip() for part in words.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise WhaleError(
+            f"--shares is {words!r}; expected even, or the micro-batches of each "
+            "replica, such as 5,3"
+        )
+    return tuple(map(int, parts))
 
 
 BY_TASK_GRAPH: Final = {"precision": "bf16", "remat": "full", "attention": "ring"}

@@ -28,6 +28,7 @@ from whalejax.options import (
     by_task_graph,
     compiler_options,
     mesh_sizes,
+    share_counts,
 )
 from whalejax.planner.plan import Plan
 from whalejax.progress import Meter, Working, make_console, progress_words, remark
@@ -107,6 +108,7 @@ def check_options(options: TrainCommand) -> Path | None:
             ("--mesh", " ".join(options.mesh) or None),
             ("--precision", " ".join(options.precision) or None),
             ("--micro-batches", options.micro_batches),
+            ("--shares", options.shares),
             ("--remat", " ".join(options.remat) or None),
             ("--offload", " ".join(options.offload) or None),
             ("--attention", " ".join(options.attention) or None),
@@ -182,7 +184,7 @@ def _plan(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan
 
 def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> Plan:
     xla, asked = compiler_options(options.compiler_options), by_task_graph(options)
-    mesh = mesh_sizes(options.mesh)
+    mesh, shares = mesh_sizes(options.mesh), share_counts(options.shares)
     if options.cluster is None:
         remark(console, "planning; these devices are measured once, for at most 20 s")
     with Working("planning", quiet=console.quiet):
@@ -193,6 +195,7 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
             jobs.machine(options.cluster),
             mesh=mesh,
             micro_batches=options.micro_batches,
+            shares=shares,
             offload=options.offload,
             loss_chunks=options.loss_chunks,
             compiler_options=xla,

@@ -253,3 +253,17 @@ def test_devices_may_be_left_idle_on_purpose(here: Path, capsys: Captured) -> No
     assert "allow_idle=True (--allow-idle)" in refused(words, capsys)
     assert cli.main([*words, "--batch", "12", "--allow-idle"]) == 0
     assert "2 of 8 devices are left idle" in capsys.readouterr().out
+
+
+# Shares.
+
+
+def test_shares_are_given_as_words(here: Path, capsys: Captured) -> None:
+    plan = ("plan", "jobs.py:make", "--cluster", "cpu:2", "-o", "plan.json")
+    assert cli.main([*plan, "--shares", "3,1", "--batch", "8"]) == 0
+    assert wh.Plan.load("plan.json").shares == (3, 1)
+    capsys.readouterr()
+    said = refused([*plan, "--shares", "3;1"], capsys)
+    assert "--shares is '3;1'; expected even, or the micro-batches of each" in said
+    given = ("train", "jobs.py:make", "--plan", "plan.json", "--shares", "even")
+    assert "--shares even was given with --plan plan.json" in refused(given, capsys)
