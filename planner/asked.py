@@ -67,7 +67,8 @@ class Asked:
                     fixed[key] = text, str(mark)
                 elif other != text:
                     problems.add(
-                        f"{mark} asks for {name} {text}, and {where} for {other}"
+                        f"{mark} asks for {name} {text}, and {where} for {other}. "
+                        "Drop one of the two, or change the mark"
                     )
         problems.raise_if_any()
         _check_schedule(*fixed.get("schedule", ("auto", "")), known)

@@ -314,6 +314,15 @@ class Graph:
         """The trained leaves, in the order of the parameter tree."""
         return tuple(t for t in self.tensors if t.kind == "param")
 
+    def homes(self) -> dict[int, int]:
+        """By tensor, the TaskGraph that makes it, or that reads it first."""
+        found: dict[int, int] = {}
+        for op in self.ops:
+            for t in op.operands:
+                found.setdefault(t, op.task_graph)
+            found.update(dict.fromkeys(op.results, op.task_graph))
+        return found
+
     def runs_again(self) -> tuple[bool, ...]:
         """For every operation: the backward pass of its region computes it again.
 

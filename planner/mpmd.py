@@ -9,6 +9,7 @@ all of them take together.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,7 @@ from whalejax.planner.stage_models import places_of, tensors_of
 from whalejax.planner.staging import batch_of, candidates, check_stages, too_large
 from whalejax.planner.terms import Remat, TimeTerms
 from whalejax.planner.tied import copied_bytes, exposed
-from whalejax.planner.turns import handed_seconds, times, turn_of
+from whalejax.planner.turns import handed_bytes, handed_seconds, times, turn_of
 from whalejax.planner.written import written
 
 
@@ -421,7 +422,7 @@ class _Weighed:
         """As plans keep them."""
         seconds = zip(*self._by_place(), strict=True)
         for place, (ahead, behind, weight) in enumerate(seconds):
-            handed, returned = self._handed_bytes(place)
+            handed, returned = self._handed_bytes[place]
             yield Pace(
                 forward_seconds=ahead,
                 backward_seconds=behind,
@@ -431,38 +432,38 @@ class _Weighed:
                 copied_bytes=self.copied[place] if place < len(self.copied) else 0,
             )
 
-    def _handed_bytes(self, place: int) -> tuple[int, int]:
-        """What its devices are each handed of a micro-batch, and those before it back.
-
-        Args:
-            place: that is handed values, and hands back their cotangents.
-        """
+    @functools.cached_property
+    def _handed_bytes(self) -> list[tuple[int, int]]:
+        """What each place is handed of a micro-batch, and hands back; on one device."""
         graph, units = self.ask.program.graph, self.ask.program.units
-        handed = returned = 0.0
-        makers = {
-            tensor: self.division.made_at[value]
-            for value in self.division.parts[place].imports
-            for tensor in tensors_of(units, [value])
-        }
-        for tensor, maker in makers.items():
-            one = graph.tensors[tensor]
-            handed += one.nbytes / self._shards(place)
-            if one.differentiable:
-                returned += one.nbytes / self._shards(maker)
-        return int(handed), int(returned)
-
-    def _shards(self, place: int) -> int:
-        """In how many a stage cuts what the whole batch makes, to hand it on."""
-        mesh = self.chosen[place % self.table.num_stages].scored.mesh
-        parts = self.ask.count // self.ask.program.graph.num_micro_batches
-        return int(parts * mesh["data"] * mesh["fsdp"])
+        parts, stages = self.ask.count // graph.num_micro_batches, len(self.chosen)
+        found = []
+        for place, part in enumerate(self.division.parts):
+            makers = {
+                tensor: self.division.made_at[value] % stages
+                for value in part.imports
+                for tensor in tensors_of(units, [value])
+            }
+            laid = self.chosen[place % stages]
+            handed = handed_bytes(laid.analysed, laid.scored, [*makers], parts)
+            returned = 0.0
+            for maker in set(makers.values()):
+                back = [
+                    t
+                    for t, made in makers.items()
+                    if made == maker and graph.tensors[t].differentiable
+                ]
+                laid = self.chosen[maker]
+                returned += handed_bytes(laid.analysed, laid.scored, back, parts)
+            found.append((int(handed), int(returned)))
+        return found
 
     def _transfer_seconds(self) -> float:
         """The longest way from a part to the next, for a micro-batch."""
         stages = self.table.num_stages
         return max(
-            self._over_seconds(place % stages, self._handed_bytes(place)[0])
-            for place in range(len(self.division.parts))
+            self._over_seconds(place % stages, handed)
+            for place, (handed, _) in enumerate(self._handed_bytes)
         )
 
     def _over_seconds(self, stage: int, nbytes: float) -> float:

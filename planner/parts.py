@@ -181,7 +181,8 @@ class Units:
         """For each unit the number of the stage that marks put it into, if any does.
 
         Raises:
-            PlanError: a stage is marked inside a loop; its line is named.
+            PlanError: a stage is marked inside a loop, whose line is named, or does
+                nothing that the loss needs.
         """
         found: list[set[int | None]] = [set() for _ in self.units]
         for op in graph.ops:
@@ -202,7 +203,27 @@ class Units:
                     "around it, unroll it, or leave the marks out and give num_stages"
                 )
         problems.raise_if_any()
-        return tuple(next(iter(numbers), None) for numbers in found)
+        labels = tuple(next(iter(numbers), None) for numbers in found)
+        _check_needed(graph, labels)
+        return labels
+
+
+def _check_needed(graph: Graph, labels: Sequence[int | None]) -> None:
+    """Refuse stages of which the loss needs nothing: they would have no part of it."""
+    stages = [
+        (int(mark.get("i") or 0), region.scope)
+        for region in graph.task_graphs
+        for mark in region.marks
+        if mark.kind == "stage"
+    ]
+    problems = Problems("stages do nothing that the loss needs", PlanError)
+    for number, scope in dict(reversed(stages)).items():
+        if number not in labels:
+            problems.add(
+                f"stage {number} of {len(dict(stages))}, marked at {scope}: the loss "
+                "and its metrics read none of its results. Use one, or drop the mark"
+            )
+    problems.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,9 @@ from whalejax.planner.decide import (
     by_marks,
     decided_on,
 )
-from whalejax.planner.dimensions import roles_of
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
-from whalejax.planner.layout import Spec, divisors, shards, spec_of
+from whalejax.planner.layout import Spec, divisors, shards
 from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.memory import fold_kept, kept_bytes
 from whalejax.planner.plan import (
@@ -45,7 +44,7 @@ from whalejax.planner.search import Search
 from whalejax.planner.shared import STAGE, Shared, devices_of_stage
 from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
-from whalejax.planner.turns import Turn, less, times, turn_of
+from whalejax.planner.turns import Turn, handed_bytes, less, times, turn_of
 from whalejax.planner.unequal import (
     Dealt,
     exchanged,
@@ -302,16 +301,9 @@ class _Weighed:
 
     def _handed_bytes(self) -> int:
         """What a stage hands on of a micro-batch, on one device."""
-        s, found = self._setting(), 0
-        graph, dims = self.decided.analysed.graph, self.decided.analysed.dims
-        home = {t: op.task_graph for op in graph.ops for t in op.results}
-        for t in self.shared.carried:
-            table = self.best.tables[home.get(t, 0)]
-            spec = spec_of(dims.layouts[t], dims.sizes[t], table, self.best.mesh)
-            nbytes = graph.tensors[t].nbytes // shards(spec, self.best.mesh)
-            cut = roles_of(dims.layouts[t]) & s.batch_roles
-            found += nbytes // (int(s.num_micro_batches) if cut else 1)
-        return int(found)
+        parts = int(self._setting().num_micro_batches)
+        carried = [*self.shared.carried]
+        return int(handed_bytes(self.decided.analysed, self.best, carried, parts))
 
     def _between(self) -> list[Collective]:
         """What goes between stages: activations, and gradients of what all hold."""

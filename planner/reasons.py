@@ -35,6 +35,8 @@ def explain(plan: Plan) -> str:
         lines.append(
             "no other layout that was weighed fits"
             if several
+            else "no other layout is listed beside it"
+            if plan.apart or plan.pipelines
             else "no other layout was weighed: all that was asked for leaves this one"
         )
     else:

@@ -173,9 +173,10 @@ def _nothing_fits(search: Search, *, more: bool) -> NothingFits:
 
 
 def _smaller(search: Search, used: int) -> str:
-    if search.request.num_micro_batches is None:
+    graph, fixed = search.graph, search.request.num_micro_batches
+    if fixed is None or fixed == graph.batch_size * graph.num_micro_batches:
         return "a smaller batch"
-    return f"more micro-batches than the {used} that num_micro_batches= fixes"
+    return f"more micro-batches than {used}"
 
 
 def _batch(search: Search) -> str:

@@ -18,7 +18,6 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.asked_shares import DATA, check_shares, said_of
 from whalejax.planner.balance import (
-    check_pieces,
     dealt,
     even_shares,
     gain_words,
@@ -31,7 +30,6 @@ from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.decide import check_marks, unlike
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
@@ -45,7 +43,12 @@ from whalejax.planner.slices import (
 )
 from whalejax.planner.terms import TimeTerms
 from whalejax.planner.timed import corrections, timing_note, weights_hash
-from whalejax.planner.unlike_replicas import Case, Replicas, device_kinds
+from whalejax.planner.unlike_replicas import (
+    Case,
+    Replicas,
+    device_kinds,
+    nothing_fits,
+)
 
 
 Decide = Callable[..., Plan]
@@ -101,6 +104,11 @@ def decide_shares(
         with said_of(f"shares makes {len(asked)} replicas of {size} devices each"):
             check_marks(graph, size)
     options = {"known": {}, **options}
+    sizes = _served(graph, _sizes(cluster, request, asked))
+
+    def several_of(size: int) -> list[int]:
+        least = cluster.num_devices // size
+        return counts(graph, request, asked, least=least, even=even)
 
     def weigh(case: Case, likely: Likely | None) -> Replicas:
         one = request if likely is None else likely.of(request)
@@ -110,17 +118,7 @@ def decide_shares(
         return _weigh(graph, cluster, one, case, shared, decide, options)
 
     tries = _Tries(request, weigh)
-    several = {
-        size: counts(
-            graph,
-            request,
-            asked,
-            least=cluster.num_devices // size,
-            most_counts=MOST_COUNTS,
-            even=even,
-        )
-        for size in _served(graph, _sizes(cluster, request, asked))
-    }
+    several = {size: several_of(size)[:MOST_COUNTS] for size in sizes}
     cases = sum(map(len, several.values()))
     if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
         graphs = unlike(graph, request, options.get("again"))
@@ -135,6 +133,8 @@ def decide_shares(
         if size > _within(cluster) and tries.best_seconds < math.inf:
             break  # Links between nodes are slower than those inside.
         tries.add(size, several[size][::-1])
+    for size in sizes:
+        tries.add_fewest(size, several_of(size)[MOST_COUNTS:])
     if not tries.found:
         raise _nearest(cluster, tries.problems)
     ranked = sorted(tries.found, key=lambda one: one.step_seconds)
@@ -179,6 +179,30 @@ class _Tries:
                     continue
                 if self._lacks(case):
                     break  # Fewer micro-batches are larger ones.
+
+    def add_fewest(self, size: int, several: Sequence[int]) -> None:
+        """Weigh replicas of some size in the fewest micro-batches that fit.
+
+        Does nothing once some plan fits.
+
+        Args:
+            size: devices of a replica.
+            several: numbers of micro-batches, the fewest first.
+        """
+        if self.best_seconds < math.inf or not several:
+            return
+
+        def fits(at: int) -> bool:
+            before = len(self.found)
+            self.add(size, [several[at]])
+            return any(one.fits for one in self.found[before:])
+
+        low, high = 0, len(several) - 1
+        if not fits(high):
+            return
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
 
     def add_likely(self, likely: Iterable[Likely]) -> None:
         """Weigh the promising, the best first, while they may be faster than others.
@@ -333,16 +357,14 @@ def counts(
     asked: Sequence[int] | None,
     *,
     least: int,
-    most_counts: int,
     even: bool = False,
 ) -> list[int]:
-    """Numbers of micro-batches to weigh, the fewest first.
+    """Numbers of micro-batches that there may be, the fewest first.
 
     Args:
         graph: the captured loss.
         request, asked: what was asked for, and the shares among it.
         least: micro-batches that keep everybody busy.
-        most_counts: how many numbers, at most.
         even: everybody shall have the same number.
     """
     fixed = sum(asked) if asked is not None else request.num_micro_batches
@@ -353,7 +375,7 @@ def counts(
     enough = [n for n in every if n >= least]
     if even:
         enough = [n for n in enough if n % least == 0] or enough
-    return enough[:most_counts] or every[-1:]
+    return enough or every[-1:]
 
 
 def _weigh(
@@ -457,11 +479,11 @@ def _written(
     """The plan of the fastest that fits; ``found`` has the fastest first."""
     best = next((one for one in found if one.fits), None)
     if best is None:
-        raise _nothing_fits(found, asked)
+        raise nothing_fits(found, asked)
     plan, slices = best.plan, best.slices
     candidates = [
         Candidate(
-            layout=_layout(one),
+            layout=one.layout,
             time=_time(one),
             memory=one.memory,
             fits=one.fits,
@@ -496,26 +518,6 @@ def _verdict(one: Replicas, best: Replicas) -> str:
     return "slower" if one.fits else "does not fit"
 
 
-def _nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
-    nearest = min(found, key=lambda one: one.lacks_bytes)
-    if asked is not None and min(nearest.most) > 0:
-        try:
-            check_pieces(asked, sum(asked), nearest.devices)
-        except PlanError as error:
-            return error
-    lacks = nearest.lacks_bytes
-    total = nearest.memory.total_bytes
-    return NothingFits(
-        f"memory holds {sum(nearest.most)} of {nearest.case.count} micro-batches "
-        f"({_layout(nearest)}): a device would need up to {gigabytes(total)}, with "
-        f"what replicas exchange, and lacks {gigabytes(lacks)}. Take a smaller batch, "
-        "more devices, or a mesh with more devices in a replica",
-        lacks_bytes=lacks,
-        of_bytes=total - lacks,
-        nearest=_layout(nearest),
-    )
-
-
 def _time(one: Replicas) -> TimeTerms:
     """The step, by the terms of the plan of one replica."""
     terms = dataclasses.asdict(one.plan.time)
@@ -529,27 +531,6 @@ def _time(one: Replicas) -> TimeTerms:
     )
 
 
-def _layout(one: Replicas) -> str:
-    inner = "".join(f" × {axis} {n}" for axis, n in one.plan.axes)
-    total = one.plan.num_micro_batches
-    zero = f", ZeRO-{one.case.zero}" if one.case.zero else ""
-    return (
-        f"data {len(one.kinds)}{inner}, {_share_words(one)} of {total} micro-batches"
-        + zero
-    )
-
-
-def _share_words(one: Replicas) -> str:
-    """Shares by kind, such as ``V100 21–22, P100 10``."""
-    by_kind: dict[str, list[int]] = {}
-    for kind, share in zip(one.kinds, one.shares, strict=True):
-        by_kind.setdefault(kind.display_name(), []).append(share)
-    return ", ".join(
-        f"{name} {min(few)}" + (f"–{max(few)}" if len(set(few)) > 1 else "")
-        for name, few in by_kind.items()
-    )
-
-
 def _notes(one: Replicas) -> Iterator[str]:
     total = sum(one.shares)
     if note := timing_note(one.kinds, weights_hash(one.plan.leaves)):
@@ -558,7 +539,7 @@ def _notes(one: Replicas) -> Iterator[str]:
     rest = one.step_seconds - one.pace
     gain = (makespan(even, one.seconds) + rest) / one.step_seconds
     words = gain_words(gain, speed_bound(one.seconds))
-    said = f"shares: {_share_words(one)} of {total} micro-batches"
+    said = f"shares: {one.share_words} of {total} micro-batches"
     yield said if one.shares == even else f"{said}: {words}"
     if one.slices is not None:
         yield one.slices.note(len(one.kinds))

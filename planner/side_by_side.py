@@ -185,7 +185,7 @@ def decide_pipelines(
     here = math.inf
     for replicas in _replicas(request, stages, asked):
         least = 2 * stages * replicas
-        several = counts(graph, request, asked, least=least, most_counts=MOST_COUNTS)
+        several = counts(graph, request, asked, least=least)[:MOST_COUNTS]
         some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
         found += some
         steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)

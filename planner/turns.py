@@ -13,7 +13,10 @@ from whalejax.planner.cost import (
     row_ahead,
     row_hits,
 )
+from whalejax.planner.decide import Analysed
+from whalejax.planner.dimensions import roles_of
 from whalejax.planner.graph import Graph
+from whalejax.planner.layout import shards, spec_of
 from whalejax.planner.rows import Row
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
@@ -100,6 +103,28 @@ def _weight_share(graph: Graph) -> float:
         if alone and flows > 1 and any(weight[t] for t in op.operands[:2]):
             late += op.flops
     return late / whole if whole else 0.0
+
+
+def handed_bytes(
+    analysed: Analysed, scored: Scored, tensors: Sequence[int], parts: int
+) -> float:
+    """What a device of a stage holds of some values, of one micro-batch.
+
+    Args:
+        analysed: the model that makes or reads them.
+        scored: its layout.
+        tensors: their ids.
+        parts: micro-batches in what the model was captured with.
+    """
+    graph, dims, mesh = analysed.graph, analysed.dims, scored.mesh
+    homes = graph.homes() if tensors else {}
+    batch, found = {role.index for role in dims.batch}, 0.0
+    for t in tensors:
+        table = scored.tables[homes.get(t, 0)]
+        spec = spec_of(dims.layouts[t], dims.sizes[t], table, mesh)
+        cut = roles_of(dims.layouts[t]) & batch
+        found += graph.tensors[t].nbytes // shards(spec, mesh) // (parts if cut else 1)
+    return found
 
 
 def handed_seconds(nbytes: float, mesh: Mapping[str, int], cluster: Cluster) -> float:

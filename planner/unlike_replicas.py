@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.balance import Device, makespan
+from whalejax.planner.balance import Device, check_pieces, makespan
 from whalejax.planner.cost import Collective
-from whalejax.planner.plan import Plan
+from whalejax.planner.explain import gigabytes
+from whalejax.planner.plan import NothingFits, Plan, PlanError
 from whalejax.planner.slices import Slices
 from whalejax.planner.terms import MemoryTerms
 
@@ -119,6 +121,67 @@ class Replicas:
     def pace(self) -> float:
         """When the last replica is done with its micro-batches."""
         return makespan(self.shares, self.seconds)
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        inner = "".join(f" × {axis} {n}" for axis, n in self.plan.axes)
+        total = self.plan.num_micro_batches
+        zero = f", ZeRO-{self.case.zero}" if self.case.zero else ""
+        return (
+            f"data {len(self.kinds)}{inner}, {self.share_words} of {total} "
+            f"micro-batches{zero}"
+        )
+
+    @property
+    def share_words(self) -> str:
+        """Shares by kind, such as ``V100 21–22, P100 10``."""
+        by_kind: dict[str, list[int]] = {}
+        for kind, share in zip(self.kinds, self.shares, strict=True):
+            by_kind.setdefault(kind.display_name(), []).append(share)
+        return ", ".join(
+            f"{name} {min(few)}" + (f"–{max(few)}" if len(set(few)) > 1 else "")
+            for name, few in by_kind.items()
+        )
+
+
+def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> PlanError:
+    """That memory is too small for all that was weighed, by the nearest of it.
+
+    Args:
+        found: what was weighed.
+        asked: the shares that the user wants, or None.
+    """
+    nearest = min(found, key=lambda one: one.lacks_bytes)
+    if asked is not None and min(nearest.most) > 0:
+        try:
+            check_pieces(asked, sum(asked), nearest.devices)
+        except PlanError as error:
+            return error
+    share, device = max(
+        zip(nearest.shares, nearest.devices, strict=True),
+        key=lambda pair: pair[1].needs(pair[0]) - pair[1].memory_bytes,
+    )
+    lacks, room = nearest.lacks_bytes, int(device.memory_bytes)
+    short = f"and lacks {gigabytes(lacks)} ({lacks} bytes) of {gigabytes(room)}"
+    if device.static_bytes > room:
+        needs = gigabytes(int(device.static_bytes))
+        text = (
+            f"no shares fit ({nearest.layout}): {device.name} needs {needs} before it "
+            f"takes a micro-batch, with what replicas exchange, {short}. Give a "
+            'replica more devices (mesh=), cut the model into stages (mesh={"stage": '
+            f"2}}), or plan without {device.name}"
+        )
+    else:
+        count = nearest.case.count
+        held = min(sum(nearest.most), count - 1)
+        text = (
+            f"memory holds {held} of {count} micro-batches ({nearest.layout}): with "
+            f"{share} of them, and what replicas exchange, {device.name} needs "
+            f"{gigabytes(int(device.needs(share)))} {short}. Take a smaller batch, "
+            "more micro-batches, more devices, or a mesh with more devices in a replica"
+        )
+    return NothingFits(text, lacks_bytes=lacks, of_bytes=room, nearest=nearest.layout)
 
 
 def device_kinds(cluster: Cluster) -> list[DeviceKind]:

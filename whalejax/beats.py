@@ -166,10 +166,10 @@ class Hearing:
             if number != self._mine and (beat.steps < steps or beat.ended)
         ]
 
-    def ended(self) -> bool:
-        """Whether one of the others has ended, and well."""
-        others = (beat for n, (_, beat) in self._heard.items() if n != self._mine)
-        return any(beat.ended for beat in others)
+    def ended(self) -> set[int]:
+        """Those of the others that have ended, and well."""
+        heard = self._heard.items()
+        return {n for n, (_, beat) in heard if beat.ended and n != self._mine}
 
     def beat_of(self, number: int) -> Beat:
         """The last beat of one that was heard."""
@@ -262,8 +262,8 @@ class Beats:
         sys.stderr.flush()
         os._exit(status)
 
-    def ended(self) -> bool:
-        """Whether another process has ended, and well."""
+    def ended(self) -> set[int]:
+        """Other processes that have ended, and well."""
         with self._lock:
             return self._hearing.ended()
 

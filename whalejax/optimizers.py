@@ -19,6 +19,34 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.planner.leaves import OptimizerBytes
 
 
+def updates(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    loss: Any,
+) -> tuple[Any, Any]:
+    """What an optimizer adds to parameters, and its new state.
+
+    Args:
+        optimizer: with support for more arguments.
+        gradients, state, params: as it takes them.
+        loss: which it is given as ``value``.
+
+    Raises:
+        WhaleError: it takes something else, or cannot work on such parameters.
+    """
+    try:
+        found: tuple[Any, Any] = optimizer.update(gradients, state, params, value=loss)
+    except TypeError as error:
+        raise WhaleError(
+            "the optimizer's update fails on gradients, state, parameters and value= "
+            f"(the loss), which is all that a step has for it: {error}. Take one that "
+            "needs no line search and no second gradient"
+        ) from error
+    return found
+
+
 def optimizer_bytes(
     adapter: Adapter, optimizer: optax.GradientTransformation
 ) -> OptimizerBytes:

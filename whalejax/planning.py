@@ -29,7 +29,7 @@ from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.graph import BatchReduction
+from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
 from whalejax.planner.ordering import ordered
@@ -255,7 +255,7 @@ class Asked:
         programs = self._programs()
         adapter, graph, traced = programs.adapter, programs.graph, programs.traced
         remat = checked_policies(self.remat, graph, traced.names)
-        count = self._count(traced.reductions)
+        count = self._count(traced.reductions, graph)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer),
@@ -321,10 +321,12 @@ class Asked:
         """The precision of the whole model; its own types where TaskGraphs differ."""
         return self.precision if isinstance(self.precision, str) else "f32"
 
-    def _count(self, reductions: Sequence[BatchReduction]) -> int | None:
+    def _count(self, reductions: Sequence[BatchReduction], graph: Graph) -> int | None:
         """Micro-batches, if the user says how many, or what else is asked for does."""
         if self.sync_batch_stats and reductions:
-            return _synced(self.num_micro_batches, reductions)
+            marks = {m for g in graph.task_graphs for m in g.marks}
+            several = (m.get("num_micro_batches") for m in marks)
+            return _synced(self.num_micro_batches, reductions, *filter(None, several))
         return None if self.num_micro_batches is None else int(self.num_micro_batches)
 
     def _attention(self, programs: Programs) -> Chosen | None:
@@ -569,15 +571,18 @@ def _check_options(asked: Asked) -> str | None:
     return None if mark is None else str(mark.kind)
 
 
-def _synced(num_micro_batches: int | None, reductions: Sequence[BatchReduction]) -> int:
-    if num_micro_batches in (None, 1):
-        return 1
+def _synced(
+    given: int | None, reductions: Sequence[BatchReduction], *marked: str
+) -> int:
     places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
-    raise PlanError(
-        f"sync_batch_stats=True asks for statistics of the global batch, and "
-        f"num_micro_batches={num_micro_batches} computes them in parts ({places}). "
-        "Drop one of the two"
-    )
+    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
+        if count not in (None, 1):
+            raise PlanError(
+                "sync_batch_stats=True asks for statistics of the global batch, and "
+                f"num_micro_batches={count}{where} computes them in parts ({places}). "
+                "Drop one of the two"
+            )
+    return 1
 
 
 def parsed_cluster(cluster: Cluster | str | None) -> Cluster:

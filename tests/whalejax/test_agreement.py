@@ -21,6 +21,7 @@ PROGRAM: Final = """
 import time
 import numpy as np, optax
 import whalejax as wh
+from whalejax import beats
 from whalejax.lowering import agreement
 
 case = sys.argv[5]
@@ -31,15 +32,21 @@ if odd and case == "versions":
 x, y = np.ones((16, 8), np.float32), np.ones((16, 4), np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
 tx = optax.sgd(0.1)
+if case == "ended":
+    beats.begun()
+    if odd:
+        sys.exit()
 if odd and case == "optimizer":
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+if odd and case == "rate":
+    tx = optax.sgd(0.2)
 loss = lambda m, b: ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
 mesh = {"fsdp": count} if odd and case == "plan" else {"data": count}
 plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster=f"h100:{count}",
                mesh=mesh)
 step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
 state = step.init_from(model)
-step._runner._agreement.wait_seconds = 2
+step._runner._agreement.wait_seconds = 60 if case == "ended" else 2
 part = slice(index * 16 // count, (index + 1) * 16 // count)
 begun = time.monotonic()
 if case != "absent" or not odd:
@@ -67,6 +74,7 @@ else:
             ),
         ),
         ("optimizer", ("processes 1 have another optimizer than process 0 (",)),
+        ("rate", ("processes 1 have another optimizer than process 0 (",)),
         (
             "versions",
             (
@@ -75,18 +83,19 @@ else:
             ),
         ),
         ("absent", ("processes 1 did not come to the first step in 2 s",)),
+        ("ended", ("processes 1 ended before the first step. Look for",)),
         ("none", ("went through",)),
     ],
 )
 def test_processes_that_differ_are_named(case: str, texts: tuple[str, ...]) -> None:
     outputs = finish(start(PROGRAM, case))
-    for output in outputs[:1] if case == "absent" else outputs:
+    for output in outputs[:1] if case in ("absent", "ended") else outputs:
         for text in texts:
             assert text in output
         assert float(output.splitlines()[-1]) < 10
 
 
-def test_optimizers_are_known_by_what_they_keep() -> None:
+def test_optimizers_are_known_by_what_they_keep_and_do() -> None:
     model = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
     batch = jnp.ones((16, 8))
 
@@ -100,7 +109,12 @@ def test_optimizers_are_known_by_what_they_keep() -> None:
 
     makers: list[Callable[[], optax.GradientTransformation]] = [
         lambda: optax.sgd(0.1),
+        lambda: optax.sgd(0.2),
         lambda: optax.sgd(0.1, momentum=0.9),
+        lambda: optax.sgd(optax.linear_schedule(0.1, 0.2, 10)),
+        lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+        lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.2),
+        lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0))),
         lambda: optax.adam(1e-3),
         lambda: optax.adam(1e-3, mu_dtype="bfloat16"),
         lambda: clipped(),

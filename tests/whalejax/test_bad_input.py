@@ -449,7 +449,7 @@ def test_a_model_that_fits_under_no_plan() -> None:
 def test_a_fixed_number_of_micro_batches_that_does_not_fit() -> None:
     cluster = wh.cluster("h100:8").with_memory(10_000)
     text = refused(cluster=cluster, num_micro_batches=2)
-    assert "more micro-batches than the 2 that num_micro_batches= fixes" in text
+    assert "more micro-batches than 2 or" in text
 
 
 # Options.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import whalejax as wh
@@ -83,3 +84,38 @@ def test_plans_that_run_say_that_shards_are_even(cluster: str) -> None:
     )
     said = any(note.startswith("split: shards are even") for note in plan.notes)
     assert plan.runnable and said == ("+" in cluster)
+
+
+def twofold(inner: int, outer: int, samples: int, **options: Any) -> wh.Plan:
+    """A plan of two products on a V100 and a P100, whose memory is half as large."""
+    shape = jax.ShapeDtypeStruct
+    return wh.plan(
+        lambda w, b: ((jnp.tanh(b["x"] @ w["a"]) @ w["b"] - b["y"]) ** 2).mean(),
+        {
+            "a": shape((outer, inner), jnp.float32),
+            "b": shape((inner, outer), jnp.float32),
+        },
+        {name: shape((samples, outer), jnp.float32) for name in "xy"},
+        optimizer=optax.adam(1e-3),
+        cluster="v100-32:1+p100-16:1",
+        **options,
+    )
+
+
+@pytest.mark.relaxed_promotion  # Adam promotes its count
+@pytest.mark.parametrize("options", [{}, {"shares": "even"}, {"mesh": {"data": 2}}])
+def test_as_many_micro_batches_as_fit_are_found(options: dict[str, Any]) -> None:
+    """Of 64 and more, the fewest: half of 32 needs 27 GB on a P100 of 17.2 GB."""
+    plan = twofold(2**20, 64, 65_536, **options)
+    assert plan.num_micro_batches == 64 and len(plan.shares) == 2
+    with pytest.raises(wh.PlanError, match="more micro-batches than 32 or a smaller"):
+        twofold(2**20, 64, 65_536, num_micro_batches=32)
+
+
+@pytest.mark.relaxed_promotion  # Adam promotes its count
+def test_who_lacks_memory_whatever_its_share_is_named() -> None:
+    with pytest.raises(wh.PlanError) as caught:
+        twofold(65_536, 8192, 64, shares=[5, 3])
+    said = str(caught.value)
+    assert "P100-16 needs 17.2 GB before it takes a micro-batch" in said
+    assert "lacks 3.67 MB (" in said and "cut the model into stages" in said

@@ -30,6 +30,8 @@ _LINEAR: Final = frozenset(
 )
 _LINEAR_IN_ONE: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
+_PICKING: Final = frozenset(("reduce_max", "reduce_min", "argmax", "argmin"))
+
 Sources = frozenset[int]
 """Indices of the operations that reduced over the batch."""
 
@@ -143,11 +145,18 @@ class _Follow:
             for index in self._reduced.get(t, _NONE):
                 if index in self._bent:
                     self.found.setdefault(index, self._bent[index])
+                elif self._picks(index):
+                    self.found.setdefault(index, "auxiliary")
 
     def adds_up(self, loss: int | None) -> bool:
         """Samples are added up in the loss, and what they make no value scales."""
         sources = _NONE if loss is None else self._reduced.get(loss, _NONE)
-        return bool(sources - self._scaled)
+        added = {index for index in sources if not self._picks(index)}
+        return bool(added - self._scaled)
+
+    def _picks(self, index: int) -> bool:
+        """An operation takes one of the samples' values, and adds none up."""
+        return self.graph.ops[index].kind in _PICKING
 
     def _blame(self, sources: Iterable[int], what: str) -> None:
         for index in sources:

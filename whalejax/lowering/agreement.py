@@ -19,7 +19,7 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 import whalejax
-from whalejax import _compat
+from whalejax import _compat, beats
 from whalejax.lowering.fingerprints import fingerprint
 from whalejax.planner.compared import told, told_apart
 from whalejax.planner.plan import PlanError
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS: Final = 300.0
 """For a process that has not come to the comparison: it may still be planning."""
+
+LOOK_SECONDS: Final = 2.0
+"""Between looks at whether a process that has not come is still there."""
 
 _rounds = itertools.count()
 """Programs that are alike compare as often, and in one order."""
@@ -147,18 +150,31 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     _compat.tell_processes(f"{folder}/{jax.process_index()}", json.dumps(mine))
     end = time.monotonic() + wait_seconds
     found: list[dict[str, str]] = []
-    missing: list[str] = []
+    late: list[str] = []
+    gone: list[str] = []
     for number in range(jax.process_count()):
-        said = _compat.told_by(f"{folder}/{number}", max(0.1, end - time.monotonic()))
-        if said is None:
-            missing.append(str(number))
-        else:
+        said = None
+        while said is None and str(number) not in (*late, *gone):
+            ended = number in beats.begun().ended()
+            left = end - time.monotonic()
+            wait = max(0.1, min(left, LOOK_SECONDS))
+            said = _compat.told_by(f"{folder}/{number}", wait)
+            if said is None and (ended or left <= wait):
+                (gone if ended else late).append(str(number))
+        if said is not None:
             found.append(json.loads(said))
-    if missing:
+    problems = []
+    if gone:
+        problems.append(f"processes {', '.join(gone)} ended before the first step")
+    if late:
+        problems.append(
+            f"processes {', '.join(late)} did not come to the first step in "
+            f"{wait_seconds:.0f} s after process {jax.process_index()}"
+        )
+    if problems:
         raise PlanError(
-            f"processes {', '.join(missing)} did not come to the first step in "
-            f"{wait_seconds:.0f} s after process {jax.process_index()}. Look for the "
-            "first error of theirs; all must compile the same steps in the same order"
+            f"{'; '.join(problems)}. Look for the first error of theirs; all must "
+            "compile the same steps in the same order"
         )
     return found
 

@@ -241,11 +241,7 @@ def layouts_of(
     """
     graph, dims = analysed.graph, analysed.dims
     tables = tables_of(plan, analysed)
-    homes: dict[int, int] = {}
-    for op in graph.ops:
-        for t in op.operands:
-            homes.setdefault(t, op.task_graph)
-        homes.update(dict.fromkeys(op.results, op.task_graph))
+    homes = graph.homes()
     return {
         t: spec_of(
             dims.layouts[t], dims.sizes[t], tables[homes.get(t, 0)], plan.axis_sizes

@@ -24,7 +24,7 @@ from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.reported import summands, wide
 from whalejax.lowering.streamed import Follower, streamable, streamed
-from whalejax.optimizers import owners_of
+from whalejax.optimizers import owners_of, updates
 from whalejax.planner.layout import Spec
 from whalejax.planner.plan import PlanError
 from whalejax.planner.scored import Hosted
@@ -459,13 +459,10 @@ def stepping(
     def step(values: Sequence[Any]) -> list[Any]:
         *values, loss, applies = values
         tree = structure.unflatten(values[:count])
-        updates, new = optimizer.update(
-            structure.unflatten(values[count : 2 * count]),
-            state_tree.unflatten(values[2 * count :]),
-            tree,
-            value=loss,
-        )
-        fresh = optax.apply_updates(tree, updates)
+        gradients = structure.unflatten(values[count : 2 * count])
+        kept = state_tree.unflatten(values[2 * count :])
+        changes, new = updates(optimizer, gradients, kept, tree, loss)
+        fresh = optax.apply_updates(tree, changes)
         found = [*jax.tree.leaves(fresh), *jax.tree.leaves(new)]
         if not skips:
             return found
