@@ -33,6 +33,7 @@ from whalejax.meshes.cluster import (
     Node,
     check_level,
 )
+from whalejax.meshes.fitted import ASSUMED
 from whalejax.meshes.grammar import MAX_DEVICES, node_levels
 from whalejax.meshes.kinds import (
     PLATFORMS,
@@ -172,6 +173,9 @@ def _compiler(table: Table) -> dict[str, Any]:
 _OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})
 """What a file says of a kind in place of the fitted curve."""
 
+_MEASURED = _OWN | {"matmul_points", "memory_points"}
+"""What says that the numbers of a kind without a base are no datasheet's."""
+
 
 def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None:
     """One kind; its base, if any, is noted under its name."""
@@ -190,6 +194,10 @@ def _kind(name: str, table: Table, bases: dict[str, Entry]) -> DeviceKind | None
         return None
     try:
         if base is None:
+            if not _MEASURED.intersection(values) and values["platform"] != "cpu":
+                # Numbers of a datasheet: devices deliver of them what others do.
+                fitted = {"curve": values["platform"], "efficiency": ASSUMED}
+                values = {**fitted, **values}
             return DeviceKind(name=name, **values)
         if "curve" not in values and _OWN.intersection(values):
             values["curve"] = ""  # the file knows better than the fit

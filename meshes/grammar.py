@@ -125,6 +125,11 @@ def _malformed(term: str) -> str:
     joined = re.fullmatch(r"([a-z][a-z0-9-]*)x(\d+)", term)
     if joined and _is_kind(joined[1]):
         return f"{term!r} has no colon. Write {joined[1]}:{joined[2]}"
+    if term == "local":
+        return (
+            "'local' stands alone. To join other devices to those of this machine, "
+            "describe all in one file (whalejax calibrate -o cluster.toml, --append)"
+        )
     if not colon and re.fullmatch(r"[a-z0-9 -]+", name):
         return (
             f"{term!r} does not say how many devices. Write {name.strip()}:8 for one "

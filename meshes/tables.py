@@ -74,6 +74,8 @@ class Table:
         value = self._get(key, "a whole number", default)
         if value is _MISSING:
             return 1 if default is _MISSING else default
+        if isinstance(value, float) and value.is_integer():
+            return int(value)  # 32e9
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         self.problem(key, value, "a whole number")

@@ -92,6 +92,54 @@ def decide_shares(
     Raises:
         PlanError: shares that cannot be, or no plan fits.
     """
+    _check(graph, cluster, request, asked)
+    options = {"known": {}, **options}
+    ranks = {
+        size: cluster.num_devices // size
+        for size in _served(graph, _sizes(cluster, request, asked))
+    }
+    every = {
+        size: counts(graph, request, asked, least=least, even=even)
+        for size, least in ranks.items()
+    }
+
+    def weigh(case: Case, likely: Likely | None) -> Replicas:
+        one = request if likely is None else likely.of(request)
+        shared = asked
+        if even:
+            shared = even_shares(case.count, ranks[case.size])
+        return _weigh(graph, cluster, one, case, shared, decide, options)
+
+    # Of others, some have no micro-batch at all.
+    busy = [size for size, least in ranks.items() if every[size][-1] >= least]
+    tries = _Tries(request, weigh)
+    several = {size: every[size][:MOST_COUNTS] for size in busy or every}
+    cases = sum(map(len, several.values()))
+    if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
+        graphs = unlike(graph, request, options.get("again"))
+        tries.add_likely(likely_replicas(graphs, cluster, request, several))
+        marks = (r.strategy.kind for r in graph.task_graphs if r.strategy)
+        if 1 in several and "split" in (request.default, *marks):
+            tries.add(1, several[1][::-1])  # One device has nothing to split.
+    for size in several if tries.best_seconds == math.inf else ():
+        if size > _within(cluster) and tries.best_seconds < math.inf:
+            break  # Links between nodes are slower than those inside.
+        tries.add(size, several[size][::-1])
+    for size in several:
+        tries.add_fewest(size, every[size][MOST_COUNTS:])
+    for size in every if tries.best_seconds == math.inf else ():
+        if size not in several:
+            tries.add(size, every[size][:MOST_COUNTS])
+    if not tries.found:
+        raise _nearest(cluster, tries.problems)
+    ranked = sorted(tries.found, key=lambda one: one.step_seconds)
+    return _written(cluster, ranked, asked)
+
+
+def _check(
+    graph: Graph, cluster: Cluster, request: Request, asked: Sequence[int] | None
+) -> None:
+    """Refuse what no shares can be had with, and shares that cannot be."""
     check_zero(request)
     if request.num_devices < cluster.num_devices:
         raise Unobeyed(
@@ -103,42 +151,6 @@ def decide_shares(
         size = cluster.num_devices // len(asked)
         with said_of(f"shares makes {len(asked)} replicas of {size} devices each"):
             check_marks(graph, size)
-    options = {"known": {}, **options}
-    sizes = _served(graph, _sizes(cluster, request, asked))
-
-    def several_of(size: int) -> list[int]:
-        least = cluster.num_devices // size
-        return counts(graph, request, asked, least=least, even=even)
-
-    def weigh(case: Case, likely: Likely | None) -> Replicas:
-        one = request if likely is None else likely.of(request)
-        shared = asked
-        if even:
-            shared = even_shares(case.count, cluster.num_devices // case.size)
-        return _weigh(graph, cluster, one, case, shared, decide, options)
-
-    tries = _Tries(request, weigh)
-    several = {size: several_of(size)[:MOST_COUNTS] for size in sizes}
-    cases = sum(map(len, several.values()))
-    if cluster.num_devices > MANY_DEVICES and cases > MANY_CASES:
-        graphs = unlike(graph, request, options.get("again"))
-        tries.add_likely(likely_replicas(graphs, cluster, request, several))
-        split = {
-            request.default,
-            *(r.strategy.kind for r in graph.task_graphs if r.strategy),
-        }
-        if 1 in several and "split" in split:
-            tries.add(1, several[1][::-1])  # One device has nothing to split.
-    for size in several if tries.best_seconds == math.inf else ():
-        if size > _within(cluster) and tries.best_seconds < math.inf:
-            break  # Links between nodes are slower than those inside.
-        tries.add(size, several[size][::-1])
-    for size in sizes:
-        tries.add_fewest(size, several_of(size)[MOST_COUNTS:])
-    if not tries.found:
-        raise _nearest(cluster, tries.problems)
-    ranked = sorted(tries.found, key=lambda one: one.step_seconds)
-    return _written(cluster, ranked, asked)
 
 
 class _Tries:

@@ -186,6 +186,9 @@ def decide_pipelines(
     for replicas in _replicas(request, stages, asked):
         least = 2 * stages * replicas
         several = counts(graph, request, asked, least=least)[:MOST_COUNTS]
+        free = asked is None and DATA not in (request.mesh or {})
+        if free and several[-1] < replicas:
+            continue  # Some would have no micro-batch at all.
         some = [*_while_faster(functools.partial(weigh, replicas), several, problems)]
         found += some
         steps = (one.step_seconds for one in some if one.lacks_bytes <= 0)

@@ -105,11 +105,38 @@ def uncut(graph: Graph, plan: Plan) -> str:
         graph: the captured loss.
         plan: in stages with programs of their own.
     """
+    work = [op.flops * op.trip for op in graph.ops]
+    looped = sum(n for n, op in zip(work, graph.ops, strict=True) if op.trip > 1)
+    said = _lopsided(plan)
+    if not said or 2 * looped < sum(work):
+        return ""
+    return f"{said}: a loop over layers is one part of the model here, and is not cut"
+
+
+def lopsided(plan: Plan, *, marked: bool) -> str:
+    """That one stage takes far more time than others, for no loop; else nothing.
+
+    Args:
+        plan: in stages with programs of their own.
+        marked: ``stage`` marks say where it is cut.
+    """
+    said = _lopsided(plan)
+    if not said:
+        return ""
+    if marked:
+        return f"{said}, as they are marked"
+    return (
+        f"{said}: a part begins where a parameter is read first. Layers that read "
+        "slices of one stacked parameter are one part; scan over it, or give each "
+        "parameters of its own"
+    )
+
+
+def _lopsided(plan: Plan) -> str:
+    """One stage's part of the time, where that is far from even; else nothing."""
     stages = plan.stages
     if stages is None or not stages.paces:
         return ""
-    work = [op.flops * op.trip for op in graph.ops]
-    looped = sum(n for n, op in zip(work, graph.ops, strict=True) if op.trip > 1)
     each = [
         pace.forward_seconds + pace.backward_seconds + pace.weight_seconds
         for pace in stages.paces
@@ -120,12 +147,11 @@ def uncut(graph: Graph, plan: Plan) -> str:
         for stage in range(count)
     ]
     share = max(seconds) / max(sum(seconds), 1e-30)
-    if share * count < UNEVEN or 2 * looped < sum(work):
+    if share * count < UNEVEN:
         return ""
     return (
         f"one of {count} stages takes {share:.0%} of the time of all (an even part is "
-        f"{1 / count:.0%}): a loop over layers is one part of the model here, and is "
-        "not cut"
+        f"{1 / count:.0%})"
     )
 
 

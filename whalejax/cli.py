@@ -120,7 +120,7 @@ def _run(command: Command, started: float) -> int:
         case TrainCommand():
             from whalejax import session
 
-            job = find_job(command.model)
+            job = find_job(command.model, named_values(_settings(command)))
             session.run(job, command, started=started)
         case PlanCommand():
             _plan(command)
@@ -268,6 +268,20 @@ def _diff(command: DiffCommand) -> None:
     make_console().print(show.Lines(lines))
 
 
+def _settings(command: TrainCommand) -> tuple[str, ...]:
+    """Options of the model to train; those of its plan, unless others are given."""
+    from whalejax.planner.plan import Plan
+
+    path = command.plan
+    if command.set or path is None or not path.is_file():
+        return command.set
+    with contextlib.suppress(WhaleError):  # which is said where the plan is read
+        model, *words = Plan.load(path).source or ("",)
+        if model == _lasting(command.model):
+            return tuple(words)
+    return ()
+
+
 def _lasting(model: str) -> str:
     """A model's name that holds in other folders too: files by their whole path."""
     path, colon, function = model.rpartition(":")
@@ -361,6 +375,13 @@ def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.progress import Working
 
     _check_output(command.output)
+    if command.output.suffix.lower() != ".toml":
+        raise WhaleError(
+            f"--output {command.output}: clusters are described in TOML, and read by "
+            f"that ending. Name it {command.output.with_suffix('.toml').name}"
+        )
+    if command.seconds <= 0:
+        raise WhaleError(f"--seconds is {command.seconds:g}; expected more than 0")
     if command.model is None and (command.set or command.samples or command.precision):
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"

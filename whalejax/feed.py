@@ -82,9 +82,19 @@ class Feed:
             WhaleError: sizes that cannot be; every problem is listed.
         """
         problems = Problems("Feed")
+        if isinstance(source, Mapping):
+            problems.add(
+                "source is a dictionary; expected samples by number or an iterable of "
+                "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
+            )
+        elif not _numbered(source) and not isinstance(source, Iterable):
+            problems.add(
+                f"source is {source!r:.60}; expected samples by number or an iterable "
+                "of them"
+            )
         if batch_size < 1:
             problems.add(f"batch_size is {batch_size}; expected 1 or more")
-        elif _numbered(source) and batch_size > len(source):
+        elif not problems and _numbered(source) and batch_size > len(source):
             problems.add(
                 f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
                 f"{len(source)}"
@@ -239,4 +249,14 @@ def _stacked(samples: Sequence[Any], like: Any) -> Any:
     """Samples, one behind the other; of none, the shapes are those of any."""
     if not samples:
         return jax.tree.map(lambda x: np.asarray(x)[None][:0], like)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+    return jax.tree_util.tree_map_with_path(_stack, *samples)
+
+
+def _stack(path: Any, *leaves: Any) -> Any:
+    shapes = dict.fromkeys(map(np.shape, leaves))
+    if len(shapes) > 1:
+        raise WhaleError(
+            f"samples of one batch have {jax.tree_util.keystr(path) or 'arrays'} of "
+            f"unlike shapes: {', '.join(map(str, shapes))}. Pad or cut them to one"
+        )
+    return np.stack(leaves)

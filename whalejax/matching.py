@@ -6,6 +6,7 @@ compiler's message that names none of the user's words.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,6 +210,12 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         _check_places(plan.cluster, found)
     if not chosen and len(found) == plan.cluster.num_devices:
         found = found[: plan.num_devices]  # the plan may leave devices idle
+    numbers = Counter(map(id, found))  # devices are objects of their own
+    if twice := dict.fromkeys(str(d) for d in found if numbers[id(d)] > 1):
+        raise PlanError(
+            f"devices has {', '.join(twice)} more than once; expected "
+            f"{plan.num_devices} different ones"
+        )
     if len(found) != plan.num_devices:
         virtual = (
             f'. jax.config.update("jax_num_cpu_devices", {plan.num_devices}), before '

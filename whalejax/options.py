@@ -84,6 +84,9 @@ class TrainCommand:
 
     model: Model
     """a reference model, such as gpt, or file.py:function; it returns a wh.Job"""
+    set: Settings = ()
+    """options of the model, or of your function: layers=96 hidden=12288; those that
+    --plan was made with, if left out"""
     plan: Annotated[Path | None, conf.arg(metavar="PLAN.json")] = None
     """run this plan, which whalejax plan made, instead of making one"""
     cluster: OptionalText = None

@@ -34,7 +34,7 @@ from whalejax.planner.search import PLANNED_AXES
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines
-from whalejax.planner.staging import beside, evened, merged, uncut
+from whalejax.planner.staging import beside, evened, lopsided, merged, uncut
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
@@ -258,6 +258,7 @@ class _Staging:
         ``why`` is the reason, and what lets one program run them all, if anything does.
         """
         reason, remedy = why
+        marked = bool(_marked(self.captured.graph))
         try:
             plan = decide_mpmd(
                 graph,
@@ -265,13 +266,15 @@ class _Staging:
                 request,
                 piped=asked,
                 traced=self.traced,
-                marked=bool(_marked(self.captured.graph)),
+                marked=marked,
                 **options,
             )
         except TooFewParts as error:
             raise TooFewParts(_neither(str(error), reason, remedy)) from None
         uneven = uncut(graph, plan)
         notes = [f"{uneven}. {evened(remedy)}"] if uneven else []
+        if not uneven and (said := lopsided(plan, marked=marked)):
+            notes.append(said)
         said = "" if uneven or not remedy else f". {remedy}"
         notes.append(f"stages have programs of their own: {reason}{said}")
         return dataclasses.replace(plan, notes=(*plan.notes, *notes))

@@ -101,8 +101,8 @@ def plan(
             done to each element of their results; sums, exponentials, branches, loops
             that are no scan, functions with derivatives of their own and what other
             TaskGraphs read keep the model's own types, and no batch is cast.
-        num_micro_batches: parts of the global batch, one after the other; None takes
-            the fewest that fit.
+        num_micro_batches: parts M of the global batch, one after the other; part m
+            has the samples m, m + M, … None takes the fewest that fit.
         allow_idle: accept plans that leave devices idle where none uses all.
         sync_batch_stats: statistics must be those of the global batch: only plans with
             one micro-batch are taken for models that have any.

@@ -387,3 +387,28 @@ def test_a_file_that_gives_an_efficiency_is_obeyed(tmp_path: Path) -> None:
     # Another name for a kind of the catalogue changes nothing.
     known = entry("h100").kind.matmul_flops_per_second("bf16", 8192, 8192, 8192)
     assert rate("") == pytest.approx(known)
+
+
+def test_a_data_sheets_numbers_deliver_what_others_do() -> None:
+    """Of a kind without a base, unless the file has measured ones."""
+    text = """
+    [kinds.mine]
+    platform = "gpu"
+    memory_bytes = 32e9
+    memory_bytes_per_second = 900e9
+    flops_per_second = { f32 = 14e12 }
+    %s
+    [[nodes]]
+    kind = "mine"
+    count = 1
+    [[levels]]
+    name = "one"
+    size = 1
+    bandwidth_bytes_per_second = 1e9
+    latency_seconds = 1e-6
+    """
+    (sheet,) = from_data(tomllib.loads(text % ""), "mine.toml").kinds
+    (own,) = from_data(tomllib.loads(text % "efficiency = 0.9"), "mine.toml").kinds
+    assert sheet.memory_bytes == own.memory_bytes == 32_000_000_000
+    assert sheet.curve == "gpu" and sheet.launch_seconds > 0
+    assert not own.curve and own.launch_seconds == 0

@@ -162,6 +162,7 @@ def test_the_first_error_is_shown_and_all_are_stopped(tmp_path: Path) -> None:
     wait_until_gone(tmp_path, 2)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX may be there; nothing is shared
 def test_the_rest_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that fails is named when those that were there have ended."""
     code = (

@@ -93,3 +93,14 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert "is no description of a cluster" in refused(words, capsys)
     (here / "other.toml").write_text("")
     assert cli.main(words) == 0 == cli.main(words)  # Of one kind, anew.
+
+
+def test_files_that_cannot_be_read_again_are_not_written(
+    here: Path, capsys: Captured
+) -> None:
+    said = refused(["calibrate", "-o", "mine.json"], capsys)
+    assert "--output mine.json: clusters are described in TOML" in said
+    assert "Name it mine.toml" in said
+    said = refused(["calibrate", "-o", "mine.toml", "--seconds", "-3"], capsys)
+    assert "--seconds is -3; expected more than 0" in said
+    assert not [*here.iterdir()]

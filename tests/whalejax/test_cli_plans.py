@@ -267,3 +267,20 @@ def test_shares_are_given_as_words(here: Path, capsys: Captured) -> None:
     assert "--shares is '3;1'; expected even, or the micro-batches of each" in said
     given = ("train", "jobs.py:make", "--plan", "plan.json", "--shares", "even")
     assert "--shares even was given with --plan plan.json" in refused(given, capsys)
+
+
+# Options of a model.
+
+
+def test_a_model_is_trained_with_the_options_of_its_plan(
+    here: Path, capsys: Captured
+) -> None:
+    smaller = ("--set", "layers=1", "--cluster", "cpu:8")
+    assert cli.main(["plan", "gpt-test", *smaller, "-o", "plan.json"]) == 0
+    train = ("train", "gpt-test", "--steps", "1", "--json", "--quiet")
+    capsys.readouterr()
+    for words in (("--plan", "plan.json"), smaller):
+        assert cli.main([*train, *words]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])
+    other = ("--plan", "plan.json", "--set", "layers=2")
+    assert "another model or batch" in refused([*train, *other], capsys)

@@ -189,3 +189,17 @@ def test_sizes_that_cannot_be(arguments: dict[str, int], text: str) -> None:
 def test_a_batch_of_another_size_than_planned_is_refused() -> None:
     with pytest.raises(wh.WhaleError, match="batch_size is 4; the plan is for 8"):
         wh.Feed(SAMPLES, 4, step_of([3, 1], 2))
+
+
+def test_sources_that_hold_no_samples_are_refused() -> None:
+    arrays: Any = {"x": np.ones((100, 4))}
+    with pytest.raises(wh.WhaleError, match="source is a dictionary; expected samples"):
+        wh.Feed(arrays, 32)
+    number: Any = 5
+    with pytest.raises(wh.WhaleError, match="source is 5; expected samples by number"):
+        wh.Feed(number, 32)
+    ragged = [{"x": np.ones(3)}, {"x": np.ones(4)}]
+    with pytest.raises(
+        wh.WhaleError, match=r"\['x'\] of unlike shapes: \(3,\), \(4,\)"
+    ):
+        next(iter(wh.Feed(ragged, 2, seed=None)))

@@ -133,6 +133,13 @@ def test_a_plan_that_is_an_estimate() -> None:
     assert "is an estimate (runnable=False)" in compile_refused(plan, plain, net())
 
 
+def test_devices_are_given_once() -> None:
+    with pytest.raises(wh.PlanError) as caught:
+        matching.devices_of(planned(), [jax.devices()[0]] * planned().num_devices)
+    said = str(caught.value)
+    assert "more than once; expected" in said and "different ones" in said
+
+
 def gpus(*kinds: str) -> list[Any]:
     """One GPU of each process."""
     return [
