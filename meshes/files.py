@@ -173,7 +173,7 @@ def _compiler(table: Table) -> dict[str, Any]:
 _OWN = frozenset({"efficiency", "matmul_half_size", "op_overhead_seconds"})
 """What a file says of a kind in place of the fitted curve."""
 
-_MEASURED = _OWN | {"matmul_points", "memory_points"}
+_MEASURED = _OWN | {"matmul_points", "memory_points", "curve"}
 """What says that the numbers of a kind without a base are no datasheet's."""
 
 

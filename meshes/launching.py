@@ -397,7 +397,8 @@ class _Group:
             how = f"failed first, with {_words(failed[rank])}"
         else:
             how = f"{self._blamed[rank]} (rank {first} ended for it)"
-        went = "all others were stopped" if self._launch.stops else "the others went on"
+        stopped = self._launch.stops or 0 in failed
+        went = "all others were stopped" if stopped else "the others went on"
         said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."
         if rank == 0 and not self._launch.json:
             return f"{said} What it said stands above, and in {self.log(rank)}"

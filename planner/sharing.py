@@ -125,7 +125,7 @@ def decide_shares(
         if size > _within(cluster) and tries.best_seconds < math.inf:
             break  # Links between nodes are slower than those inside.
         tries.add(size, several[size][::-1])
-    for size in several:
+    for size in several if tries.best_seconds == math.inf else ():
         tries.add_fewest(size, every[size][MOST_COUNTS:])
     for size in every if tries.best_seconds == math.inf else ():
         if size not in several:
@@ -195,13 +195,11 @@ class _Tries:
     def add_fewest(self, size: int, several: Sequence[int]) -> None:
         """Weigh replicas of some size in the fewest micro-batches that fit.
 
-        Does nothing once some plan fits.
-
         Args:
             size: devices of a replica.
             several: numbers of micro-batches, the fewest first.
         """
-        if self.best_seconds < math.inf or not several:
+        if not several:
             return
 
         def fits(at: int) -> bool:

@@ -126,9 +126,8 @@ def lopsided(plan: Plan, *, marked: bool) -> str:
     if marked:
         return f"{said}, as they are marked"
     return (
-        f"{said}: a part begins where a parameter is read first. Layers that read "
-        "slices of one stacked parameter are one part; scan over it, or give each "
-        "parameters of its own"
+        f"{said}: a part begins where a parameter is read first, and no such cut is "
+        "more even (layers that read slices of one parameter are one part)"
     )
 
 

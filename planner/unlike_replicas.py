@@ -173,13 +173,16 @@ def nothing_fits(found: Sequence[Replicas], asked: Sequence[int] | None) -> Plan
             f"2}}), or plan without {device.name}"
         )
     else:
-        count = nearest.case.count
-        held = min(sum(nearest.most), count - 1)
+        count, most = nearest.case.count, sum(nearest.most)
+        held, remedy = most, "Take a smaller batch, more micro-batches, more devices, "
+        if most >= count:  # dealt out in another way
+            held = sum(map(min, nearest.shares, nearest.most))
+            remedy = "Leave shares= out, which follow memory then, take more devices, "
         text = (
             f"memory holds {held} of {count} micro-batches ({nearest.layout}): with "
             f"{share} of them, and what replicas exchange, {device.name} needs "
-            f"{gigabytes(int(device.needs(share)))} {short}. Take a smaller batch, "
-            "more micro-batches, more devices, or a mesh with more devices in a replica"
+            f"{gigabytes(int(device.needs(share)))} {short}. {remedy}or a mesh with "
+            "more devices in a replica"
         )
     return NothingFits(text, lacks_bytes=lacks, of_bytes=room, nearest=nearest.layout)
 

@@ -285,7 +285,7 @@ def _settings(command: TrainCommand) -> tuple[str, ...]:
 def _lasting(model: str) -> str:
     """A model's name that holds in other folders too: files by their whole path."""
     path, colon, function = model.rpartition(":")
-    return f"{Path(path).absolute()}{colon}{function}" if colon else model
+    return f"{Path(path).resolve()}{colon}{function}" if colon else model
 
 
 def _check_output(output: Path | None) -> None:

@@ -84,10 +84,10 @@ class Feed:
         problems = Problems("Feed")
         if isinstance(source, Mapping):
             problems.add(
-                "source is a dictionary; expected samples by number or an iterable of "
+                "source is a dictionary; expected samples in a list, or an iterable of "
                 "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
             )
-        elif not _numbered(source) and not isinstance(source, Iterable):
+        elif not _numbered(source) and not _in_a_row(source):
             problems.add(
                 f"source is {source!r:.60}; expected samples by number or an iterable "
                 "of them"
@@ -225,6 +225,11 @@ class Feed:
 def _numbered(source: Any) -> TypeGuard[Source]:
     """Samples can be had by number."""
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _in_a_row(source: Any) -> bool:
+    """Samples can be had one after the other."""
+    return isinstance(source, Iterable) or hasattr(source, "__getitem__")
 
 
 def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:

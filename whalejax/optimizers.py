@@ -34,11 +34,13 @@ def updates(
         loss: which it is given as ``value``.
 
     Raises:
-        WhaleError: it takes something else, or cannot work on such parameters.
+        WhaleError: it takes other arguments.
     """
     try:
         found: tuple[Any, Any] = optimizer.update(gradients, state, params, value=loss)
     except TypeError as error:
+        if type(error) is not TypeError or "argument" not in str(error):
+            raise  # JAX's own are such errors, too.
         raise WhaleError(
             "the optimizer's update fails on gradients, state, parameters and value= "
             f"(the loss), which is all that a step has for it: {error}. Take one that "

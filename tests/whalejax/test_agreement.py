@@ -116,6 +116,7 @@ def test_optimizers_are_known_by_what_they_keep_and_do() -> None:
         lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.2),
         lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0))),
         lambda: optax.adam(1e-3),
+        lambda: optax.adam(1e-3, b1=0.999, b2=0.9),
         lambda: optax.adam(1e-3, mu_dtype="bfloat16"),
         lambda: clipped(),
         lambda: clipped(optax.cosine_decay_schedule(1e-3, 100)),

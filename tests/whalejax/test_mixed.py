@@ -113,6 +113,22 @@ def test_as_many_micro_batches_as_fit_are_found(options: dict[str, Any]) -> None
 
 
 @pytest.mark.relaxed_promotion  # Adam promotes its count
+def test_larger_replicas_are_weighed_where_small_ones_take_many() -> None:
+    """One device needs 512 micro-batches, four with tensor between them 64."""
+    shape = jax.ShapeDtypeStruct
+    plan = wh.plan(
+        lambda w, b: ((jnp.tanh(b["x"] @ w["a"]) @ w["b"] - b["y"]) ** 2).mean(),
+        {"a": shape((256, 2**20), "float32"), "b": shape((2**20, 256), "float32")},
+        {name: shape((2**18, 256), "float32") for name in "xy"},
+        optimizer=optax.adam(1e-3),
+        cluster="v100-32:4+p100-16:4",
+    )
+    other = plan.what_if(mesh={"data": 8})
+    assert plan.time.step_seconds < other.time.step_seconds / 1.5
+    assert plan.axis_sizes["data"] < 8 and plan.num_micro_batches <= 64
+
+
+@pytest.mark.relaxed_promotion  # Adam promotes its count
 def test_who_lacks_memory_whatever_its_share_is_named() -> None:
     with pytest.raises(wh.PlanError) as caught:
         twofold(65_536, 8192, 64, shares=[5, 3])

@@ -76,7 +76,36 @@ def penalty(p: Any, b: Any) -> Any:
         return value / 24 + (slope**2).mean()
 
 
-@pytest.mark.parametrize("loss", [force, penalty])
+def scoped(p: Any, b: Any) -> Any:
+    def inner(x: Any) -> Any:
+        with jax.named_scope("physics"):
+            return energy(p, x)
+
+    with wh.pipeline(num_micro_batches=4):
+        return (jax.grad(inner)(b["x"]) ** 2).mean()
+
+
+def jitted(p: Any, b: Any) -> Any:
+    with wh.pipeline(num_micro_batches=4):
+        slope = jax.grad(jax.jit(energy), argnums=1)(p, b["x"])
+        return (slope**2).mean()
+
+
+def checkpointed(p: Any, b: Any) -> Any:
+    with wh.pipeline(num_micro_batches=4):
+        slope = jax.grad(jax.checkpoint(energy), argnums=1)(p, b["x"])
+        return (slope**2).mean()
+
+
+def inside(p: Any, b: Any) -> Any:
+    def piped(x: Any) -> Any:
+        with wh.pipeline(num_micro_batches=4):
+            return energy(p, x)
+
+    return (jax.grad(piped)(b["x"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [force, penalty, scoped, jitted, checkpointed, inside])
 @pytest.mark.parametrize("cluster", ["cpu:2", "cpu:3", "cpu:6"])
 def test_a_derivative_through_stages_is_refused(loss: Loss, cluster: str) -> None:
     with pytest.raises(wh.WhaleError, match="marked inside a function that the loss"):
@@ -91,6 +120,16 @@ def test_a_derivative_inside_a_stage_is_none_through_stages() -> None:
             with wh.stage():
                 slope = jax.grad(lambda h: jnp.tanh(h @ p["b"]).sum())(h)
                 return (slope**2).mean()
+
+    assert len(planned(loss).apart) == 2
+
+
+def test_tangents_go_through_stages_with_their_values() -> None:
+    def loss(p: Any, b: Any) -> Any:
+        with wh.pipeline(num_micro_batches=4):
+            ones = jnp.ones_like(b["x"])
+            value, tangent = jax.jvp(lambda x: energy(p, x), (b["x"],), (ones,))
+            return value / 24 + tangent**2
 
     assert len(planned(loss).apart) == 2
 

@@ -30,7 +30,12 @@ _LINEAR: Final = frozenset(
 )
 _LINEAR_IN_ONE: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
-_PICKING: Final = frozenset(("reduce_max", "reduce_min", "argmax", "argmin"))
+_PICKING: Final = frozenset(
+    (
+        *("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"),
+        *("sort", "top_k", "slice", "dynamic_slice", "gather"),
+    )
+)
 
 Sources = frozenset[int]
 """Indices of the operations that reduced over the batch."""
@@ -155,7 +160,7 @@ class _Follow:
         return bool(added - self._scaled)
 
     def _picks(self, index: int) -> bool:
-        """An operation takes one of the samples' values, and adds none up."""
+        """An operation takes some of the samples' values, and adds none up."""
         return self.graph.ops[index].kind in _PICKING
 
     def _blame(self, sources: Iterable[int], what: str) -> None:

@@ -22,7 +22,7 @@ from whalejax.planner.graph import Mark, TaskGraph
 
 _COPY = re.compile(r"\d+|\b(?:jvp|transpose|vmap|checkpoint)\(|\)")
 
-_DERIVED_STAGE = re.compile(r"transpose\([^/]*wh\.stage\[")
+_DERIVED_STAGE = re.compile(r"transpose\(.*wh\.stage\[")
 """A stage inside something that is differentiated, not one that does so itself."""
 
 
@@ -72,6 +72,14 @@ def found_marks(ops: Sequence[OpDraft]) -> set[Mark]:
 
 def _check_nesting(ops: Sequence[OpDraft]) -> None:
     problems = Problems()
+    if any(_DERIVED_STAGE.search(scope) for scope in {op.scope for op in ops}):
+        problems.add(
+            "stages are marked inside a function that the loss differentiates "
+            "(jax.grad, jax.vjp): its backward pass runs through them from the last to "
+            "the first. Put the whole derivative into one stage, or drop the stage "
+            "marks and give the pipeline num_stages"
+        )
+        problems.raise_if_any(title="annotations of the model")
     seen: set[str] = set()
     for labels in dict.fromkeys(op.labels for op in ops):
         marks = tuple(mark for mark, _ in labels)
@@ -80,13 +88,6 @@ def _check_nesting(ops: Sequence[OpDraft]) -> None:
             if problem is not None and problem not in seen:
                 seen.add(problem)
                 problems.add(problem)
-    if any(_DERIVED_STAGE.search(scope) for scope in {op.scope for op in ops}):
-        problems.add(
-            "stages are marked inside a function that the loss differentiates "
-            "(jax.grad, jax.vjp): its backward pass runs through them from the last to "
-            "the first. Put the whole derivative into one stage, or drop the stage "
-            "marks and give the pipeline num_stages"
-        )
     problems.raise_if_any(title="annotations of the model")
 
 

@@ -149,34 +149,30 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     folder = f"whalejax/agreement/{next(_rounds)}"
     _compat.tell_processes(f"{folder}/{jax.process_index()}", json.dumps(mine))
     end = time.monotonic() + wait_seconds
-    found: list[dict[str, str]] = []
-    late: list[str] = []
-    gone: list[str] = []
-    for number in range(jax.process_count()):
-        said = None
-        while said is None and str(number) not in (*late, *gone):
-            ended = number in beats.begun().ended()
-            left = end - time.monotonic()
-            wait = max(0.1, min(left, LOOK_SECONDS))
+    found: dict[int, dict[str, str]] = {}
+    left = [*range(jax.process_count())]
+    while left:
+        ended = beats.begun().ended()  # What one had said would still be there.
+        wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
+        for number in left:
             said = _compat.told_by(f"{folder}/{number}", wait)
-            if said is None and (ended or left <= wait):
-                (gone if ended else late).append(str(number))
-        if said is not None:
-            found.append(json.loads(said))
-    problems = []
-    if gone:
-        problems.append(f"processes {', '.join(gone)} ended before the first step")
-    if late:
-        problems.append(
-            f"processes {', '.join(late)} did not come to the first step in "
-            f"{wait_seconds:.0f} s after process {jax.process_index()}"
-        )
-    if problems:
-        raise PlanError(
-            f"{'; '.join(problems)}. Look for the first error of theirs; all must "
-            "compile the same steps in the same order"
-        )
-    return found
+            if said is not None:
+                found[number] = json.loads(said)
+        left = [number for number in left if number not in found]
+        gone = [str(number) for number in left if number in ended]
+        if gone or (left and time.monotonic() >= end):
+            late = ", ".join(map(str, left))
+            what = (
+                f"processes {', '.join(gone)} ended before the first step"
+                if gone
+                else f"processes {late} did not come to the first step in "
+                f"{wait_seconds:.0f} s after process {jax.process_index()}"
+            )
+            raise PlanError(
+                f"{what}. Look for the first error of theirs; all must compile the "
+                "same steps in the same order"
+            )
+    return [found[number] for number in sorted(found)]
 
 
 def _here(device: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from whalejax.adapters import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.catalogue import kind_names
 from whalejax.meshes.telling import tell
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.verification.comparison import Verification, compared
@@ -53,12 +54,11 @@ def check(
         )
     if plan.shares or plan.pipelines:
         whose = "pipeline" if plan.pipelines else "rank of data"
-        devices = plan.num_devices // len(plan.shares)
-        first = f"{plan.cluster.nodes[0].kind.name}:{devices}"
         raise PlanError(
             f"verify compiles what devices of one kind run together, and every {whose} "
-            f"of this plan has programs of its own. Plan for one of them, as in "
-            f'plan.what_if(cluster="{first}", shares=None, mesh=None), and verify that'
+            "of this plan has programs of its own. Plan for one of them, as in "
+            f"plan.what_if(cluster={_one_of(plan)}, shares=None, mesh=None), and "
+            "verify that"
         )
     if not 0 < timeout_seconds < math.inf:
         raise VerifyError(
@@ -88,6 +88,16 @@ def check(
         return found
     cluster = plan.cluster if topology is None else parse_cluster(topology)
     return dataclasses.replace(found, better=_next(plan, cluster, found, again))
+
+
+def _one_of(plan: Plan) -> str:
+    """The devices of the first replica or pipeline, as ``wh.plan`` takes them."""
+    devices, node = plan.num_devices // len(plan.shares), plan.cluster.nodes[0]
+    if node.kind.name not in kind_names():
+        return f"<a file of {devices}×{node.kind.name}>"
+    several = devices > node.count
+    size = f"{devices // node.count}x{node.count}" if several else str(devices)
+    return f'"{node.kind.name}:{size}"'
 
 
 def _compiler(target: Target) -> tuple[str, Sequence[str]]:
