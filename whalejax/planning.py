@@ -117,8 +117,8 @@ def plan(
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
             axis ``fsdp``.)
         runnable: take only what ``wh.compile`` can run. False widens the search to
-            what can be estimated only, such as pipelines of unequal stages together
-            with ZeRO; its plans are estimates.
+            what can be estimated only, such as gradients in host memory; its plans are
+            estimates.
         remat: what the layers keep for the backward pass, which computes the rest
             again: ``"none"`` (keep all), ``"dots"`` (results of products with weights),
             ``"named"`` (what the model names with ``jax.ad_checkpoint``; or some of it,

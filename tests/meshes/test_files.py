@@ -407,8 +407,7 @@ def test_a_data_sheets_numbers_deliver_what_others_do() -> None:
     bandwidth_bytes_per_second = 1e9
     latency_seconds = 1e-6
     """
-    (sheet,) = from_data(tomllib.loads(text % ""), "mine.toml").kinds
-    (own,) = from_data(tomllib.loads(text % "efficiency = 0.9"), "mine.toml").kinds
+    (sheet,), (own,) = (_load(text % own).kinds for own in ("", "efficiency = 0.9"))
     assert sheet.memory_bytes == own.memory_bytes == 32_000_000_000
     assert sheet.curve == "gpu" and sheet.launch_seconds > 0
     assert not own.curve and own.launch_seconds == 0

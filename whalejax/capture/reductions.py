@@ -36,6 +36,7 @@ _PICKING: Final = frozenset(
         *("sort", "top_k", "slice", "dynamic_slice", "gather"),
     )
 )
+"""Operations that take some of the samples' values, and add none up."""
 
 Sources = frozenset[int]
 """Indices of the operations that reduced over the batch."""
@@ -160,7 +161,7 @@ class _Follow:
         return bool(added - self._scaled)
 
     def _picks(self, index: int) -> bool:
-        """An operation takes some of the samples' values, and adds none up."""
+        """Whether an operation adds nothing up; see ``_PICKING``."""
         return self.graph.ops[index].kind in _PICKING
 
     def _blame(self, sources: Iterable[int], what: str) -> None:
