@@ -27,7 +27,8 @@ sides in the middle, once with shares that follow and once with even ones:
 With ``--several 70,50,30,20`` as many processes share the cores under these quotas and
 find their shares of 256 micro-batches in 20 steps:
 
-    shares, proportions      what was found, and each one's part of the measured speeds
+    shares, proportions      what was found, and each one's part of the speeds that are
+                             measured between the run's last steps, all computing alike
     shares_off               the largest distance between them, relative
     shares_off_of_believed   the same from the speeds that the run itself measured
     shares_off_of_whole      the same of the whole micro-batches of the shortest step
@@ -187,21 +188,24 @@ def _core(arguments: argparse.Namespace) -> int:
 
 
 def _several() -> dict[str, Any]:
-    """Shares that many processes find, and speeds measured before and after."""
+    """Shares that many processes find, and speeds measured between their last steps."""
     import numpy as np
     from jax.experimental import multihost_utils
 
     from whalejax.planner.balance import shares
+    from whalejax.planner.rebalance import WINDOW
 
     run = _Run(SHORT, count=MANY)
     run.trained.rebalances = False
     run.step()
-    alone = _rounds_alone(run)
     run.trained.rebalances = True
+    alone = []
     for _ in range(SEVERAL_STEPS):
         run.step()
-    run.trained.rebalances = False
-    alone += _rounds_alone(run)
+        together("alone")
+        alone.append(run.alone(run.trained.shares[run.runner._mine[0]]))
+    # What the run believes is as old: the machine's speed moves by more in a minute.
+    alone = alone[-WINDOW:]
     found, believed = np.array(run.trained.shares), np.array(run.runner.seconds)
     mine = np.array([statistics.median(alone)], np.float32)
     speeds = 1.0 / multihost_utils.process_allgather(mine).ravel()
@@ -214,15 +218,6 @@ def _several() -> dict[str, Any]:
         "shares_off_of_believed": _off(found / MANY, followed),
         "shares_off_of_whole": _off(np.array(shares(MANY, 1.0 / speeds)) / MANY, parts),
     }
-
-
-def _rounds_alone(run: _Run) -> list[float]:
-    """Seconds of a micro-batch while all compute as in a step, several times."""
-    found = []
-    for _ in range(9):
-        together("alone")
-        found.append(run.alone(run.trained.shares[run.runner._mine[0]]))
-    return found
 
 
 def _off(found: Any, wanted: Any) -> float:
