@@ -30,12 +30,15 @@ class Link:
         bandwidth_bytes_per_second: of one device; of one link of a torus.
         hop_seconds: latency of one step of a collective.
         base_seconds: cost of starting a collective.
+        peers: how many others each device has a link of its own to, the bandwidth being
+            that of all these links; 0 where a switch gives it all to any of them.
     """
 
     name: str
     bandwidth_bytes_per_second: float
     hop_seconds: float
     base_seconds: float
+    peers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +237,7 @@ def _link(table: dict[str, Any]) -> Link:
         bandwidth_bytes_per_second=table["bandwidth_bytes_per_second"],
         hop_seconds=table["hop_seconds"],
         base_seconds=table["base_seconds"],
+        peers=table.get("peers", 0),
     )
 
 

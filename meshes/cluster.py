@@ -363,6 +363,12 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
     wait = level.latency_seconds
     if not (wait >= 0 and math.isfinite(wait)):
         problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
+    if level.peers and (level.peers < level.size - 1 or level.torus or level.shared):
+        problems.add(
+            f"{where}.peers: got {level.peers}, expected at least {level.size - 1}, so "
+            "that each member has a link to every other, and neither torus nor shared; "
+            "leave it out where a switch joins them"
+        )
 
 
 def _check_levels(cluster: Cluster, problems: Problems) -> None:

@@ -109,6 +109,7 @@ def _level_data(level: Level) -> dict[str, Any]:
     data["slowdown"] = dict(level.slowdown) or None
     data["torus"] = level.torus or None
     data["shared"] = level.shared or None
+    data["peers"] = level.peers or None
     return {k: v for k, v in data.items() if v is not None}
 
 
@@ -335,6 +336,7 @@ def _level(table: Table) -> Level:
         torus=table.boolean("torus", False),
         slowdown=table.table("slowdown").numbers(),
         shared=table.boolean("shared", False),
+        peers=table.integer("peers", 0),
     )
     table.done()
     return level

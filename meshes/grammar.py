@@ -273,6 +273,7 @@ def _joined(links: Sequence[Link], size: int, hops: int, share: float) -> Level:
         bandwidth_bytes_per_second=share
         * min(x.bandwidth_bytes_per_second for x in links),
         latency_seconds=max(x.base_seconds + hops * x.hop_seconds for x in links),
+        peers=max(x.peers for x in links),
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from whalejax.meshes.kinds import DeviceKind, Platform
 
 
@@ -34,6 +36,10 @@ class Level:
             the formula; names as in ``"all-to-all"``.
         shared: the members are threads over one memory, as virtual CPU devices are:
             each of them reads and writes the payload, however many there are.
+        peers: how many others each member has a link of its own to, as four GPUs
+            without a switch have; the bandwidth is that of all these links, and a
+            collective among fewer members uses those between them. 0 where a switch
+            gives all of it to any of them.
     """
 
     name: str
@@ -43,14 +49,30 @@ class Level:
     torus: bool = False
     slowdown: tuple[tuple[str, float], ...] = ()
     shared: bool = False
+    peers: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Axes that follow each other in the level cannot be priced one by one."""
+        return self.shared or self.peers > 0
 
     def slowdown_of(self, collective: str) -> float:
         """The measured factor of one collective; 1.0 where nothing was measured."""
         return dict(self.slowdown).get(collective, 1.0)
 
     def moved(self, size: Any) -> Any:
-        """Part of the payload that one round moves among so many members."""
-        return (size > 1) * 1.0 if self.shared else (size - 1) / size
+        """Part of the payload that one round moves among so many members.
+
+        Where only some of a member's links lead to the others, it counts as often as
+        all of them would be faster.
+        """
+        if self.shared:
+            return (size > 1) * 1.0
+        return (size - 1) / size * self.detour(size)
+
+    def detour(self, size: Any) -> Any:
+        """Bandwidth of all links of a member over that of those to so many members."""
+        return np.maximum(1.0, self.peers / np.maximum(1, size - 1))
 
     def waits(self, size: Any) -> Any:
         """How many latencies one round among so many members takes."""

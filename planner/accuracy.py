@@ -212,7 +212,7 @@ class Score:
         tau: Kendall's tau inside groups of equal model and device count, averaged over
             the groups by their pairs; None where no group has two rows.
         regret: of the fastest predicted plan in groups of equal model, device count
-            and batch, over the fastest measured; None where no group has two rows.
+            and batch, over the fastest measured; None where no group has two plans.
     """
 
     source: str
@@ -283,13 +283,17 @@ def _tau(measured: Measured, predicted: Array, at: Array) -> float | None:
 
 
 def _regret(measured: Measured, predicted: Array, at: Array) -> float | None:
+    """Rows of one layout are one plan, which takes what they take on average."""
     found = []
     for group in _grouped(measured, at.tolist(), batch=True):
-        if len({_layout(measured.runs[i]) for i in group}) < 2:
+        plans: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for index in group:
+            plans[_layout(measured.runs[index])].append(index)
+        if len(plans) < 2:
             continue
-        picked = group[int(np.argmin(predicted[group]))]
-        best = float(measured.seconds[group].min())
-        found.append(float(measured.seconds[picked]) / best - 1.0)
+        picked = min(plans.values(), key=lambda rows: predicted[rows].mean())
+        best = min(float(measured.seconds[rows].mean()) for rows in plans.values())
+        found.append(float(measured.seconds[picked].mean()) / best - 1.0)
     return float(np.mean(found)) if found else None
 
 

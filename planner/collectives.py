@@ -55,7 +55,7 @@ def axis_parts(
         if axis in axes and size > 1:
             for part in _cut(stride, size, cluster):
                 last = parts[-1] if parts else None
-                if last and last.level.shared and last.level == part.level:
+                if last and last.level.whole and last.level == part.level:
                     parts[-1] = Part(size=last.size * part.size, level=part.level)
                 else:
                     parts.append(part)
@@ -100,10 +100,11 @@ def ring_seconds(kind: CollectiveKind, payload_bytes: float, part: Part) -> floa
 def _permute_seconds(payload_bytes: float, part: Part) -> float:
     """What one device sends to the next: one of the steps of a ring.
 
-    On a torus it takes one of the two links of an axis.
+    On a torus it takes one of the two links of an axis, and without a switch one of
+    those to all peers.
     """
     level = part.level
-    links = 2 if level.torus else 1
+    links = 2 if level.torus else level.detour(2)
     wire = payload_bytes * links / level.bandwidth_bytes_per_second
     steps = 1 if level.shared else max(1, level.size - 1)
     wait = level.latency_seconds * level.waits(part.size) / steps
@@ -231,7 +232,7 @@ def spans_of(
         here = wanted[which] & (size > 1)
         if here.any():
             for size_of, level in _spans(stride, np.where(here, size, 1), cluster):
-                if spans and level.shared and spans[-1][1] == level:
+                if spans and level.whole and spans[-1][1] == level:
                     spans[-1] = spans[-1][0] * size_of, level
                 else:
                     spans.append((size_of, level))

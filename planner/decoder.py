@@ -13,10 +13,10 @@ from whalejax.planner.graph import Graph
 from whalejax.planner.programs import Program
 
 
-REGIONS = ("embed", "residual", "inner", "experts", "head")
+REGIONS = ("embed", "residual", "inner", "experts", "final", "head")
 """TaskGraphs of the graph, in order: the embedding, what stands between the products of
-a layer, attention and the feed-forward products, the experts' products, and the head
-with the loss. Only residual, inner and experts run once for each layer."""
+a layer, attention and the feed-forward products, the experts' products, the last norm,
+and the head with the loss. Only residual, inner and experts run once for each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,9 @@ class Decoder:
             0 where there are none.
         flash: attention is one kernel that keeps its scores on chip and skips what the
             causal mask hides; otherwise scores and their softmax go to memory.
-        eager: where attention is no kernel, its mask is added to the scores and bounds
-            them by operations of their own; otherwise the softmax does both.
+        eager: what has no kernel in every library is written operation by operation:
+            the mask of attention that is no kernel itself, rotary embeddings, RMSNorm
+            and gates.
         fused_loss: one kernel from logits to loss, in their own type; otherwise they
             are cast to float32 first.
         dropout: on attention's weights and on what joins the residual stream.
@@ -102,6 +103,10 @@ class Decoder:
         return self.params - idle
 
 
+IN_PLACE = "masked_fill"
+"""The kind of an operation that writes into a view of what was computed before."""
+
+
 class _Writer:
     """Writes the operations of a decoder."""
 
@@ -118,8 +123,7 @@ class _Writer:
 
     def norm(self, name: str, x: int) -> int:
         p, hidden = self.p, self.sizes.hidden
-        self.go("residual")
-        with p.kernel():
+        with p.kernel(fused=self.sizes.norm_bias or not self.sizes.eager):
             square = p.add(x, x, kind="mul")
             p.keeps(0)
             mean = p.einsum("bse->bs", square)
@@ -147,7 +151,7 @@ class _Writer:
         qkv = p.einsum("bse,egrd->bsgrd", x, w)
         q, k, v = p.part(qkv, 3, rest), p.part(qkv, 3), p.part(qkv, 3)
         if not s.positions:
-            q, k = p.unary("rotate", q), p.unary("rotate", k)
+            q, k = self.rotate(q), self.rotate(k)
         if s.flash:
             with p.kernel(share=0.5):
                 mixed = self.core(q, k, v)
@@ -155,12 +159,20 @@ class _Writer:
             mixed = self.core(q, k, v)
         return self.drop(p.einsum("bsgrd,grde->bse", mixed, wo))
 
+    def rotate(self, x: int) -> int:
+        """Rotary embeddings: one kernel, or products with sines and cosines."""
+        p = self.p
+        if not self.sizes.eager:
+            return p.unary("rotate", x)
+        turned = p.add(p.add(x, kind="concatenate"), kind="scale")
+        return p.add(p.add(x, kind="scale"), turned)
+
     def core(self, q: int, k: int, v: int) -> int:
         """Scores, their softmax, and what they mix."""
         p = self.p
         scores = p.einsum("bsgrd,btgd->bgrst", q, k)
         if self.sizes.eager and not self.sizes.flash:
-            scores = p.add(p.add(scores, kind="mask"), kind="bound")
+            scores = p.add(scores, kind=IN_PLACE)
         with p.kernel(fused=not self.sizes.flash):
             top = p.einsum("bgrst->bgrs", scores)
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")
@@ -187,7 +199,7 @@ class _Writer:
     def activate(self, both: int, dim: int) -> int:
         """The activation, times the gate where there is one."""
         p = self.p
-        with p.kernel():
+        with p.kernel(fused=not (self.sizes.eager and self.sizes.gated)):
             h = p.unary("tanh", p.part(both, dim))
             p.keeps(0)
             return p.add(h, p.part(both, dim), kind="mul") if self.sizes.gated else h
@@ -210,6 +222,7 @@ class _Writer:
 
     def head(self, x: int) -> int:
         p, s = self.p, self.sizes
+        self.go("final")
         x = self.norm("final", x)
         self.go("head")
         if s.tied:

@@ -158,6 +158,7 @@ class Runs:
             outer = one.network or one.node
             network.append(outer.bandwidth_bytes_per_second if outer else node[-1])
         self.node, self.network = self._column(node), self._column(network)
+        self.peers = self._column(e.node.peers if e.node else 0 for e in self.entries)
 
     def _traffic(self) -> None:
         """Bytes and latency of activations: (place, forward, level, run)."""
@@ -176,6 +177,8 @@ class Runs:
                 for level, (nbytes, steps) in enumerate(
                     wires(t.kind, t.payload_bytes, sizes)
                 ):
+                    if level == 0:
+                        nbytes *= _detour(self.peers[i], sizes[0])
                     here[t.place, int(t.forward), level, i] += nbytes * t.count
                     if steps:
                         wait = hops[level][0] + steps * hops[level][1]
@@ -385,7 +388,8 @@ class Runs:
             tokens /= run.tensor if run.sequence_parallel else 1
             sent = run.itemsize_bytes * tokens * run.sizes.hidden
             near = run.devices_per_node >= run.num_devices
-            link = (self.node if near else self.network)[i] * share[i]
+            here = self.node / _detour(self.peers, 2)
+            link = (here if near else self.network)[i] * share[i]
             counts = even_shares(run.sizes.layers, run.stages * run.chunks)
             step = pipeline_seconds(
                 run,
@@ -404,6 +408,7 @@ class Runs:
         def once(nbytes: Array, levels: Array, rounds: Array) -> Array:
             inside, nodes = levels
             near = nbytes * (inside - 1) / inside / node
+            near = near * _detour(self.peers, inside)
             far = nbytes / inside * (nodes - 1) / nodes / network
             found: Array = rounds * (near + far)
             return found
@@ -468,6 +473,11 @@ class Runs:
             head = work.head_bytes if run.stages == 1 else 0.0
             found.append(static + saved + max(working, head))
         return np.array(found)
+
+
+def _detour(peers: Any, size: Any) -> Any:
+    """Bandwidth of a device's links over that of those to so many in its node."""
+    return np.maximum(1.0, peers / np.maximum(1, size - 1))
 
 
 _REMATS = ("none", "selective", "dots", "full")

@@ -43,7 +43,10 @@ class Framework:
         gradient_bytes: of one parameter's gradient, as it is reduced.
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
-        eager: where attention is no kernel, masks are operations of their own.
+        eager: masks of attention without a kernel, RMSNorm, rotary embeddings and gates
+            are written operation by operation.
+        grouped: its attention has fewer heads of keys than of queries where the model
+            has.
         fused_loss: the loss is one kernel that reads logits in their own type.
         pads_vocabulary: to a multiple of 128 for every rank that shares it; otherwise
             ranks have what is left of it by division.
@@ -68,6 +71,7 @@ class Framework:
     gradient_bytes: int = 2
     fused_accumulation: bool = False
     eager: bool = False
+    grouped: bool = True
     fused_loss: bool = True
     pads_vocabulary: bool = True
     dropout: bool = False
@@ -92,6 +96,8 @@ FRAMEWORKS = (
         overlaps_gradients=False,
         remat="none",
         eager=True,
+        grouped=False,
+        gradient_bytes=4,
         fused_loss=False,
         pads_vocabulary=False,
         dtype="tf32",

@@ -319,6 +319,9 @@ def _sizes(cells: _Cells, source: Framework, tensor: int) -> Decoder:
     model = cells.text("model").lower()
     heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
     kv_heads = cells.or_else("kv_heads", heads, "one for each head")
+    if kv_heads < heads and not source.grouped:
+        cells.notes.append(f"kv_heads {heads} ({source.name} shares none)")
+        kv_heads = heads
     ffn = cells.whole("ffn")
     gated = any(word in model for word in GATED)
     if ffn is None:

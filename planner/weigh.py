@@ -203,7 +203,8 @@ def handed_seconds(cases: Cases) -> Array:
     def outermost(spans: Spans) -> tuple[Array, Array]:
         byte, wait = np.zeros(len(spans[0][0])), np.zeros(len(spans[0][0]))
         for size, level in spans:
-            byte = np.where(size > 1, 1.0 / level.bandwidth_bytes_per_second, byte)
+            one = level.detour(2) / level.bandwidth_bytes_per_second
+            byte = np.where(size > 1, one, byte)
             wait = np.where(size > 1, level.latency_seconds, wait)
         return byte, wait
 

@@ -24,7 +24,7 @@ from whalejax.planner.cost import (
     memory_traffic,
     row_hits,
 )
-from whalejax.planner.decoder import REGIONS, Decoder, decoder_graph
+from whalejax.planner.decoder import IN_PLACE, REGIONS, Decoder, decoder_graph
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Table
@@ -37,8 +37,13 @@ from whalejax.planner.views import build_rows
 EMBED, LAYER, HEAD = 0, 1, 2
 """Places of a decoder: before its layers, one of them, and behind them."""
 
+VIEW_PASSES = 5
+"""Reads and writes of a gradient behind a view that was written into, in PyTorch: it is
+copied to the base's layout, the view's part cloned, filled in a copy of its own (two),
+and copied back."""
+
 _PLACE_OF = {"embed": EMBED, "residual": LAYER, "inner": LAYER}
-_PLACE_OF |= {"experts": LAYER, "head": HEAD}
+_PLACE_OF |= {"experts": LAYER, "final": HEAD, "head": HEAD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +210,11 @@ def _tables(
     base: dict[str, tuple[int, ...]] = {"context": sequence + places, "expert": batch}
     heads = role("layer.qkv", 1)
     wide = role("layer.down", 1 if sizes.experts else 0)
+    between: Table = {**base, "tensor": sequence if sequence_parallel else ()}
     by_region: dict[str, Table] = {
         "embed": {**base, "tensor": vocabulary},
-        "residual": {**base, "tensor": sequence if sequence_parallel else ()},
+        "residual": between,
+        "final": between,
         "inner": {**base, "tensor": heads if sizes.experts else heads + wide},
         "experts": {
             "context": places,
@@ -225,6 +232,8 @@ def _tables(
 def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kernel:
     hits = row_hits(row, table, s)
     forward, backward = memory_traffic(row, hits, s)
+    if row.kind == IN_PLACE:
+        backward = forward * VIEW_PASSES
     product = row.product
     m, k, n, batch = (1.0, 1.0, 1.0, 1.0)
     gradients = int(backward > 0)

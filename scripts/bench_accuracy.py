@@ -65,7 +65,8 @@ LEGEND = (
     "Bias above zero means that the prediction is too slow. Tau is Kendall's, inside "
     "groups of equal model and device count. Regret is how much slower the plan that "
     "WhaleJAX would have picked was than the best one measured, in groups of equal "
-    "model, device count and batch."
+    "model, device count and batch; rows of one layout are one plan, which takes their "
+    "mean."
 )
 OTHERS = (
     ("vTrain (its authors, 2024)", "8.37 % mean", "1,440 points, one node of 8 A100"),
@@ -105,10 +106,8 @@ SHORTFALLS = (
     "One row of Sailor's validation (data 4, tensor 4, no stages) is three times as "
     "fast for each sample as its neighbours and holds half of their memory; its batch "
     "cannot be the one that it states. That row alone is half of the source's error.",
-    "Attention in eager research code passes over its scores as often as the model's "
-    "source has operations there. Sailor's GPT-Neo and OPT differ in that, rows do "
-    "not say it, and both are taken alike: one comes out too slow, the other too "
-    "fast.",
+    "Sailor's rows give GPT-Neo 2.7B 32 heads, its profiling script 20; scores are "
+    "priced as the rows say.",
     "Cards that are joined by PCIe alone (RTX 3090 and the like) slow down several "
     "times beyond two tensor-parallel ranks, which the bandwidth of a slot does not "
     "explain.",

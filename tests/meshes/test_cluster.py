@@ -150,6 +150,18 @@ def test_refuses_everything_unfit_at_once() -> None:
     )
 
 
+@pytest.mark.parametrize("peers", [-1, 2])
+def test_fewer_links_than_members_are_refused(peers: int) -> None:
+    kind = device_kind("h100")
+    with pytest.raises(WhaleError, match=r"peers: got .*, expected at least 3") as e:
+        Cluster(
+            nodes=(Node(kind=kind, count=4),),
+            levels=(_level(4, peers=peers),),
+            compiler=PROFILE,
+        )
+    assert "leave it out where a switch joins them" in str(e.value)
+
+
 def test_refuses_to_be_empty() -> None:
     with pytest.raises(WhaleError) as error:
         Cluster(nodes=(), levels=(), compiler=PROFILE)

@@ -96,8 +96,9 @@ def _clusters(draw: st.DrawFn) -> Cluster:
             size=size,
             bandwidth_bytes_per_second=draw(POSITIVE),
             latency_seconds=draw(st.just(0.0) | POSITIVE),
-            torus=draw(st.booleans()),
-            shared=draw(st.booleans()),
+            torus=draw(st.booleans()) and not peers,
+            shared=draw(st.booleans()) and not peers,
+            peers=peers,
             slowdown=draw(
                 st.dictionaries(TEXTS, POSITIVE, max_size=2).map(
                     lambda d: tuple(d.items())
@@ -105,6 +106,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
             ),
         )
         for size in sizes
+        for peers in [draw(st.sampled_from((0, size)))]
     ]
     profile = CompilerProfile(
         merge_partials=draw(st.booleans()),

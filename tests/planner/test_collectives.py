@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from whalejax.planner.collectives import (
     CollectiveKind,
     axis_parts,
     collective_seconds,
+    span_rates,
 )
 
 
@@ -166,6 +168,26 @@ def test_threads_over_one_memory_move_the_whole_payload() -> None:
     assert collective_seconds("all-reduce", B, both) == pytest.approx(
         2 * (8 * LN + B / NEAR)
     )
+
+
+def test_without_a_switch_a_pair_has_one_link() -> None:
+    machine = two_levels(4, 1)
+    (level,) = (dataclasses.replace(v, peers=3) for v in machine.levels)
+    machine = dataclasses.replace(machine, levels=(level,))
+    pair = axis_parts(("tensor",), mesh(data=2, tensor=2), machine)
+    both = axis_parts(("data", "tensor"), mesh(data=2, tensor=2), machine)
+    assert [part.size for part in (*pair, *both)] == [2, 4]
+    # A third of the bandwidth between two, all of it among four.
+    assert collective_seconds("all-gather", B, pair) == pytest.approx(
+        LN + B / 2 / (NEAR / 3)
+    )
+    assert collective_seconds("all-gather", B, both) == pytest.approx(
+        LN + B * 3 / 4 / NEAR
+    )
+    permute = collective_seconds("collective-permute", B, both)
+    assert permute == pytest.approx(LN / 3 + B / (NEAR / 3))
+    many = span_rates("all-reduce", [(np.array([1.0, 2.0, 4.0]), level)], machine)
+    assert many[0].tolist() == pytest.approx([0.0, 3 / NEAR, 1.5 / NEAR])
 
 
 def test_no_axis_costs_nothing() -> None:

@@ -141,6 +141,19 @@ def test_collectives_beside_products_cost_less() -> None:
     assert seconds(*same)[0] == seconds(*same)[1]
 
 
+def test_a_pair_without_a_switch_waits_longer_than_a_pair_with_one() -> None:
+    quad = entry("gh200")
+    assert quad.node is not None
+    switched = dataclasses.replace(quad, node=dataclasses.replace(quad.node, peers=0))
+    for tensor, data, dearer in ((2, 2, True), (4, 1, False), (1, 4, False)):
+        changes: dict[str, Any] = {"num_devices": 4, "tensor": tensor, "data": data}
+        ours = run("gh200", **changes, devices_per_node=4)
+        theirs = dataclasses.replace(ours, device=switched)
+        found, wanted = seconds(ours, theirs)
+        assert (found > wanted * 1.01) == dearer
+        assert found >= wanted
+
+
 def test_each_generation_makes_attention_slower() -> None:
     long = {"seq": 32768}
     several = [

@@ -73,6 +73,13 @@ def test_llamas_have_gates_and_gpts_have_none() -> None:
     assert "ffn 4096 (4 × hidden, no gate)" in note()
 
 
+def test_a_framework_that_shares_no_keys_has_one_for_each_head() -> None:
+    shared = {"model": "llama", "heads": "16", "kv_heads": "4"}
+    assert read(**shared).sizes.kv_heads == 4
+    assert read(**shared, source="sailor-x").sizes.kv_heads == 16
+    assert "kv_heads 16 (Sailor shares none)" in note(**shared, source="sailor-x")
+
+
 def test_the_vocabulary_is_padded_for_the_ranks_that_share_it() -> None:
     assert read().sizes.vocab == 50176
     assert read(tp="1").sizes.vocab == 50048

@@ -41,6 +41,21 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
     assert found["all-reduce", True] == 0
 
 
+def test_a_mask_in_place_costs_ten_passes_over_the_gradient_of_scores() -> None:
+    changes = {"flash": False, "eager": True}
+    kernels = work_of(run(num_devices=1, sizes=changes)).kernels
+    scores = 2 * 2 * SIZES.heads * SIZES.seq**2
+    (mask,) = (k for k in kernels if k.backward_bytes == 10 * scores)
+    assert (mask.forward_bytes, mask.scores) == (2 * scores, True)
+
+
+def test_the_last_norm_is_no_layers() -> None:
+    kernels = work_of(run(num_devices=1)).kernels
+    norms = [k for k in kernels if not k.product and k.place == LAYER]
+    assert all(k.count == round(k.count) for k in norms)
+    assert any(not k.product and k.place == HEAD for k in kernels)
+
+
 def test_context_parallelism_gathers_keys_and_values() -> None:
     work = work_of(run(num_devices=4, context=4))
     found = layer_traffic(work)
