@@ -65,7 +65,11 @@ class Achieved:
         dispatch_seconds: of the host for one operation, where it launches them.
         micro_seconds: of the host between two micro-batches, where it launches them.
         jitter_seconds: how much later the slowest of two hosts comes to a collective.
-        node: of the bandwidth inside a node, or of a torus.
+        blend: exponent by which the device's and the host's time become one: a maximum
+            whose corner is rounded, as neither is alike from operation to operation.
+        node: of the bandwidth inside a node, or of a torus, where the family of kinds
+            has no share of its own.
+        node_seconds: that a collective inside a node takes to come up to its bandwidth.
         network: of the bandwidth between nodes or slices.
         point: of either, for what one pipeline stage sends another.
         ring_seconds: of one hop of a reduce-scatter or all-gather over data ranks.
@@ -95,7 +99,9 @@ class Achieved:
     dispatch_seconds: float
     micro_seconds: float
     jitter_seconds: float
+    blend: float
     node: float
+    node_seconds: float
     network: float
     point: float
     ring_seconds: float
@@ -125,7 +131,9 @@ WHOLE = Achieved(
     dispatch_seconds=0.0,
     micro_seconds=0.0,
     jitter_seconds=0.0,
+    blend=4.0,
     node=1.0,
+    node_seconds=0.0,
     network=1.0,
     point=1.0,
     ring_seconds=0.0,
@@ -147,10 +155,20 @@ class Constants:
     Attributes:
         platforms: by name.
         efficiency: (family of kinds, type) to the largest share of the peak.
+        node: family of kinds to what links inside a node deliver, where it is not the
+            platform's.
     """
 
     platforms: Mapping[str, Achieved]
     efficiency: Mapping[tuple[str, str], float]
+    node: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def node_of(self, family: str, platform: str) -> float:
+        """What links inside a node deliver: a family's, or that of one like it."""
+        for name in (family, LIKE.get(family, family)):
+            if name in self.node:
+                return self.node[name]
+        return self.platforms.get(platform, WHOLE).node
 
     def of(self, family: str, dtype: str, default: float | None = None) -> float:
         """Efficiency of a family in a type: the nearest that was fitted.
@@ -198,6 +216,7 @@ def read(data: Mapping[str, Any]) -> Constants:
             for family, table in data["efficiency"].items()
             for dtype, share in table.items()
         },
+        node=data.get("node", {}),
     )
 
 
@@ -305,6 +324,10 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
             for field in dataclasses.fields(achieved)
         ]
         lines.append("")
+    lines.append("# What links inside a node deliver.")
+    lines.append("[node]")
+    lines += [f"{name} = {share:.4g}" for name, share in found.node.items()]
+    lines.append("")
     lines.append("# Largest share of the peak that products of a type reach.")
     lines.append("[efficiency]")
     families: dict[str, list[str]] = {}

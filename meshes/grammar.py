@@ -248,14 +248,18 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
     outer = sum(counts) // inner
     levels = []
     if inner > 1 or outer == 1:
-        links = [one.node for one in found if one.node is not None]
-        share = min(_delivered(one).node for one in found)
-        levels.append(_joined(links, inner, inner - 1, share))
+        known = constants()
+        links = [
+            (one.node, known.node_of(one.kind.family, one.kind.platform))
+            for one in found
+            if one.node is not None
+        ]
+        wait = max(_delivered(one).node_seconds for one in found)
+        levels.append(_joined(links, inner, inner - 1, wait))
     if outer > 1:
-        links = [one.network for one in found if one.network is not None]
+        links = [(x.network, _delivered(x).network) for x in found if x.network]
         # NCCL's trees between nodes: their depth, not their number, is waited for.
-        share = min(_delivered(one).network for one in found)
-        levels.append(_joined(links, outer, math.ceil(math.log2(outer)), share))
+        levels.append(_joined(links, outer, math.ceil(math.log2(outer))))
     return tuple(levels)
 
 
@@ -265,14 +269,26 @@ def _delivered(found: Entry) -> Achieved:
     return platforms.get(found.kind.platform, WHOLE)
 
 
-def _joined(links: Sequence[Link], size: int, hops: int, share: float) -> Level:
+def _joined(
+    delivered: Sequence[tuple[Link, float]], size: int, hops: int, wait: float = 0.0
+) -> Level:
+    """The level of some links, as fast as the slowest of them.
+
+    Args:
+        delivered: one or more links, each with what it delivers of its bandwidth.
+        size, hops: of the level.
+        wait: beside the links' own latency.
+    """
+    links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)
     return Level(
         name="/".join(names),
         size=size,
-        bandwidth_bytes_per_second=share
-        * min(x.bandwidth_bytes_per_second for x in links),
-        latency_seconds=max(x.base_seconds + hops * x.hop_seconds for x in links),
+        bandwidth_bytes_per_second=min(
+            share * link.bandwidth_bytes_per_second for link, share in delivered
+        ),
+        latency_seconds=wait
+        + max(x.base_seconds + hops * x.hop_seconds for x in links),
         peers=max(x.peers for x in links),
     )
 
@@ -298,7 +314,7 @@ def torus_levels(
     levels = []
     delivered = _delivered(found)
     if found.chip is not None:
-        levels.append(_joined([found.chip], found.chip_devices, 1, delivered.node))
+        levels.append(_joined([(found.chip, delivered.node)], found.chip_devices, 1))
     axes = list(zip(names, lengths, torus.wraps(lengths), strict=False))
     levels += [
         _axis_level(torus.link, axis, length, ring, delivered.node)
@@ -307,8 +323,8 @@ def torus_levels(
     ]
     if slices > 1 and found.network is not None:
         hops = math.ceil(math.log2(slices))
-        levels.append(_joined([found.network], slices, hops, delivered.network))
-    return tuple(levels or [_joined([torus.link], 1, 0, delivered.node)])
+        levels.append(_joined([(found.network, delivered.network)], slices, hops))
+    return tuple(levels or [_joined([(torus.link, delivered.node)], 1, 0)])
 
 
 def _axis_level(link: Link, axis: str, length: int, ring: bool, share: float) -> Level:

@@ -12,7 +12,7 @@ import os
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +122,17 @@ def _has_layout(row: Mapping[str, str], run: Run) -> bool:
 
 
 def leave_one_source_out(
-    measured: Measured, *, workers: int | None = None
+    measured: Measured,
+    *,
+    workers: int | None = None,
+    only: Collection[str] | None = None,
 ) -> tuple[Array, Array]:
     """Predict every row with constants that did not see its source.
 
     Args:
         measured: the rows.
         workers: processes; all cores if left out.
+        only: sources to predict; all if left out. Rows of the others get 0 s.
 
     Returns:
         Seconds of each row, and whether another source has its kind of device: where
@@ -138,6 +142,8 @@ def leave_one_source_out(
     counts = Counter(measured.sources)
     jobs: list[tuple[Measured, Array]] = []
     for source, count in counts.items():
+        if only is not None and source not in only:
+            continue
         held = sources == source
         if count < SWEEP:
             jobs.append((measured, held))

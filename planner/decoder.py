@@ -103,6 +103,9 @@ class Decoder:
         return self.params - idle
 
 
+SOFTMAX, DROPOUT = "softmax", "dropout"
+"""Kinds of operations whose backward pass reads more than gradients."""
+
 IN_PLACE = "masked_fill"
 """The kind of an operation that writes into a view of what was computed before."""
 
@@ -178,7 +181,8 @@ class _Writer:
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")
             weights = p.unary("exp", shifted)
             total = p.einsum("bgrst->bgrs", weights)
-            even = p.add(weights, p.reshape(total, *p.shape(total), 1), kind="div")
+            total = p.reshape(total, *p.shape(total), 1)
+            even = p.add(weights, total, kind=SOFTMAX)
             p.keeps(2)
         if not self.sizes.flash:
             even = self.drop(even)
@@ -186,7 +190,7 @@ class _Writer:
 
     def drop(self, x: int) -> int:
         """Dropout where the model has it: its mask is one byte for each element."""
-        return self.p.unary("dropout", x) if self.sizes.dropout else x
+        return self.p.unary(DROPOUT, x) if self.sizes.dropout else x
 
     def feed_forward(self, x: int) -> int:
         p, s = self.p, self.sizes

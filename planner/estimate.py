@@ -39,10 +39,6 @@ Array = np.ndarray
 OUTER = 3
 """Micro-batches for each stage after which a pipeline's pace is steady."""
 
-BLEND = 4.0
-"""Exponent by which the device's and the host's time become one: a maximum whose
-corner is rounded, because neither is alike from operation to operation."""
-
 ALIGNED = 8
 """Elements of 16 bits by which sizes of a product divide where it is fastest."""
 
@@ -167,6 +163,7 @@ class Runs:
         self.beside = np.zeros((3, 2, 2, count))
         self.latency = np.zeros((3, 2, count))
         self.meetings = np.zeros(count)
+        self.begun = np.zeros((3, 2, count))
         for i in np.unique(self.like):
             run, hops = self.runs[i], _hops(self.entries[i])
             for t in self.work[i].traffic:
@@ -181,6 +178,8 @@ class Runs:
                         nbytes *= _detour(self.peers[i], sizes[0])
                     here[t.place, int(t.forward), level, i] += nbytes * t.count
                     if steps:
+                        begun = t.count if level == 0 else 0
+                        self.begun[t.place, int(t.forward), i] += begun
                         wait = hops[level][0] + steps * hops[level][1]
                         self.latency[t.place, int(t.forward), i] += wait * t.count
                 if t.place == LAYER:
@@ -224,6 +223,13 @@ class Runs:
         """One constant of every run's platform."""
         known = [getattr(constants.platforms[p], name) for p in self._platforms]
         found: Array = np.array(known, dtype=float)[self._platform]
+        return found
+
+    def _node(self, constants: Constants) -> Array:
+        """Bytes per second of the links in every run's node."""
+        kinds = [(e.kind.family, e.kind.platform) for e in self.entries]
+        known = {key: constants.node_of(*key) for key in set(kinds)}
+        found: Array = self.node * np.array([known[key] for key in kinds])
         return found
 
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
@@ -302,13 +308,12 @@ class Runs:
 
     def _wires(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward seconds of collectives inside a micro-batch."""
-        links = (
-            self.node * self.shares(constants, "node"),
-            self.network * self.shares(constants, "network"),
-        )
+        network = self.network * self.shares(constants, "network")
+        links = (self._node(constants), network)
         exposed = 1.0 - self.shares(constants, "overlap_layers")
         wire = self.wire + exposed * self.beside
         seconds = wire[:, :, 0] / links[0] + wire[:, :, 1] / links[1] + self.latency
+        seconds = seconds + self.begun * self.shares(constants, "node_seconds")
         ahead, behind = seconds[:, 1], seconds[:, 0].copy()
         whole = self.remat == _REMATS.index("full")
         behind[LAYER] += whole * ahead[LAYER]
@@ -326,7 +331,8 @@ class Runs:
         host = number * self.shares(constants, "dispatch_seconds")
         host = np.where(self.compiled | ~self.gpu, 0.0, host)
         device = ahead[LAYER] + behind[LAYER]
-        both = (device**BLEND + host**BLEND) ** (1.0 / BLEND)
+        blend = self.shares(constants, "blend")
+        both = (device**blend + host**blend) ** (1.0 / blend)
         waits = np.maximum(0.0, 1.0 - device / np.where(host > 0, host, np.inf))
         jitter = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
         both = both + np.where(host > 0, jitter * waits, 0.0)
@@ -401,7 +407,7 @@ class Runs:
 
     def _exposed(self, compute: Array, constants: Constants) -> Array:
         """Data-parallel collectives that computation does not hide."""
-        node = self.node * self.shares(constants, "node")
+        node = self._node(constants)
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 

@@ -46,7 +46,8 @@ GPU = {
     "dispatch_seconds": Range(50e-6, 5e-6, 150e-6),
     "micro_seconds": Range(1e-3, 0.0, 5e-3),
     "jitter_seconds": Range(10e-6, 0.0, 60e-6),
-    "node": Range(0.72, 0.6, 0.85),
+    "blend": Range(4.0, 1.5, 8.0),
+    "node_seconds": Range(20e-6, 0.0, 100e-6),
     "network": Range(0.75, 0.5, 0.9),
     "ring_seconds": Range(1.5e-6, 0.3e-6, 6e-6),
     "bucket_bytes": Range(2e8, 4e7, 1e9),
@@ -70,6 +71,9 @@ TPU = {
 
 EFFICIENCY = Range(0.8, 0.15, 0.97)
 """Of a family of devices in one type."""
+
+NODE = Range(0.75, 0.5, 0.9)
+"""Of a family of GPUs: what the links inside a node deliver."""
 
 PULL = 0.8
 """Weight of the most likely values: that of so much relative error in a run, where a
@@ -106,22 +110,28 @@ def _places(runs: Runs) -> tuple[list[_Place], list[_Place]]:
         (run.device.kind.family, width_of(run.dtype)) for run in runs.runs
     )
     first = [_Place(f, d, EFFICIENCY) for f, d in seen if d != "f32"]
+    kinds = [run.device.kind for run in runs.runs if width_of(run.dtype) != "f32"]
+    gpus = dict.fromkeys(kind.family for kind in kinds if kind.platform == "gpu")
+    first += [_Place(family, "node", NODE) for family in gpus]
     return found + first, [_Place(f, d, EFFICIENCY) for f, d in seen if d == "f32"]
 
 
 def _with(base: Constants, places: Sequence[_Place], values: Array) -> Constants:
     platforms: dict[str, dict[str, float]] = {}
     efficiency: dict[tuple[str, str], float] = dict(base.efficiency)
+    node = dict(base.node)
     for place, value in zip(places, values.tolist(), strict=True):
         if place.platform in base.platforms:
             platforms.setdefault(place.platform, {})[place.name] = value
+        elif place.name == "node":
+            node[place.platform] = value
         else:
             efficiency[place.platform, place.name] = value
     changed: Mapping[str, Achieved] = {
         name: dataclasses.replace(achieved, **platforms.get(name, {}))
         for name, achieved in base.platforms.items()
     }
-    return Constants(platforms=changed, efficiency=efficiency)
+    return Constants(platforms=changed, efficiency=efficiency, node=node)
 
 
 def source_weights(sources: Sequence[str]) -> Array:
@@ -157,7 +167,7 @@ def fit(
     chosen = np.ones(len(runs.runs), bool) if kept is None else kept
     precise = np.array([width_of(run.dtype) == "f32" for run in runs.runs])
     single = np.zeros(len(runs.runs), bool) if layers is None else layers
-    start = dataclasses.replace(base, efficiency={})
+    start = dataclasses.replace(base, efficiency={}, node={})
     measured = _Target(runs=runs, logs=np.log(seconds), weights=weights, layers=single)
     if (chosen & ~precise).any():
         start = _solve(measured, first, start, chosen & ~precise)

@@ -193,14 +193,15 @@ def _handed(plan: Plan, home: Home, count: int) -> Iterator[Traffic]:
         (TIED_GRADIENT, [pace.copied_bytes for pace in paces], 1),
     ):
         if any(sizes):
-            each = [collective_seconds("collective-permute", n, parts) for n in sizes]
+            moved = [size for size in sizes if size]
+            each = [collective_seconds("collective-permute", n, parts) for n in moved]
             yield Traffic(
                 kind=HANDED,
                 axes=(STAGE,),
                 what=what,
                 where=(home,),
-                times=times * sum(size > 0 for size in sizes),
-                nbytes=times * sum(sizes),
+                times=times * len(moved),
+                nbytes=times * sum(moved),
                 seconds=times * sum(each),
                 links=tuple(dict.fromkeys(part.level.name for part in parts)),
             )

@@ -24,7 +24,14 @@ from whalejax.planner.cost import (
     memory_traffic,
     row_hits,
 )
-from whalejax.planner.decoder import IN_PLACE, REGIONS, Decoder, decoder_graph
+from whalejax.planner.decoder import (
+    DROPOUT,
+    IN_PLACE,
+    REGIONS,
+    SOFTMAX,
+    Decoder,
+    decoder_graph,
+)
 from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Table
@@ -234,6 +241,13 @@ def _kernel(row: Row, table: Table, place: int, layers: int, s: Setting) -> Kern
     forward, backward = memory_traffic(row, hits, s)
     if row.kind == IN_PLACE:
         backward = forward * VIEW_PASSES
+    elif row.kind == SOFTMAX:
+        # Gradients are made of what it gave, which is read again.
+        backward += forward
+    elif row.kind == DROPOUT:
+        # What is dropped is a byte for each element, written and read.
+        mask = forward / 2 / row.results[0].itemsize_bytes
+        forward, backward = forward + mask, backward + mask
     product = row.product
     m, k, n, batch = (1.0, 1.0, 1.0, 1.0)
     gradients = int(backward > 0)

@@ -58,6 +58,15 @@ def test_constants_survive_their_file(tmp_path: Path) -> None:
     again = read(tomllib.loads(text))
     for key, share in constants().efficiency.items():
         assert again.efficiency[key] == pytest.approx(share, rel=1e-3)
+    assert again.node == pytest.approx(constants().node, rel=1e-3)
+
+
+def test_links_of_a_family_are_its_own_or_those_of_one_like_it() -> None:
+    known = constants()
+    assert known.node_of("gh200", "gpu") == known.node["h100"]
+    assert known.node_of("p100", "gpu") == known.node["v100"]
+    assert known.node_of("unheard-of", "gpu") == known.platforms["gpu"].node
+    assert known.node_of("cpu", "cpu") == 1.0
 
 
 def test_a_product_that_fills_its_tiles_keeps_every_core_busy() -> None:

@@ -33,8 +33,10 @@ def test_levels_of_nodes() -> None:
 def test_levels_of_unlike_nodes_take_the_slower_link() -> None:
     mixed = cluster("v100-32:8+p100-16:8")
     assert [level.size for level in mixed.levels] == [8, 2]
-    share = constants().platforms["gpu"].node
+    share = constants().node_of("p100", "gpu")
     assert mixed.levels[0].bandwidth_bytes_per_second == pytest.approx(80e9 * share)
+    wait = constants().platforms["gpu"].node_seconds
+    assert mixed.levels[0].latency_seconds == pytest.approx(6.6e-6 + 7 * 0.6e-6 + wait)
     assert _levels("t4:4+h100:8") == [("pcie/nvlink", 4), ("ethernet/infiniband", 3)]
     assert _levels("v100:3+v100:8") == [("infiniband", 11)]
 

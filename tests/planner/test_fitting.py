@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from tests.planner.runs import run
+from whalejax.meshes.catalogue import entry
 from whalejax.meshes.fitted import Constants, constants
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner import accuracy, fitting
 from whalejax.planner.accuracy import Measured, leave_one_source_out, load, scores
 from whalejax.planner.estimate import Runs
 from whalejax.planner.fitting import fit, source_weights
+from whalejax.planner.frameworks import framework
 from whalejax.planner.runs import Run
 
 
@@ -58,6 +60,18 @@ def test_a_fit_explains_what_its_own_formulas_made(
     after = runs.price(found).step_seconds
     assert np.abs(after / truth - 1).mean() < 0.03
     assert np.abs(before / truth - 1).mean() > 0.08
+
+
+def test_a_fit_finds_links_of_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "ROUNDS", 1)
+    base = [dataclasses.replace(r, framework=framework("vtrain")) for r in sweep()]
+    several = [*base, *(dataclasses.replace(r, device=entry("a100")) for r in base)]
+    runs = Runs(several)
+    world = dataclasses.replace(constants(), node={"h100": 0.85, "a100": 0.55})
+    truth = runs.price(world).step_seconds
+    found = fit(runs, truth, np.ones(len(truth)), constants())
+    assert set(found.node) == {"h100", "a100"}
+    assert found.node["a100"] < found.node["h100"] - 0.1
 
 
 def test_constants_move_together_that_no_run_feels_two_of() -> None:

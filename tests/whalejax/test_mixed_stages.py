@@ -138,7 +138,7 @@ def test_no_mark_cuts_better(samples: int) -> None:
 def test_traffic_is_that_of_every_stage() -> None:
     wide = job_of(layers=4, embed=512, mlp=2048, heads=8, sequence=128)
     options: Any = {"cluster": "h100:4+a100-80:4", "job": wide}
-    plan = planned(mesh={"stage": 2, "tensor": 2}, **options)
+    plan = planned(mesh={"data": 1, "stage": 2, "tensor": 2}, **options)
     found = {(row.sort, home): row for row in traffic(plan) for home in row.where}
     for number, own in enumerate(plan.apart):
         for sort, nbytes in sums(own, plan.num_micro_batches).items():
@@ -240,8 +240,10 @@ def test_links_of_stages_are_those_between_their_devices() -> None:
     rows = [row for row in traffic(plan) if row.what == "activation" and row.where]
     handed = [row for row in rows if row.kind == "hand-over"]
     assert {row.links for row in handed} == {("nvlink",)}
-    slowest = max(row.seconds / row.times for row in handed)
-    assert slowest == pytest.approx(plan.stages.handed_seconds)
+    # Means over what a stage is handed, beside the longest of all.
+    longest = plan.stages.handed_seconds
+    for row in handed:
+        assert 0.98 * longest <= row.seconds / row.times <= longest
     assert "stage 4 crosses nvlink" in str(plan)
 
 

@@ -93,7 +93,7 @@ def test_every_term_is_shown_with_its_size() -> None:
 def test_links_are_those_that_an_axis_crosses() -> None:
     plan = dataclasses.replace(layered_plan(), axes=(("data", 4), ("tensor", 8)))
     shares = constants().platforms["gpu"]
-    nvlink = f"nvlink at {450 * shares.node:.3g} GB/s"
+    nvlink = f"nvlink at {450 * constants().node_of('h100', 'gpu'):.3g} GB/s"
     infiniband = f"infiniband at {50 * shares.network:.3g} GB/s"
     text = shown(plan, width=200)
     assert f"data 4 crosses {infiniband} · tensor 8 crosses {nvlink}" in text
