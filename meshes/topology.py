@@ -68,10 +68,13 @@ class Level:
         """
         if self.shared:
             return (size > 1) * 1.0
-        return (size - 1) / size * self.detour(size)
+        part = (size - 1) / size
+        return part * self.detour(size) if self.peers else part
 
     def detour(self, size: Any) -> Any:
         """Bandwidth of all links of a member over that of those to so many members."""
+        if not self.peers:
+            return 1.0
         return np.maximum(1.0, self.peers / np.maximum(1, size - 1))
 
     def waits(self, size: Any) -> Any:

@@ -163,6 +163,7 @@ def test_replicas_that_lie_on_several_nodes() -> None:
         assert sum(shares) == 8 and min(seconds) > 0
 
 
+@pytest.mark.full
 def test_two_processes_with_three_replicas(tmp_path: Path) -> None:
     """Two replicas are the first's, and one the second's; then shares move.
 
