@@ -57,9 +57,9 @@ def table(scores: Sequence[Score]) -> list[str]:
 SAILOR = ("sailor-profile", "sailor-validation")
 HEADS = 20
 HEADS_NOTE = (
-    "Sailor's rows give GPT-Neo 2.7B 32 heads; the script that made its profiles, and "
-    f"the model's published configuration, have {HEADS}. Above, the rows are taken at "
-    f"their word; with {HEADS} heads, each source left out as above:"
+    "Sailor's rows give GPT-Neo 2.7B 32 heads; its profiling script (read in a public "
+    f"fork) and the model's published configuration have {HEADS}. Above, the rows are "
+    f"taken at their word; with {HEADS} heads, each source left out as above:"
 )
 
 
