@@ -281,6 +281,7 @@ def _joined(
     """
     links = [link for link, _ in delivered]
     names = dict.fromkeys(link.name for link in links)
+    peers = max(link.peers for link in links)
     return Level(
         name="/".join(names),
         size=size,
@@ -289,7 +290,8 @@ def _joined(
         ),
         latency_seconds=wait
         + max(x.base_seconds + hops * x.hop_seconds for x in links),
-        peers=max(x.peers for x in links),
+        # More devices than have a link to each other are joined by something else.
+        peers=peers if peers >= size - 1 else 0,
     )
 
 

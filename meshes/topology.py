@@ -16,6 +16,11 @@ import numpy as np
 from whalejax.meshes.kinds import DeviceKind, Platform
 
 
+def detour(peers: Any, size: Any) -> Any:
+    """Bandwidth of links to so many peers over that of those among so many members."""
+    return np.maximum(1.0, peers / np.maximum(1, size - 1))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
     """One level of the topology: groups of ``size`` of the level below, joined.
@@ -73,9 +78,7 @@ class Level:
 
     def detour(self, size: Any) -> Any:
         """Bandwidth of all links of a member over that of those to so many members."""
-        if not self.peers:
-            return 1.0
-        return np.maximum(1.0, self.peers / np.maximum(1, size - 1))
+        return detour(self.peers, size) if self.peers else 1.0
 
     def waits(self, size: Any) -> Any:
         """How many latencies one round among so many members takes."""

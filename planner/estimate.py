@@ -19,6 +19,7 @@ import numpy as np
 
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
+from whalejax.meshes.topology import detour
 from whalejax.planner.balance import even_shares
 from whalejax.planner.runs import Run
 from whalejax.planner.schedules import schedule
@@ -175,7 +176,7 @@ class Runs:
                     wires(t.kind, t.payload_bytes, sizes)
                 ):
                     if level == 0:
-                        nbytes *= _detour(self.peers[i], sizes[0])
+                        nbytes *= detour(self.peers[i], sizes[0])
                     here[t.place, int(t.forward), level, i] += nbytes * t.count
                     if steps:
                         begun = t.count if level == 0 else 0
@@ -394,7 +395,7 @@ class Runs:
             tokens /= run.tensor if run.sequence_parallel else 1
             sent = run.itemsize_bytes * tokens * run.sizes.hidden
             near = run.devices_per_node >= run.num_devices
-            here = self.node / _detour(self.peers, 2)
+            here = self.node / detour(self.peers, 2)
             link = (here if near else self.network)[i] * share[i]
             counts = even_shares(run.sizes.layers, run.stages * run.chunks)
             step = pipeline_seconds(
@@ -414,7 +415,7 @@ class Runs:
         def once(nbytes: Array, levels: Array, rounds: Array) -> Array:
             inside, nodes = levels
             near = nbytes * (inside - 1) / inside / node
-            near = near * _detour(self.peers, inside)
+            near = near * detour(self.peers, inside)
             far = nbytes / inside * (nodes - 1) / nodes / network
             found: Array = rounds * (near + far)
             return found
@@ -479,11 +480,6 @@ class Runs:
             head = work.head_bytes if run.stages == 1 else 0.0
             found.append(static + saved + max(working, head))
         return np.array(found)
-
-
-def _detour(peers: Any, size: Any) -> Any:
-    """Bandwidth of a device's links over that of those to so many in its node."""
-    return np.maximum(1.0, peers / np.maximum(1, size - 1))
 
 
 _REMATS = ("none", "selective", "dots", "full")

@@ -413,3 +413,10 @@ def test_a_data_sheets_numbers_deliver_what_others_do() -> None:
     assert sheet.memory_bytes == own.memory_bytes == 32_000_000_000
     assert sheet.curve == "gpu" and sheet.launch_seconds > 0
     assert not own.curve and own.launch_seconds == 0
+
+
+def test_more_devices_than_have_links_to_each_other_are_joined_otherwise() -> None:
+    for count, peers in ((4, 3), (8, 0)):
+        data = {"nodes": [{"kind": "gh200-96", "count": count}]}
+        (level,) = from_data(data, "test").levels
+        assert (level.size, level.peers) == (count, peers)
