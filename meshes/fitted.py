@@ -39,6 +39,9 @@ LIKE = {
 }
 """Families without a published run of a type, and whose efficiency stands in."""
 
+TUNED = "tuned"
+"""In place of a type: 16 bits, in frameworks that are written around their products."""
+
 ASSUMED = 0.7
 """Efficiency of a family that is like none: that of most that are known."""
 
@@ -175,21 +178,21 @@ class Constants:
 
         Args:
             family: of kinds, such as ``"a100"``.
-            dtype: one of ``DTYPES``.
+            dtype: one of ``DTYPES``, or ``TUNED``.
             default: of a family that is like none; ``ASSUMED`` if left out.
         """
         wanted = width_of(dtype)
         for name in (family, LIKE.get(family, family)):
-            for kind in (wanted, "bf16", "f16"):
+            for kind in (wanted, "bf16", TUNED):
                 if (name, kind) in self.efficiency:
                     return self.efficiency[name, kind]
         return ASSUMED if default is None else default
 
 
 def width_of(dtype: str) -> str:
-    """The type whose efficiency counts: f8, f16, bf16, or f32 for all wider ones."""
+    """What efficiency counts for a type: f8, bf16 for both of 16 bits, or f32."""
     wide = {"f32": "f32", "tf32": "f32", "f64": "f32"}
-    return wide.get(dtype, dtype if dtype in ("f8", "f16") else "bf16")
+    return wide.get(dtype, dtype if dtype in ("f8", TUNED) else "bf16")
 
 
 @functools.cache

@@ -23,6 +23,9 @@ Platform = Literal["cpu", "gpu", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 
+VOLTA = 7
+"""The last generation of GPUs for which no attention kernel is written."""
+
 KEPT_BYTES = 2**25
 """Largest block of memory that glibc's malloc may keep when it is freed, where the
 default limits stand (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
@@ -221,6 +224,8 @@ class DeviceKind:
     @property
     def attention_generation(self) -> int:
         """Which attention kernels are written for it; see ``Framework``."""
+        if self.family in ("p100", "v100"):
+            return VOLTA
         return 9 if self.family in ("h100", "h200", "b200", "gh200") else 8
 
     def display_name(self) -> str:

@@ -34,20 +34,20 @@ class Device:
 
 _FAMILIES = (
     ("gh200", ("gh200", "gh-96", "gh96", "grace hopper", "gh-")),
-    ("b200", ("b200", "gb200")),
+    ("b200", ("b200", "b300", "a4-")),
     ("h200", ("h200", "p5e", "a3-ultra")),
     ("h100", ("h100", "h800", "a3-", "p5.")),
-    ("a100", ("a100", "a800", "a2-", "p4d")),
-    ("v100", ("v100", "dgx-2", "dgx-1")),
+    ("a100", ("a100", "a800", "a2-", "p4d", "nd96asr", "nd96amsr")),
+    ("v100", ("v100", "dgx-2", "dgx-1", "p3.", "p3dn")),
     ("p100", ("p100",)),
     ("titanrtx", ("titan",)),
     ("rtx3090", ("3090",)),
     ("rtx2080", ("2080",)),
     ("t4", ("t4",)),
     ("v7x", ("v7", "tpu7", "ironwood")),
-    ("v6e", ("v6e", "trillium")),
-    ("v5p", ("v5p",)),
+    ("v6e", ("v6e", "trillium", "v6 lite")),
     ("v5e", ("v5e", "v5litepod", "v5 lite")),
+    ("v5p", ("v5p", "tpu v5")),
     ("v4", ("tpu v4", "v4")),
 )
 """Families of the catalogue and words of a name that mean one, the longer first."""
@@ -84,20 +84,43 @@ _OTHERS = (
     _Card(("a10",), "rtx3090", 125, 0, 31.2, (24, 600), 72),
     _Card(("a30",), "rtx3090", 165, 0, 10.3, (24, 933), 56),
     _Card(("a40",), "rtx3090", 149.7, 0, 37.4, (48, 696), 84),
+    _Card(("l20",), "rtx3090", 119.5, 239, 59.8, (48, 864), 92),
+    _Card(("rtx6000-ada", "rtx6000 ada"), "rtx3090", 364, 728, 91.1, (48, 960), 142),
     _Card(("6000-ada", "6000 ada"), "rtx3090", 364, 728, 91.1, (48, 960), 142),
     _Card(("a6000",), "rtx3090", 154.8, 0, 38.7, (48, 768), 84),
+    # With float32 sums, as training has them, these two multiply at half speed.
+    _Card(("2080-ti", "2080 ti", "2080ti"), "rtx2080", 53.8, 0, 13.4, (11, 616), 68),
+    _Card(("3080",), "rtx3090", 59.5, 0, 29.8, (10, 760), 68),
     _Card(("4090",), "rtx3090", 165.2, 330.3, 82.6, (24, 1008), 128),
+    _Card(("5090",), "rtx3090", 209.5, 419, 104.8, (32, 1792), 170),
+    _Card(("titan-v", "titan v"), "v100-16", 119, 0, 14.9, (12, 653), 80),
+    _Card(("g5",), "rtx3090", 70, 0, 35.0, (24, 600), 80),
+    _Card(("b100",), "b200", 1750, 3500, 60, (192, 8000), 148),
+    _Card(("h100-nvl", "h100 nvl"), "h100", 835.5, 1671, 60, (94, 3938), 132),
     _Card(("h20",), "h100", 148, 296, 44.0, (96, 4000), 78),
-    # AMD's datasheets of Instinct MI250X (2021) and MI300X (2023).
+    # AMD's datasheets of Instinct MI250X (2021), MI300X (2023) and MI325X (2024).
     # Each half of an MI250X is a device of its own.
     _Card(("mi250x", "mi250"), "a100-80", 191.5, 0, 47.9, (64, 1638), 110),
+    _Card(("mi210",), "a100-80", 181, 0, 45.3, (64, 1638), 104),
     _Card(("mi300a",), "h100", 980.6, 1961.2, 122.6, (128, 5300), 228),
     _Card(("mi300x", "mi300"), "h100", 1307, 2614, 163.4, (192, 5300), 304),
+    _Card(("mi325x", "mi325"), "h100", 1307, 2614, 163.4, (256, 6000), 304),
+    _Card(("mi355x", "mi355"), "h100", 2516, 5033, 157.3, (288, 8000), 256),
+    # Intel's white papers of Gaudi 2 (2022) and Gaudi 3 (2024).
+    _Card(("gaudi2", "gaudi 2", "gaudi-2"), "a100-80", 432, 865, 11, (96, 2450), 0),
+    _Card(("gaudi3", "gaudi 3", "gaudi-3"), "h100", 1835, 1835, 14.3, (128, 3700), 0),
+    # Amazon's documentation of Trainium chips.
+    _Card(("trainium2", "trn2"), "h100", 667, 1299, 181, (96, 2900), 0),
+    _Card(("trainium", "trn1"), "a100-80", 190, 190, 47.5, (32, 820), 0),
+    # Google's documentation of TPU v2 and v3: half a chip, as JAX counts them.
+    _Card(("v3", "tpuv3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
+    _Card(("v2", "tpuv2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
 )
 """Longer names first."""
 
-_INSTANCES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
-"""Machines of clouds with A100s, and the memory of each of these."""
+_SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40), ("b300", 288))
+"""Words of a name that mean a size of memory: machines of clouds with A100s, and what
+is otherwise another kind."""
 
 UNKNOWN = "a100-80"
 """What a device is taken for that nothing else is known of."""
@@ -141,12 +164,15 @@ def _one_device(text: str, guess: bool) -> Device:
     counted = re.match(r"(\d+)\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
     name = counted[2] if counted else lowered
+    card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
+    if card is not None:
+        return _by_datasheet(text.strip(), name, count, card)
     family = next((f for f, words in _FAMILIES if any(w in name for w in words)), None)
     if family is None:
-        return _other(text.strip(), name, count, guess)
+        return _unknown(text.strip(), name, count, guess)
     kinds = [one for one in entries().values() if one.kind.family == family]
     notes: list[str] = []
-    memory = _memory_of(name)
+    memory = _memory_of(name, bare=kinds[0].torus is None)
     found = max(kinds, key=lambda one: one.kind.memory_bytes)
     if memory is not None:
         found = _with_memory(kinds, found, memory, notes)
@@ -158,29 +184,31 @@ def _one_device(text: str, guess: bool) -> Device:
     return Device(entry=found, count=count, notes=tuple(notes))
 
 
-def _other(text: str, name: str, count: int | None, guess: bool) -> Device:
-    """A device of no family of the catalogue."""
-    card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
-    if card is None and not guess:
+def _unknown(text: str, name: str, count: int | None, guess: bool) -> Device:
+    """A device of which nothing is known."""
+    if not guess:
         raise WhaleError(
             f"device {text!r} names no family of the catalogue; it has "
             f"{', '.join(f for f, _ in _FAMILIES)}"
         )
-    if card is None:
-        found, notes = entries()[UNKNOWN], [f"device {text!r} is unknown: as {UNKNOWN}"]
-        memory = _memory_of(name)
-        if memory is not None:
-            found = _with_memory([found], found, memory, notes)
-        return Device(entry=found, count=count, notes=tuple(notes))
+    found, notes = entries()[UNKNOWN], [f"device {text!r} is unknown: as {UNKNOWN}"]
+    memory = _memory_of(name)
+    if memory is not None:
+        found = _with_memory([found], found, memory, notes)
+    return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _by_datasheet(text: str, name: str, count: int | None, card: _Card) -> Device:
+    """A device of no family of the catalogue."""
     base = entries()[card.like]
-    memory = _memory_of(name) or card.memory[0]
+    memory = _memory_of(name, bare=base.torus is None) or card.memory[0]
     # TensorFloat-32 takes twice the time of 16 bits, where there is any.
     peaks = {"f32": card.single, "tf32": max(card.single, card.half / 2)}
     peaks |= {"bf16": card.half, "f16": card.half}
     peaks |= {"f8": card.eight} if card.eight else {}
     kind = dataclasses.replace(
         base.kind,
-        name=f"{base.kind.family}-{card.words[0]}",
+        name=f"{base.kind.family}-{card.words[0].removeprefix(base.kind.family + '-')}",
         label=text,
         memory_bytes=memory * 2**30,
         memory_bytes_per_second=card.memory[1] * 1e9,
@@ -198,13 +226,21 @@ def _is_word(word: str, name: str) -> bool:
     return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None
 
 
-def _memory_of(name: str) -> int | None:
-    """Gigabytes that a name gives, a cloud's too."""
-    for word, size in _INSTANCES:
+def _memory_of(name: str, *, bare: bool = True) -> int | None:
+    """Gigabytes that a name gives, a cloud's too.
+
+    Args:
+        name: in small letters.
+        bare: a number without a unit is one too; behind a TPU's name it is how many
+            of them there are.
+    """
+    for word, size in _SIZES:
         if word in name:
             return size
-    found = re.search(r"(?<![\d.])(\d{2,3})\s*(?:gb|gib|g\b)", name)
-    found = found or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
+    # The A10G is no A with 10 GB.
+    found = re.search(r"(?<![\d.])(?<!\ba)(\d{2,3})\s*(?:gb(?!/s|ps|it)|gib|g\b)", name)
+    if bare:
+        found = found or re.search(r"[a-z]\d*[ -](\d{2,3})(?![\dw.])\b", name)
     size = int(found[1]) if found else 0
     return size if 8 <= size <= 288 else None
 

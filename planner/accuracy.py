@@ -271,8 +271,9 @@ def _grouped(measured: Measured, at: Sequence[int], batch: bool) -> list[list[in
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in at:
         run = measured.runs[index]
-        key: tuple[object, ...] = (run.sizes.layers, run.sizes.hidden, run.sizes.seq)
-        key += (run.num_devices, run.device.kind.name, run.dtype)
+        sizes = run.sizes
+        key: tuple[object, ...] = (sizes.layers, sizes.hidden, sizes.ffn, sizes.experts)
+        key += (sizes.seq, run.num_devices, run.device.kind.name, run.dtype)
         groups[key + ((run.global_batch,) if batch else ())].append(int(index))
     return [group for group in groups.values() if len(group) > 1]
 
@@ -304,5 +305,6 @@ def _regret(measured: Measured, predicted: Array, at: Array) -> float | None:
 
 
 def _layout(run: Run) -> tuple[object, ...]:
-    mesh = (run.data, run.fsdp, run.tensor, run.stages, run.context, run.chunks)
-    return (*mesh, run.zero, run.micro_batch, run.remat, run.sequence_parallel)
+    mesh = (run.data, run.fsdp, run.tensor, run.stages, run.context, run.expert)
+    held = (run.zero, run.remat, run.sequence_parallel)
+    return (*mesh, run.chunks, run.micro_batch, *held)

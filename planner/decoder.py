@@ -180,6 +180,7 @@ class _Writer:
             top = p.einsum("bgrst->bgrs", scores)
             shifted = p.add(scores, p.reshape(top, *p.shape(top), 1), kind="sub")
             weights = p.unary("exp", shifted)
+            p.keeps()  # the backward pass reads the result alone
             total = p.einsum("bgrst->bgrs", weights)
             total = p.reshape(total, *p.shape(total), 1)
             even = p.add(weights, total, kind=SOFTMAX)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from whalejax.planner.work import (
     LAYER,
     Work,
     arrays,
+    copies_of_experts,
     levels_of,
     wires,
     work_of,
@@ -75,6 +76,39 @@ class Estimate:
     update_seconds: Array
     layer_seconds: Array
     peak_bytes: Array
+
+
+_Axes = tuple[str, ...]
+_COPIES: _Axes = ("context", "fsdp", "data")
+_SHARDS: _Axes = ("context", "fsdp")
+_REPLICAS: _Axes = ("data",)
+_GROUPS = (_COPIES, _SHARDS, _REPLICAS)
+"""Axes over which parameters are alike, over which ZeRO-3 shards them, and over which
+these shards are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """Parameters of one kind on every run's device, as it computes with them.
+
+    Attributes:
+        params: how many.
+        copies: devices that compute with the same ones.
+        shards: of these, over how many ZeRO-3 shards them.
+        levels: by axes, how many of their devices share a node, and over how many
+            nodes they lie.
+    """
+
+    params: Array
+    copies: Array
+    shards: Array
+    levels: dict[_Axes, Array]
+
+    def owners(self, zero: Array) -> Array:
+        """Devices that share what ZeRO shards of one copy."""
+        whole = np.where(zero >= 1, self.copies, 1.0)
+        found: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
+        return found
 
 
 class Runs:
@@ -131,7 +165,7 @@ class Runs:
         self.memory = self._column(k.memory_bytes_per_second for k in kinds)
         self.cores = self._column(k.cores for k in kinds)
         self.gpu = np.array([k.platform == "gpu" for k in kinds])
-        types = [(k.family, r.dtype) for r, k in pairs]
+        types = [(k.family, r.speed) for r, k in pairs]
         self._types = sorted(set(types))
         self._type = np.array([self._types.index(key) for key in types])
         self.eight = np.array([r.dtype == "f8" for r in self.runs])
@@ -155,7 +189,10 @@ class Runs:
             outer = one.network or one.node
             network.append(outer.bandwidth_bytes_per_second if outer else node[-1])
         self.node, self.network = self._column(node), self._column(network)
-        self.peers = self._column(e.node.peers if e.node else 0 for e in self.entries)
+        self.peers = self._column(
+            e.node.peers if e.node and e.node.peers >= r.devices_per_node - 1 else 0
+            for r, e in zip(self.runs, self.entries, strict=True)
+        )
 
     def _traffic(self) -> None:
         """Bytes and latency of activations: (place, forward, level, run)."""
@@ -199,24 +236,41 @@ class Runs:
             ends.append((max(both) if run.stages > 1 else sum(both)) / run.tensor)
         self.dense = self._column(dense) + self._column(ends)
         self.expert = self._column(expert)
-        self.data = self._levels(("fsdp", "data"))
-        self.fsdp = self._levels(("fsdp",))
-        self.ranks = self._column(r.ranks for r in self.runs)
-        self.shards = self._column(r.fsdp for r in self.runs)
+        self.ranks = self._column(r.weight_ranks for r in self.runs)
+        self.shards = self._column(r.shards for r in self.runs)
+        experts = self._column(r.expert for r in self.runs)
+        self.held = (
+            _Held(
+                params=self.dense,
+                copies=self.ranks,
+                shards=self.shards,
+                levels={axes: self._levels(levels_of, axes) for axes in _GROUPS},
+            ),
+            _Held(
+                params=self.expert,
+                copies=np.maximum(1.0, self.ranks / experts),
+                shards=np.maximum(1.0, self.shards / experts),
+                levels={
+                    axes: self._levels(copies_of_experts, axes) for axes in _GROUPS
+                },
+            ),
+        )
         self.parts = self._column(r.num_micro_batches for r in self.runs)
         self.zero = self._column(r.zero for r in self.runs)
         self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
         self.gradient *= 1 - self.frozen
+        self.weights = self._column(r.itemsize_bytes for r in self.runs)
         self.stages = self._column(r.stages for r in self.runs)
         self.layers = self._column(r.layers_per_stage for r in self.runs)
         self.mean_layers = self._column(r.sizes.layers / r.stages for r in self.runs)
-        self.replicas = self._column(r.data for r in self.runs)
         self.fused = np.array([r.framework.fused_accumulation for r in self.runs])
         self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
 
-    def _levels(self, axes: tuple[str, ...]) -> Array:
+    def _levels(
+        self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: _Axes
+    ) -> Array:
         """Ranks of some axes inside a node, and over how many nodes they lie."""
-        return np.array([levels_of(r, axes) for r in self.runs], dtype=float).T
+        return np.array([found(r, axes) for r in self.runs], dtype=float).T
 
     # Pricing.
 
@@ -240,7 +294,7 @@ class Runs:
         half = np.array([constants.of(f, "bf16") for f, _ in self._types])[self._type]
         # Attention's products stay in 16 bits where the rest multiplies in 8.
         eight = self.eight[run]
-        inside = k["product"] & (k["batch"] > 1) & eight
+        inside = k["product"] & k["scores"] & eight
         peak = np.where(inside, self.half_peak[run], self.peak[run])
         # An attention kernel's speed is a share of the peak itself.
         most = np.where(inside, half[run], whole[run])
@@ -329,14 +383,13 @@ class Runs:
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
         number = np.bincount(run, weights=launches, minlength=count)[self.like]
+        # Where it is the hosts that take longest, ranks wait for the slowest of them.
         host = number * self.shares(constants, "dispatch_seconds")
-        host = np.where(self.compiled | ~self.gpu, 0.0, host)
+        late = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
+        host = np.where(self.compiled | ~self.gpu, 0.0, host + late)
         device = ahead[LAYER] + behind[LAYER]
         blend = self.shares(constants, "blend")
         both = (device**blend + host**blend) ** (1.0 / blend)
-        waits = np.maximum(0.0, 1.0 - device / np.where(host > 0, host, np.inf))
-        jitter = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
-        both = both + np.where(host > 0, jitter * waits, 0.0)
         ahead[LAYER] *= both / device
         behind[LAYER] *= both / device
 
@@ -363,9 +416,9 @@ class Runs:
         busy = self.parts * slowest
         compute = busy * self.stretch
         exposed = self._exposed(compute, constants)
-        params = self.dense + self.expert
-        owned = params / np.where(self.zero >= 1, self.ranks, 1.0) * ~self.frozen
-        update = owned * self.shares(constants, "update_bytes") / self.memory
+        owned = sum(one.params / one.owners(self.zero) for one in self.held)
+        moved = owned * ~self.frozen * self.shares(constants, "update_bytes")
+        update = moved / self.memory
         fixed = np.where(self.compiled, 0.0, self.shares(constants, "step_seconds"))
         return Estimate(
             step_seconds=compute + exposed + update + fixed,
@@ -412,23 +465,30 @@ class Runs:
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
-        def once(nbytes: Array, levels: Array, rounds: Array) -> Array:
-            inside, nodes = levels
-            near = nbytes * (inside - 1) / inside / node
-            near = near * detour(self.peers, inside)
-            far = nbytes / inside * (nodes - 1) / nodes / network
-            found: Array = rounds * (near + far)
-            return found
+        def once(each_bytes: float | Array, axes: _Axes, *, sharded: bool) -> Array:
+            """Seconds in which parameters are gathered, or gradients scattered, once.
 
-        params = self.dense + self.expert
-        sent = params * self.gradient
-        one = np.ones(len(self.runs))
+            Args:
+                each_bytes: of one parameter.
+                axes: over which.
+                sharded: each device has a shard to begin with.
+            """
+            total = np.zeros(len(self.runs))
+            for one in self.held:
+                nbytes = one.params * each_bytes / (one.shards if sharded else 1.0)
+                inside, nodes = one.levels[axes]
+                near = nbytes * (inside - 1) / inside / node
+                near = near * detour(self.peers, inside)
+                total += near + nbytes / inside * (nodes - 1) / nodes / network
+            return total
+
         sharded = self.zero >= 1
-        reduced = once(sent, self.data, np.where(sharded, one, 2 * one))
-        gathered = once(params * WEIGHT_BYTES, self.data, one)
+        reduced = once(self.gradient, _COPIES, sharded=False)
+        gathered = once(WEIGHT_BYTES, _COPIES, sharded=False)
+        sent = sum(one.params for one in self.held) * self.gradient
         buckets = 1.0 + sent / self.shares(constants, "bucket_bytes")
         rings = hop * (self.ranks - 1) * buckets
-        gradients = reduced + np.where(sharded, gathered + rings, 0.0)
+        gradients = reduced + np.where(sharded, gathered + rings, reduced)
         hidden = np.where(
             self.overlaps, self.shares(constants, "overlap_gradients"), 0.0
         )
@@ -437,12 +497,13 @@ class Runs:
         room = compute / self.parts * hidden
         exposed = np.maximum(gradients * (1 - hidden), gradients - room)
         exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
-        # Parameters in shards are gathered twice and reduced once in a micro-batch.
+        # Parameters in shards are gathered twice and reduced once in a micro-batch;
+        # between replicas of the shards, once in a step.
+        each = 2 * once(self.weights, _SHARDS, sharded=False)
+        each = each + once(self.gradient, _SHARDS, sharded=False)
         rounds = np.where(self.frozen, 2.0, 3.0)
-        each = rounds * once(params * WEIGHT_BYTES, self.fsdp, one)
         each = each + rounds * hop * (self.shards - 1) * (self.layers + 1)
-        replicas = self.replicas
-        across = 2.0 * sent / self.shards * (replicas - 1) / replicas / network
+        across = 2 * once(self.gradient, _REPLICAS, sharded=True)
         total = each * self.parts + across
         share = self.shares(constants, "overlap_parameters")
         fsdp = np.maximum(total * (1 - share), total - share * compute)
@@ -458,24 +519,25 @@ class Runs:
     def _used_bytes(self) -> Array:
         """Of it, what the program takes."""
         found = []
+        owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
-            zero, ranks = run.zero, run.ranks
             gradient = max(WEIGHT_BYTES, run.framework.gradient_bytes)
-            sharded = run.fsdp if zero >= 3 and run.fsdp > 1 else ranks
             trained = not run.frozen
-            static = params * (
-                WEIGHT_BYTES / (sharded if zero >= 3 else 1)
-                + trained * gradient / (sharded if zero >= 2 else 1)
-                + trained * STATE_BYTES / (sharded if zero >= 1 else 1)
-            )
+            static = 0.0
+            for number, among in owners:
+                static += number[i] * (
+                    WEIGHT_BYTES / (among[i] if run.zero >= 3 else 1)
+                    + trained * gradient / (among[i] if run.zero >= 2 else 1)
+                    + trained * STATE_BYTES / (among[i] if run.zero >= 1 else 1)
+                )
             held = float(min(run.num_micro_batches, run.stages))
             if run.chunks > 1:
                 held += (run.stages - 1) / run.chunks
             kept = "full" if run.offloaded else run.remat
             saved = work.saved_bytes[kept] * run.layers_per_stage * held
             working = work.saved_bytes["none"] if run.remat != "none" else 0.0
-            if zero >= 3:
+            if run.zero >= 3:
                 working += 2 * WEIGHT_BYTES * params / run.layers_per_stage
             head = work.head_bytes if run.stages == 1 else 0.0
             found.append(static + saved + max(working, head))
@@ -518,12 +580,19 @@ def pipeline_seconds(
         forward, backward: seconds of one micro-batch in each part of the model.
         transfer: seconds from one part to the next.
     """
-    name = "interleaved" if run.chunks > 1 else "1f1b"
-    parts = run.num_micro_batches
+    parts, chunks = run.num_micro_batches, run.chunks
     few = min(parts, OUTER * run.stages)
-    if run.chunks > 1:
-        few = -(-few // run.stages) * run.stages
-    table = schedule(name, run.stages, few, run.chunks)
+    if chunks > 1:
+        # Chunks take turns in rounds of the stages.
+        few = few // run.stages * run.stages
+    if few == 0:
+        forward, backward = (
+            [math.fsum(seconds[stage :: run.stages]) for stage in range(run.stages)]
+            for seconds in (forward, backward)
+        )
+        chunks, few = 1, parts
+    name = "interleaved" if chunks > 1 else "1f1b"
+    table = schedule(name, run.stages, few, chunks)
     found = simulate(table, forward, backward, transfer)
     pace = max(found.busy_seconds) / few
     return found.step_seconds + (parts - few) * pace

@@ -69,7 +69,7 @@ TPU = {
 }
 """The same of TPUs."""
 
-EFFICIENCY = Range(0.8, 0.15, 0.97)
+EFFICIENCY = Range(0.8, 0.15, 0.9)
 """Of a family of devices in one type."""
 
 NODE = Range(0.75, 0.5, 0.9)
@@ -106,9 +106,7 @@ def _places(runs: Runs) -> tuple[list[_Place], list[_Place]]:
     """
     found = [_Place("gpu", name, span) for name, span in GPU.items()]
     found += [_Place("tpu", name, span) for name, span in TPU.items()]
-    seen = dict.fromkeys(
-        (run.device.kind.family, width_of(run.dtype)) for run in runs.runs
-    )
+    seen = dict.fromkeys((run.device.kind.family, run.speed) for run in runs.runs)
     first = [_Place(f, d, EFFICIENCY) for f, d in seen if d != "f32"]
     kinds = [run.device.kind for run in runs.runs if width_of(run.dtype) != "f32"]
     gpus = dict.fromkeys(kind.family for kind in kinds if kind.platform == "gpu")

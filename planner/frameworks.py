@@ -6,6 +6,7 @@ defaults; they are properties of a framework and never of one table, model or ro
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,7 @@ class Framework:
 
     Attributes:
         name: for reports.
-        prefixes: of the ``source`` column that mean it.
+        words: that mean it where a table says them; see ``framework``.
         compiled: one program on the device; otherwise a host launches every operation.
         flash: attention is one kernel that keeps its scores on chip.
         overlaps_gradients: their reduction runs beside the backward pass.
@@ -40,11 +41,14 @@ class Framework:
         selective: what its word "selective" comes to.
         flops: how it counts.
         dtype: that its products multiply in, where the row does not say.
-        gradient_bytes: of one parameter's gradient, as it is reduced.
+        gradient_bytes: of one parameter's gradient, as it is reduced (XLA reduces what
+            products give, in their type).
         fused_accumulation: products of weight gradients add to those of the
             micro-batches before.
         eager: masks of attention without a kernel, RMSNorm, rotary embeddings and gates
             are written operation by operation.
+        tuned: its layers are written around what libraries multiply fastest: operands
+            lie as they want them, and collectives keep out of their way.
         grouped: its attention has fewer heads of keys than of queries where the model
             has.
         fused_loss: the loss is one kernel that reads logits in their own type.
@@ -56,7 +60,7 @@ class Framework:
     """
 
     name: str
-    prefixes: tuple[str, ...]
+    words: tuple[str, ...]
     compiled: bool = False
     flash: bool = True
     overlaps_gradients: bool = True
@@ -71,6 +75,7 @@ class Framework:
     gradient_bytes: int = 2
     fused_accumulation: bool = False
     eager: bool = False
+    tuned: bool = False
     grouped: bool = True
     fused_loss: bool = True
     pads_vocabulary: bool = True
@@ -81,7 +86,14 @@ class Framework:
 FRAMEWORKS = (
     Framework(
         name="Megatron-DeepSpeed",
-        prefixes=("vtrain", "megatron-deepspeed"),
+        words=(
+            "vtrain",
+            "megatron-deepspeed",
+            "deepspeed-megatron",
+            "bigscience",
+            "mt-nlg",
+        ),
+        tuned=True,
         flash=False,
         overlaps_gradients=False,
         remat="full",
@@ -91,7 +103,7 @@ FRAMEWORKS = (
     ),
     Framework(
         name="Sailor",
-        prefixes=("sailor", "metis"),
+        words=("sailor", "metis"),
         flash=False,
         overlaps_gradients=False,
         remat="none",
@@ -105,7 +117,8 @@ FRAMEWORKS = (
     Framework(
         # Its scaling was measured with PyTorch's own data parallelism, which overlaps.
         name="Megatron-LM of 2020",
-        prefixes=("megatron-lm-2019", "megatron-lm-2020"),
+        words=("megatron-lm-2019", "megatron-lm-2020"),
+        tuned=True,
         flash=False,
         remat="full",
         flops="hardware",
@@ -114,11 +127,12 @@ FRAMEWORKS = (
     ),
     Framework(
         name="Megatron-LM of 2021 and 2022",
-        prefixes=(
+        words=(
             "megatron-lm-a100-2021",
             "megatron-lm-2021",
             "korthikanti",
         ),
+        tuned=True,
         flash=False,
         overlaps_gradients=False,
         remat="full",
@@ -130,7 +144,7 @@ FRAMEWORKS = (
     ),
     Framework(
         name="Megatron-LM and NeMo",
-        prefixes=("megatron", "nemo"),
+        words=("megatron", "megatronlm", "nemo"),
         overlaps_layers=True,
         fused_accumulation=True,
         sequence_parallel=True,
@@ -139,20 +153,20 @@ FRAMEWORKS = (
     ),
     Framework(
         name="LLM Foundry",
-        prefixes=("llm-foundry", "composer", "mosaic"),
+        words=("llm-foundry", "composer", "mosaicml", "mosaic"),
         zero=3,
         attention_generation=7,
     ),
     Framework(
         name="InternEvo",
-        prefixes=("internevo", "internlm"),
+        words=("internevo", "internlm"),
         overlaps_gradients=False,
         attention_generation=7,
         zero=1,
     ),
     Framework(
         name="TorchTitan",
-        prefixes=("torchtitan", "pytorch-fsdp"),
+        words=("torchtitan", "pytorch-fsdp"),
         compiled=True,
         sequence_parallel=True,
         zero=3,
@@ -162,49 +176,111 @@ FRAMEWORKS = (
     ),
     Framework(
         name="PaxML and T5X",
-        prefixes=("jax-toolbox", "pax", "t5x"),
+        words=("jax-toolbox", "pax", "paxml", "t5x"),
         compiled=True,
         flash=False,
         overlaps_gradients=False,
         remat="full",
-        gradient_bytes=4,
     ),
     Framework(
         name="AXLearn",
-        prefixes=("axlearn",),
+        words=("axlearn",),
         compiled=True,
         flash=False,
         zero=3,
         remat="full",
         flops="causal",
-        gradient_bytes=4,
     ),
     Framework(
         name="MaxText",
-        prefixes=("maxtext",),
+        words=("maxtext",),
         compiled=True,
         zero=3,
         remat="full",
         flops="causal",
-        gradient_bytes=4,
+    ),
+    Framework(
+        # ZeRO-3 overlaps what it exchanges; its own examples compute in float16.
+        name="DeepSpeed",
+        words=("deepspeed", "zero-infinity", "zero-offload"),
+        zero=3,
+        fused_loss=False,
+        dtype="f16",
+    ),
+    Framework(
+        name="GPT-NeoX",
+        words=("gpt-neox", "neox"),
+        tuned=True,
+        zero=1,
+        remat="full",
+        fused_loss=False,
+        dtype="f16",
+    ),
+    Framework(
+        name="Metaseq",
+        words=("metaseq", "opt-175b"),
+        tuned=True,
+        flash=False,
+        zero=3,
+        remat="full",
+        fused_loss=False,
+        dropout=True,
+        dtype="f16",
+    ),
+    Framework(
+        name="Hugging Face Transformers",
+        words=("huggingface", "hugging-face", "hf", "transformers", "accelerate"),
+        fused_loss=False,
+        pads_vocabulary=False,
+    ),
+    Framework(
+        name="Levanter",
+        words=("levanter",),
+        compiled=True,
+        zero=3,
+        remat="full",
+    ),
+    Framework(
+        name="Alpa",
+        words=("alpa",),
+        compiled=True,
+        flash=False,
+        overlaps_gradients=False,
+        remat="full",
+        flops="hardware",
+        dtype="f16",
     ),
 )
-"""The first whose prefix fits counts."""
+"""Those that a table may name."""
 
 UNKNOWN = Framework(
-    name="an unnamed framework", prefixes=(), sequence_parallel=True, zero=1
+    name="an unnamed framework", words=(), sequence_parallel=True, zero=1
 )
-"""Where the source names none: what today's frameworks have in common."""
+"""Where the row names none: what today's frameworks have in common."""
 
 
-def framework(source: str) -> Framework:
-    """The framework that a ``source`` cell means.
+def framework(source: str, place: str = "") -> Framework:
+    """The framework that a row means.
+
+    Its words may stand anywhere in the text, as words. Of several, the last counts
+    (``jax-toolbox-maxtext`` is MaxText), of those that end together the longest.
+
+    Args:
+        source: the row's ``source``.
+        place: where it was read; looked at where the source says nothing.
 
     >>> framework("nemo-24.07").name
     'Megatron-LM and NeMo'
+    >>> framework("table 3", "pytorch/torchtitan:benchmarks/llama3.md").name
+    'TorchTitan'
     """
-    text = source.strip().lower()
-    for one in FRAMEWORKS:
-        if text.startswith(one.prefixes):
-            return one
+    for text in (source.strip().lower(), place.strip().lower()):
+        found = [
+            (match.end(), len(word), number)
+            for number, one in enumerate(FRAMEWORKS)
+            for word in one.words
+            for match in re.finditer(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z])", text)
+        ]
+        if found:
+            return FRAMEWORKS[max(found)[2]]
     return UNKNOWN

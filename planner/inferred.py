@@ -14,9 +14,9 @@ from whalejax.planner.estimate import Runs
 from whalejax.planner.published import Reading, read_row
 
 
-SLACK = 1.15
-"""By how much an estimate may exceed a device's memory and the row still have run: the
-estimate of activations errs by so much."""
+SLACK = 0.15
+"""Part of a device's memory by which an estimate may exceed it and the row still have
+run: the estimate of activations errs by so much."""
 
 
 def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
@@ -34,13 +34,16 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
             break
         peaks = Runs(runs).peak_bytes(constants())
         for (index, one), run, peak in zip(tried.items(), runs, peaks, strict=True):
-            if peak <= run.device.kind.memory_bytes * SLACK:
-                found[index] = one
+            over = peak / run.device.kind.memory_bytes - 1.0
+            if over <= SLACK:
+                said = f"taken to fit (its estimate is {over:.0%} too large)"
+                notes = (*one.notes, said) if over > 0 else one.notes
+                found[index] = replace(one, notes=notes)
                 del offers[index]
-    for index in offers:
-        one = found[index]
+    for index, several in offers.items():
+        one = several[-1]
         assert one.run is not None
-        note = f"remat {one.run.remat} (nothing fits)"
+        note = f"remat {one.run.remat} (nothing fits; it takes least)"
         found[index] = replace(one, notes=(*one.notes, note))
     return tuple(found)
 

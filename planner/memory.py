@@ -178,11 +178,16 @@ class _Kept:
 
         What stays inside one fused kernel is never in memory.
         """
-        made = self.maker.get(tensor)
-        inside = made is not None and made.kernel is not None
-        if inside and self.kernels.get(tensor) == {made.kernel if made else None}:
+        if self.inner(tensor):
             return False
         return self.graph.tensors[tensor].kind == "value" and not self.weight[tensor]
+
+    def inner(self, tensor: int) -> bool:
+        """It stays inside one fused kernel."""
+        made = self.maker.get(tensor)
+        if made is None or made.kernel is None:
+            return False
+        return self.kernels.get(tensor) == {made.kernel}
 
     def outside(self, tensor: int, op: Op) -> bool:
         """It comes from outside the operation's checkpointed region."""
@@ -196,10 +201,14 @@ class _Kept:
         stack = [tensor]
         while stack:
             t = stack.pop()
-            if t in seen or not self.counts(t):
+            if t in seen:
                 continue
             seen.add(t)
             op = self.maker.get(t)
+            if not self.counts(t):
+                # A fused kernel makes what is inside it from what it reads.
+                stack.extend(op.operands if op is not None and self.inner(t) else ())
+                continue
             rebuilt = op is not None and (
                 op.reshape
                 or op.kind in _REPEATED

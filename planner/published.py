@@ -11,12 +11,14 @@ import csv
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.named import read_device
+from whalejax.meshes.kinds import VOLTA
+from whalejax.meshes.named import Device, read_device
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.planner import words
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat, framework
 from whalejax.planner.runs import Replica, Run, StageOf
@@ -52,9 +54,16 @@ _NUMBERS = _POSITIVE | {
 }
 
 GATED = (
-    "llama fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo palm"
+    "llama vicuna fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo "
+    "palm baichuan chatglm granite minicpm gpt-oss kimi"
 ).split()
 """Words in a model's name that mean a gated feed-forward, RMSNorm and untied ends."""
+
+NARROW = 4
+"""Times the width: a feed-forward of less has a third product, its gate, to make up."""
+
+NEAR = 0.05
+"""By how much the parameters of a row may differ from those that its sizes make."""
 
 LARGEST_TOKENS = 16384
 """Of a micro-batch that is inferred where there is no pipeline."""
@@ -189,14 +198,13 @@ def read_row(row: Mapping[str, str]) -> Reading:
     if missing:
         return Reading(run=None, notes=(f"no {', '.join(missing)}: nothing predicted",))
     try:
-        run = _run(cells)
+        run, own_name = _run(cells)
     except WhaleError as error:
         return Reading(run=None, notes=(str(error), *cells.notes))
-    text = cells.text("remat").lower()
     policies: tuple[Remat, ...] = (run.remat,)
-    if not text and run.framework.remat is None:
+    if not cells.text("remat") and run.framework.remat is None:
         policies = ("none", "selective", "full")
-    elif run.remat == "dots" and text not in WORDS and not run.offloaded:
+    elif own_name and not run.offloaded:
         # A policy by a name of its own keeps something, at most what fits.
         policies = ("dots", "full")
     return Reading(
@@ -208,16 +216,17 @@ def read_row(row: Mapping[str, str]) -> Reading:
     )
 
 
-def _run(cells: _Cells) -> Run:
-    source = framework(cells.text("source"))
+def _run(cells: _Cells) -> tuple[Run, bool]:
+    """The run, and whether what it computes again has a name of the row's own."""
+    source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
     count = cells.whole("num_devices") or 1
     tensor = cells.or_else("tp", 1, "none given")
     stages = cells.or_else("pp", 1, "none given")
-    context = cells.or_else("cp", 1, "none given")
-    expert = cells.whole("ep") or 1
-    zero, fsdp = _sharding(cells, source, count // (tensor * stages * context))
+    context = _context(cells, tensor)
+    ranks = count // (tensor * stages * context)
+    zero, fsdp = _sharding(cells, source, ranks, stages)
     inner = fsdp * tensor * stages * context
     if count % inner:
         raise WhaleError(
@@ -228,10 +237,9 @@ def _run(cells: _Cells) -> Run:
     if cells.whole("dp") != data:
         says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
         cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
-    sizes = _sizes(cells, source, tensor)
+    sizes = _sizes(cells, source, tensor, device.entry)
     unlike = _unlike(cells, sizes)
-    if device.others and not unlike:
-        cells.notes.append(_as_slowest(cells, device.entry, count))
+    _note_mix(cells, device, unlike, count)
     if unlike:
         stages = len(unlike)
         data, tensor = len(unlike[0].replicas), unlike[0].replicas[0].tensor
@@ -243,7 +251,9 @@ def _run(cells: _Cells) -> Run:
         )
         per_rank += 1
     micro = _micro_batch(cells, per_rank, stages, sizes.seq)
-    return Run(
+    per_rank = math.ceil(per_rank / micro) * micro
+    remat, own_name = _remat(cells, source, sizes)
+    found = Run(
         sizes=sizes,
         framework=source,
         device=device.entry,
@@ -254,21 +264,36 @@ def _run(cells: _Cells) -> Run:
         tensor=tensor,
         stages=stages,
         context=context,
-        expert=expert if sizes.experts else 1,
+        expert=_expert(cells, sizes, ranks * context),
         chunks=_chunks(cells, source, sizes, stages, per_rank // micro),
         zero=zero,
         sequence_parallel=_sequence_parallel(cells, source, tensor),
         micro_batch=micro,
         global_batch=per_rank * data * fsdp,
-        remat=_remat(cells, source, sizes),
+        remat=remat,
         dtype=_precision(cells, source, device.entry),
         unlike=unlike,
         offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
     )
+    return found, own_name
 
 
-ADAPTERS = ("lora", "adapter", "peft")
+def _expert(cells: _Cells, sizes: Decoder, ranks: int) -> int:
+    """Ranks that share the experts; each has as many, and they are among the others."""
+    given = cells.whole("ep") or 1
+    if not sizes.experts:
+        return 1
+    found = math.gcd(math.gcd(given, sizes.experts), ranks)
+    if found != given:
+        cells.notes.append(
+            f"ep {found} (the row says {given}, of {sizes.experts} experts and {ranks} "
+            "ranks)"
+        )
+    return found
+
+
+ADAPTERS = ("lora", "qlora", "peft", "adapter")
 """Words of a row that mean that the model's own parameters are not trained."""
 
 
@@ -279,7 +304,7 @@ def _frozen(cells: _Cells, sizes: Decoder) -> bool:
     a forward and two backward products take.
     """
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
-    said = [word for word in ADAPTERS if word in text.lower()]
+    said = [word for word in ADAPTERS if words.has(text.lower(), word)]
     if said:
         cells.notes.append(f"parameters frozen ({said[0]!r})")
         return True
@@ -299,12 +324,17 @@ FEWER = 0.8
 """Of a training step's products, below which parameters are not trained."""
 
 
-def _sharding(cells: _Cells, source: Framework, ranks: int) -> tuple[int, int]:
+def _sharding(
+    cells: _Cells, source: Framework, ranks: int, stages: int
+) -> tuple[int, int]:
     """ZeRO level and the size of the fsdp axis."""
     fsdp = cells.whole("fsdp")
     zero = cells.whole("zero_stage")
     if zero is None:
-        zero = 3 if (fsdp or 1) > 1 else source.zero
+        usual = source.zero
+        if stages > 1 and not source.compiled:
+            usual = min(usual, 1)  # Stages of launched programs keep their parameters.
+        zero = 3 if (fsdp or 1) > 1 else usual
         if ranks > 1:
             cells.notes.append(f"zero_stage {zero} ({source.name}'s default)")
     if fsdp is None:
@@ -314,49 +344,65 @@ def _sharding(cells: _Cells, source: Framework, ranks: int) -> tuple[int, int]:
     return min(zero, 3), fsdp
 
 
-def _sizes(cells: _Cells, source: Framework, tensor: int) -> Decoder:
+def _sizes(cells: _Cells, source: Framework, tensor: int, device: Entry) -> Decoder:
     hidden = cells.whole("hidden") or 1
-    model = cells.text("model").lower()
     heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
     kv_heads = cells.or_else("kv_heads", heads, "one for each head")
     if kv_heads < heads and not source.grouped:
         cells.notes.append(f"kv_heads {heads} ({source.name} shares none)")
         kv_heads = heads
-    ffn = cells.whole("ffn")
-    gated = any(word in model for word in GATED)
-    if ffn is None:
-        ffn = 4 * hidden
-        gated = False
-        cells.notes.append(f"ffn {ffn} (4 × hidden, no gate)")
-    vocab = cells.or_else("vocab", 32000 if gated else 50304, "the usual")
     experts = cells.whole("experts") or 0
-    fused = source.flash or any(
+    said = any(
         word in cells.text(column).lower()
         for column, word in (("remat", "flash"), ("precision", "te "))
     )
-    head_dim = max(1, hidden // heads)
     # Frameworks repeat shared heads and pad the vocabulary until ranks divide them.
-    groups = max(kv_heads, tensor)
-    return Decoder(
+    groups = math.ceil(max(kv_heads, tensor) / tensor) * tensor
+    padded = math.ceil(heads / groups) * groups
+    if padded != heads:
+        cells.notes.append(f"heads {padded} (tp {tensor} does not divide {heads})")
+    plain = Decoder(
         layers=cells.whole("layers") or 1,
         hidden=hidden,
-        heads=math.ceil(heads / groups) * groups,
+        heads=padded,
         kv_heads=groups,
-        head_dim=head_dim,
-        ffn=ffn,
-        vocab=_shared(vocab, tensor, source),
+        head_dim=max(1, hidden // heads),
+        ffn=cells.whole("ffn") or 4 * hidden,
+        vocab=cells.whole("vocab") or 1,
         seq=cells.whole("seq") or 1,
-        gated=gated,
         experts=experts if experts > 1 else 0,
         topk=min(cells.whole("topk") or 1, experts) if experts > 1 else 0,
-        flash=fused,
+        flash=said or (source.flash and device.kind.attention_generation > VOLTA),
         eager=source.eager,
         fused_loss=source.fused_loss,
         dropout=source.dropout,
-        norm_bias=not gated,
-        positions=not gated,
-        tied=not gated,
     )
+    llama = replace(plain, gated=True, norm_bias=False, positions=False, tied=False)
+    sizes = llama if _gated(cells, plain, llama) else plain
+    vocab = cells.or_else("vocab", 32000 if sizes.gated else 50304, "the usual")
+    return replace(sizes, vocab=_shared(vocab, tensor, source))
+
+
+def _gated(cells: _Cells, plain: Decoder, llama: Decoder) -> bool:
+    """Whether the feed-forward has a gate: by name, by parameters, by width."""
+    if cells.whole("ffn") is None:
+        cells.notes.append(f"ffn {plain.ffn} (4 × hidden, no gate)")
+        return False
+    if any(word in cells.text("model").lower() for word in GATED):
+        return True
+    stated = float(cells.text("params_b") or 0) * 1e9
+    if stated and cells.whole("vocab"):
+        errors = [abs(one.params / stated - 1.0) for one in (plain, llama)]
+        if min(errors) < NEAR < max(errors):
+            gated = errors[1] < errors[0]
+            if gated:
+                cells.notes.append("feed-forward with a gate (by params_b)")
+            return gated
+    if plain.ffn < NARROW * plain.hidden:
+        share = plain.ffn / plain.hidden
+        cells.notes.append(f"feed-forward with a gate (ffn is {share:.2g} × hidden)")
+        return True
+    return False
 
 
 def _shared(vocab: int, tensor: int, source: Framework) -> int:
@@ -375,11 +421,22 @@ def _micro_batch(cells: _Cells, per_rank: int, stages: int, seq: int) -> int:
         cells.notes.append(f"micro_batch {size} ({why})")
         return size
     size = max(n for n in range(1, min(given, per_rank) + 1) if per_rank % n == 0)
+    if size < ROUND * given <= ROUND * per_rank:
+        cells.notes.append(
+            f"global_batch rounded up ({per_rank} of a rank, in micro-batches of "
+            f"{given})"
+        )
+        return given
     if size != given:
         cells.notes.append(
             f"micro_batch {size} (the row says {given}; a rank has {per_rank})"
         )
     return size
+
+
+ROUND = 0.75
+"""Of a micro-batch that does not divide a rank's samples, that one which does must have
+for it to be taken instead."""
 
 
 def _chunks(
@@ -391,7 +448,9 @@ def _chunks(
     given = cells.whole("vpp")
     if given is not None:
         return given
-    layers, over = divmod(sizes.layers, stages)
+    # Where they do not divide, the embedding and the head count as layers.
+    places = sizes.layers if sizes.layers % stages == 0 else sizes.layers + 2
+    layers, over = divmod(places, stages)
     chunks = 1
     if source.interleaves and not over and parts % stages == 0:
         chunks = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= 8)
@@ -400,46 +459,39 @@ def _chunks(
 
 
 def _sequence_parallel(cells: _Cells, source: Framework, tensor: int) -> bool:
-    text = cells.text("sp").lower()
+    text = cells.text("sp")
     if text:
-        return text not in ("none", "off", "0", "1", "false", "no")
+        return tensor > 1 and words.yes(text)
     if tensor > 1:
         word = "on" if source.sequence_parallel else "off"
         cells.notes.append(f"sp {word} ({source.name}'s default)")
     return source.sequence_parallel and tensor > 1
 
 
-WORDS = ("none", "full", "dots")
-"""What a row says of rematerialization in our own words."""
+def _context(cells: _Cells, tensor: int) -> int:
+    """Ranks that share a sequence; a number of those without tensor ranks is that."""
+    degree = words.degree(cells.text("sp"))
+    if cells.whole("cp") is None and tensor == 1 and degree > 1:
+        cells.notes.append(f"cp {degree} (sp {cells.text('sp')} without tp)")
+        return degree
+    return cells.or_else("cp", 1, "none given")
 
 
-def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> Remat:
+def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool]:
+    """What is computed again, and whether the row has a name of its own for it."""
     text = cells.text("remat").lower()
-    if text in WORDS:
-        return text  # type: ignore[return-value]
-    if text == source.selective:
-        return source.selective
-    if "selective" in text:
-        cells.notes.append(f"remat {source.selective} (for {text!r})")
-        return source.selective
-    if text:
-        cells.notes.append(f"remat dots (the nearest to {text!r})")
-        return "dots"
-    if source.remat is not None:
+    if not text:
+        if source.remat is None:
+            return ("none" if sizes.flash else "selective"), False
         cells.notes.append(f"remat {source.remat} ({source.name}'s default)")
-        return source.remat
-    return "none" if sizes.flash else "selective"
-
-
-EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8")
-"""Words of a precision in 8 bits."""
-
-
-def _as_slowest(cells: _Cells, device: Entry, count: int) -> str:
-    return (
-        f"all {count} as {device.kind.display_name()}, the slowest of "
-        f"{cells.text('device')}: whalejax plan weighs what each kind can do"
-    )
+        return source.remat, False
+    found = words.remat(text, source.selective)
+    policy: Remat = found or "dots"
+    if found is None:
+        cells.notes.append(f"remat dots (the nearest to {text!r})")
+    elif text not in (policy, source.selective):
+        cells.notes.append(f"remat {policy} (for {text!r})")
+    return policy, found is None
 
 
 def _precision(cells: _Cells, source: Framework, device: Entry) -> str:
@@ -447,26 +499,36 @@ def _precision(cells: _Cells, source: Framework, device: Entry) -> str:
     if not text:
         cells.notes.append(f"precision {source.dtype} ({source.name}'s default)")
         return source.dtype
-    if any(word in text for word in EIGHT):
-        found = "f8"
-    elif "bf16" in text or "bfloat16" in text:
-        found = "bf16"
-    elif "fp16" in text or "f16" in text or "half" in text:
-        found = "f16"
-    elif "32" in text:
-        found = "tf32" if "tf32" in text else "f32"
-    else:
-        found = "bf16"
+    found = words.precision(text)
     if found not in (text, text.replace("fp", "f")):
         cells.notes.append(f"precision {found} (for {cells.text('precision')!r})")
     if found == "f8" and "f8" not in dict(device.kind.flops_per_second):
         cells.notes.append(f"{device.kind.display_name()} has no fp8: bf16's peak")
+        found = "bf16"
     return found
+
+
+def _note_mix(
+    cells: _Cells, device: Device, unlike: tuple[StageOf, ...], count: int
+) -> None:
+    """A mix whose stages the row does not give is taken for its slowest part."""
+    if device.others and not unlike:
+        cells.notes.append(
+            f"all {count} as {device.entry.kind.display_name()}, the slowest of "
+            f"{cells.text('device')}: whalejax plan weighs what each kind can do"
+        )
+
+
+HOST = 8
+"""Chips of a TPU's host; a slice of several hosts has more."""
 
 
 def _per_node(cells: _Cells, device: Entry, count: int) -> int:
     most = device.torus.max_chips if device.torus is not None else device.node_devices
     given = cells.whole("devices_per_node")
+    if device.torus is not None and given is not None and given <= HOST < count:
+        cells.notes.append(f"devices_per_node {given} is a host's: one slice")
+        given = min(count, most)
     if given is None:
         given = min(count, most)
         cells.notes.append(f"devices_per_node {given} (the catalogue's)")

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.fitted import TUNED, width_of
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat
 
@@ -91,9 +92,25 @@ class Run:
         return 4 if self.dtype in ("f32", "tf32") else 2
 
     @property
+    def speed(self) -> str:
+        """The efficiency of products that counts: see ``meshes.fitted.Constants``."""
+        width = width_of(self.dtype)
+        return TUNED if width == "bf16" and self.framework.tuned else width
+
+    @property
     def ranks(self) -> int:
         """Devices along the batch."""
         return self.data * self.fsdp
+
+    @property
+    def weight_ranks(self) -> int:
+        """Devices that compute with the same parameters: along batch and sequence."""
+        return self.ranks * self.context
+
+    @property
+    def shards(self) -> int:
+        """Of these, how many a parameter is stored in shards over (ZeRO-3)."""
+        return self.fsdp * self.context if self.zero >= 3 else 1
 
     @property
     def num_micro_batches(self) -> int:

@@ -67,6 +67,7 @@ from whalejax.planner.update import (
     combined_gradients,
     odd_share,
     storage_collectives,
+    turning_seconds,
     update_seconds,
 )
 
@@ -538,13 +539,13 @@ class Search:
         costs: tuple[RowCost, ...],
         s: Setting,
     ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        storage = storage_collectives(self.facts, layouts, s, self.request.cast_bytes)
+        cast = self.request.cast_bytes
+        storage = storage_collectives(self.facts, layouts, s, cast)
         found = [c for cost in costs for c in cost.collectives]
         gradients = [c for c in found if c.what == "gradient"]
-        others = [c for c in found if c.what != "gradient"]
-        odd = odd_share(self.facts, layouts, s, self.request.cast_bytes)
+        odd = odd_share(self.facts, layouts, s, cast)
         asked = [
-            *others,
+            *(c for c in found if c.what != "gradient"),
             *storage.in_micro_batch,
             *combined_gradients(gradients, zero, s.mesh, s.cluster, odd),
             *storage.in_update,
@@ -555,6 +556,7 @@ class Search:
             c, once = as_run(collective, s)
             run.append(c)
             seconds[c.what] += once * c.times(count) / c.count
+        seconds["parameter"] += turning_seconds(self.facts, layouts, s, cast, count)
         # On the CPU all devices share the cores, and nothing hides.
         hidden = constants().platforms.get(self.cluster.platform, WHOLE)
         launches = sum(cost.launches for cost in costs) * count

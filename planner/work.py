@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.planner.collectives import CollectiveKind
 from whalejax.planner.cost import (
+    Collective,
     Setting,
     flow_cost,
     local_product,
@@ -180,14 +182,15 @@ def _work(
     for flow in found.rows.flows:
         here = flow.task_graph if not flow.source.weight else flow.uses[0].task_graph
         place = places[here]
-        for c in flow_cost(flow, tables, s):
+        changes = flow_cost(flow, tables, s)
+        for c in changes:
             traffic.append(
                 Traffic(
                     place=place,
                     forward=c.phase == "forward",
                     kind=c.kind,
                     axes=c.axes,
-                    payload_bytes=c.payload_bytes,
+                    payload_bytes=c.payload_bytes / _gathered_behind(c, changes, s),
                     count=c.count / (sizes.layers if place == LAYER else 1),
                 )
             )
@@ -195,6 +198,21 @@ def _work(
     return Work(
         kernels=kernels, traffic=tuple(traffic), saved_bytes=saved, head_bytes=head
     )
+
+
+def _gathered_behind(
+    one: Collective, others: Sequence[Collective], s: Setting
+) -> float:
+    """In how many shards frameworks exchange what a compiler would gather before."""
+    if one.kind != "all-to-all":
+        return 1.0
+    axes = {
+        axis
+        for other in others
+        if (other.kind, other.phase) == ("all-gather", one.phase)
+        for axis in other.axes
+    }
+    return float(math.prod(s.mesh[axis] for axis in axes))
 
 
 def _tables(
@@ -217,7 +235,9 @@ def _tables(
     base: dict[str, tuple[int, ...]] = {"context": sequence + places, "expert": batch}
     heads = role("layer.qkv", 1)
     wide = role("layer.down", 1 if sizes.experts else 0)
-    between: Table = {**base, "tensor": sequence if sequence_parallel else ()}
+    # Ranks that share the sequence send what they have of it to the experts.
+    shared = sequence + places if sequence_parallel else ()
+    between: Table = {**base, "tensor": shared}
     by_region: dict[str, Table] = {
         "embed": {**base, "tensor": vocabulary},
         "residual": between,
@@ -281,17 +301,29 @@ def _saved(
     sample_bytes: int,
 ) -> tuple[dict[str, float], float]:
     """Activations that a layer keeps under each policy, and the loss's temporaries."""
-    inside = {REGIONS.index(name) for name in ("residual", "inner", "experts")}
-    kept = found.residents.saved
+    residual, *inner = (REGIONS.index(n) for n in ("residual", "inner", "experts"))
+    stream_like = ((), (sizes.seq,), (sizes.hidden,))
+    # What products read of the stream is kept as it lies there, and gathered again.
+    kept = [
+        dataclasses.replace(e, task_graph=residual)
+        if e.task_graph in inner and _as_single(e.sizes) == stream_like
+        else e
+        for e in found.residents.saved
+        if e.task_graph in (residual, *inner)
+    ]
     nbytes = kept_bytes(kept, tables, s)
     layer = [(e, b / sizes.layers) for e, b in zip(kept, nbytes, strict=True)]
-    layer = [(e, b) for e, b in layer if e.task_graph in inside]
     everything = math.fsum(b for _, b in layer)
     scores = math.fsum(b for e, b in layer if _is_scores(e.sizes))
     parts = s.mesh["context"] * (s.mesh["tensor"] if tables[1].get("tensor") else 1)
     stream = 1.0 * sample_bytes * sizes.seq * sizes.hidden / parts
-    products = [e for e, _ in layer if e.task_graph != REGIONS.index("residual")]
-    dots = math.fsum(b for e, b in layer if e in products and not _is_scores(e.sizes))
+    dots = math.fsum(
+        b
+        for e, b in layer
+        if e.task_graph in inner
+        and not _is_scores(e.sizes)
+        and (e.made == "product" or e.sizes[-1] != (sizes.ffn,))
+    )
     saved = {
         "none": everything,
         "selective": everything - scores,
@@ -302,6 +334,11 @@ def _saved(
     parts = s.mesh["tensor"] * s.mesh["context"]
     logits = (sample_bytes + 2 * sample_bytes) * sizes.seq * sizes.vocab / parts
     return saved, logits + sample_bytes * sizes.seq * sizes.vocab / parts
+
+
+def _as_single(sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Sizes as those of one sample."""
+    return ((), *sizes[1:])
 
 
 def _is_scores(sizes: tuple[tuple[int, ...], ...]) -> bool:
@@ -353,8 +390,25 @@ def levels_of(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
         if axis in axes or (axis == "fsdp" and "expert" in axes):
             break
         stride *= sizes[axis]
-    total = math.prod(sizes[a] for a in axes)
-    inside = min(total, max(1, run.devices_per_node // stride))
+    return _split(math.prod(sizes[a] for a in axes), run.devices_per_node // stride)
+
+
+def copies_of_experts(run: Run, axes: tuple[str, ...]) -> tuple[int, int]:
+    """The same of those devices along some axes that hold the same experts.
+
+    Args:
+        run: the run.
+        axes: some of ``context``, ``fsdp`` and ``data``, as for the other parameters.
+    """
+    inside, nodes = levels_of(run, axes)
+    # Ranks with unlike experts lie between them: those along fsdp first, then others.
+    unlike = run.expert if "fsdp" in axes else max(1, run.expert // run.fsdp)
+    return _split(max(1, inside * nodes // unlike), -(-inside // unlike))
+
+
+def _split(total: int, fits: int) -> tuple[int, int]:
+    """Devices into equal nodes, of which each has room for so many."""
+    inside = min(total, max(1, fits))
     while total % inside:
         inside -= 1
     return inside, total // inside

@@ -93,8 +93,11 @@ COMMAND = "python scripts/bench_accuracy.py --tables DIR --docs docs/accuracy.md
 INTRODUCTION = (
     "How far WhaleJAX's predictions are from training steps that others measured and "
     "published. Every source below was predicted with constants fitted to the *other* "
-    "sources, so nothing is tuned to what it is judged on; a sweep of hundreds of "
-    "layouts on one machine is predicted half by half. This page is written by"
+    "sources, so no constant has seen what it is judged on; a sweep of hundreds of "
+    "layouts on one machine is predicted half by half. What a framework does (which "
+    "operations it launches, what it overlaps, what it stores) was read in its sources "
+    "and documentation, and in some cases looked for there because its rows were off: "
+    "Sailor's masks, norms and gradients among them. This page is written by"
 )
 LEGEND = (
     "Bias above zero means that the prediction is too slow. Tau is Kendall's, inside "

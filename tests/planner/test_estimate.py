@@ -256,3 +256,96 @@ def test_what_waits_in_host_memory_takes_none_of_the_device() -> None:
     )
     assert kept > moved
     assert moved == again
+
+
+def exposed(*runs: Run) -> list[float]:
+    """Seconds of collectives that nothing hides."""
+    return [float(x) for x in Runs(runs).price(constants()).exposed_seconds]
+
+
+MIXTURE = {"experts": 8, "topk": 2}
+
+
+def test_gradients_are_reduced_over_ranks_that_share_sequences() -> None:
+    """Each of them has seen a part of every sample."""
+    alike: dict[str, Any] = {
+        "num_devices": 8,
+        "zero": 1,
+        "global_batch": 8,
+        "micro_batch": 1,
+    }
+    data, context = run(data=8, **alike), run(context=8, **alike)
+    assert exposed(context) == pytest.approx(exposed(data))
+    whole, sharded = run(num_devices=8, context=8), run(context=8, **alike)
+    assert peaks(sharded)[0] < peaks(whole)[0]
+    fully = run(num_devices=8, context=8, zero=3, micro_batch=1, global_batch=1)
+    assert fully.shards == 8
+    assert exposed(fully)[0] > 0
+
+
+def test_replicas_of_shards_inside_a_node_stay_off_the_network() -> None:
+    alike: dict[str, Any] = {
+        "num_devices": 8,
+        "zero": 3,
+        "global_batch": 64,
+        "source": "llm-foundry",
+    }
+    near = run(fsdp=4, data=2, **alike)
+    far = dataclasses.replace(near, devices_per_node=4)
+    assert exposed(near)[0] < 0.9 * exposed(far)[0]
+    # Fewer of them gather less in every micro-batch.
+    several = [run(fsdp=n, data=8 // n, **alike) for n in (8, 4, 2)]
+    assert exposed(*several) == sorted(exposed(*several), reverse=True)
+
+
+def test_experts_are_shared_by_the_ranks_that_hold_them() -> None:
+    """Of 64 ranks each expert has 64 over the number of expert ranks."""
+    alike: dict[str, Any] = {"num_devices": 64, "data": 64, "zero": 1, "micro_batch": 1}
+    one, eight = (
+        run(sizes=MIXTURE, expert=n, global_batch=64, **alike) for n in (1, 8)
+    )
+    held = Runs([one, eight]).held[1]
+    assert held.params.tolist() == pytest.approx([held.params[0], held.params[0] / 8])
+    # As many copies fewer as there are parameters fewer: the state is the same.
+    assert (held.params / held.copies).tolist() == [held.params[0] / 64] * 2
+    inside, nodes = held.levels["context", "fsdp", "data"]
+    assert (inside.tolist(), nodes.tolist()) == ([8, 1], [8, 8])
+
+
+def test_experts_multiply_in_eight_bits_however_many_there_are() -> None:
+    alike: dict[str, Any] = {"num_devices": 8, "data": 8, "global_batch": 16}
+    sizes = {**MIXTURE, "hidden": 4096, "ffn": 14336, "seq": 4096}
+    for expert in (4, 8):
+        half, eight = (
+            run(sizes=sizes, expert=expert, dtype=dtype, **alike)
+            for dtype in ("bf16", "f8")
+        )
+        assert seconds(eight)[0] < 0.85 * seconds(half)[0]
+
+
+def test_longer_sequences_never_take_less_time() -> None:
+    """Where hosts are the limit, too: eight tensor ranks have little to do each."""
+    alike: dict[str, Any] = {"num_devices": 8, "tensor": 8, "sequence_parallel": True}
+    several = [run(sizes={"seq": 128 * 2**n}, **alike) for n in range(8)]
+    assert seconds(*several) == sorted(seconds(*several))
+
+
+def test_parts_of_a_stage_do_not_help_without_micro_batches() -> None:
+    """Fewer of them than stages cannot take turns."""
+    alike: dict[str, Any] = {"num_devices": 4, "stages": 4, "micro_batch": 1}
+    for count in (1, 2, 3):
+        plain, several = (
+            seconds(run(global_batch=count, chunks=n, **alike))[0] for n in (1, 2)
+        )
+        assert several == pytest.approx(plain)
+    for count in (4, 6, 8):
+        plain, several = (
+            seconds(run(global_batch=count, chunks=n, **alike))[0] for n in (1, 2)
+        )
+        assert several < plain
+
+
+def test_a_node_larger_than_its_links_reach_has_a_switch() -> None:
+    pair = run("gh200-96", num_devices=2, tensor=2, devices_per_node=4)
+    larger = dataclasses.replace(pair, devices_per_node=8)
+    assert seconds(larger)[0] < seconds(pair)[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.frameworks import framework
 from whalejax.planner.published import (
     Reading,
     measured_seconds,
@@ -73,6 +75,46 @@ def test_llamas_have_gates_and_gpts_have_none() -> None:
     assert "ffn 4096 (4 × hidden, no gate)" in note()
 
 
+def test_narrow_networks_have_gates_whatever_the_name() -> None:
+    """2.7 of the width is a Llama's; what parameters the row gives decides first."""
+    assert read(ffn="2816").sizes.gated
+    assert "feed-forward with a gate (ffn is 2.8 × hidden)" in note(ffn="2816")
+    assert not read(ffn="4096").sizes.gated
+    llama = dataclasses.replace(read(ffn="3072").sizes, vocab=50000)
+    gpt = dataclasses.replace(
+        llama, gated=False, norm_bias=True, positions=True, tied=True
+    )
+    for sizes in (gpt, llama):
+        stated = f"{sizes.params / 1e9:.4f}"
+        assert read(ffn="3072", params_b=stated).sizes.gated == sizes.gated
+
+
+def test_no_attention_kernel_is_written_for_volta() -> None:
+    assert read().sizes.flash
+    assert not read(device="V100").sizes.flash
+    assert read(device="V100", remat="flash").sizes.flash
+
+
+@pytest.mark.parametrize(
+    ("source", "place", "name"),
+    [
+        ("nemo-24.07", "", "Megatron-LM and NeMo"),
+        ("jax-toolbox-maxtext", "", "MaxText"),
+        ("azure megatron-deepspeed runs", "", "Megatron-DeepSpeed"),
+        ("DeepSpeed blog", "microsoft/Megatron-LM", "DeepSpeed"),
+        ("table 3", "pytorch/torchtitan:benchmarks/llama3.md", "TorchTitan"),
+        ("alpaca", "", "an unnamed framework"),
+        ("alpa-gpt", "", "Alpa"),
+        ("mine", "", "an unnamed framework"),
+    ],
+)
+def test_frameworks_are_found_by_words(source: str, place: str, name: str) -> None:
+    assert framework(source, place).name == name
+    run = read_row({**ROW, "source": source, "url_or_repo_path": place}).run
+    assert run is not None
+    assert run.framework.name == name
+
+
 def test_a_framework_that_shares_no_keys_has_one_for_each_head() -> None:
     shared = {"model": "llama", "heads": "16", "kv_heads": "4"}
     assert read(**shared).sizes.kv_heads == 4
@@ -109,10 +151,11 @@ def test_words_for_rematerialization_are_mapped_to_the_nearest() -> None:
         ("tf32", "tf32"),
         ("float8", "f8"),
         ("float32", "f32"),
+        ("float16", "f16"),
     ],
 )
 def test_words_for_precision_are_mapped(text: str, dtype: str) -> None:
-    assert read(precision=text).dtype == dtype
+    assert read(precision=text, device="H100").dtype == dtype
     noted = text not in ("fp16", "tf32")
     assert (f"precision {dtype} (for {text!r})" in note(precision=text)) == noted
 
@@ -149,7 +192,7 @@ def test_modern_megatron_interleaves_and_shards_the_sequence() -> None:
         ("V100-32GB (DGX-2)", "v100-32", 32),
         ("GH-96", "gh200-96", 96),
         ("4xV100-16+4xT4", "t4", 16),
-        ("H100 NVL 94GB", "h100", 94),
+        ("H100 NVL 94GB", "h100-nvl", 94),
     ],
 )
 def test_devices_are_matched_by_family_and_memory(
@@ -191,6 +234,13 @@ def test_a_device_that_the_catalogue_lacks_is_taken_by_its_datasheet() -> None:
         ("p4d.24xlarge", 312, 40),
         ("a2-megagpu-16g", 312, 40),
         ("a3-ultragpu-8g", 989.4, 141),
+        ("A10G", 70, 24),
+        ("B300", 2250, 288),
+        ("RTX 5090", 209.5, 32),
+        ("MI325X", 1307, 256),
+        ("Gaudi2", 432, 96),
+        ("TPU v3-512", 61.5, 16),
+        ("v5p-128", 459, 95),
     ],
 )
 def test_names_are_read_as_words(text: str, tera: float, gib: int) -> None:
@@ -309,3 +359,82 @@ def test_fewer_flops_than_training_means_frozen_parameters() -> None:
         assert read(**cells).frozen == frozen
     # One of the two says nothing about the other.
     assert not read(tflops_per_device="1").frozen
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ("False", "none"),
+        ("0", "none"),
+        ("True", "full"),
+        ("full_recompute", "full"),
+        ("activation checkpointing", "full"),
+        ("selective_attn", "selective"),
+        ("minimal", "dots"),
+    ],
+)
+def test_words_for_and_against_computing_again(words: str, policy: str) -> None:
+    found = read_row({**ROW, "remat": words})
+    assert found.run is not None
+    assert found.run.remat == policy
+    # Only a name of its own may mean more than it says.
+    own = words == "minimal"
+    assert found.policies == (("dots", "full") if own else (policy,))
+
+
+def test_heads_are_padded_until_tensor_ranks_divide_them() -> None:
+    sizes = read(heads="25", hidden="1600", tp="2").sizes
+    assert (sizes.heads, sizes.kv_heads, sizes.head_dim) == (26, 26, 64)
+    assert "heads 26 (tp 2 does not divide 25)" in note(
+        heads="25", hidden="1600", tp="2"
+    )
+    shared = read(model="llama", heads="64", kv_heads="8", tp="16", pp="1").sizes
+    assert (shared.heads, shared.kv_heads) == (64, 16)
+
+
+def test_a_number_of_sequence_ranks_without_tensor_ranks_is_context() -> None:
+    found = read(sp="8", tp="1", pp="1")
+    assert (found.context, found.data, found.sequence_parallel) == (8, 2, False)
+    assert "cp 8 (sp 8 without tp)" in note(sp="8", tp="1", pp="1")
+    assert read(sp="8").sequence_parallel
+    assert not read(sp="1.0").sequence_parallel
+    assert not read(sp="-").sequence_parallel
+
+
+def test_expert_ranks_are_what_experts_and_ranks_divide_by() -> None:
+    mixture = {"experts": "8", "topk": "2", "pp": "1", "tp": "1"}
+    assert read(**mixture, ep="4").expert == 4
+    assert read(**mixture, ep="16").expert == 8
+    assert "ep 8 (the row says 16, of 8 experts and 16 ranks)" in note(
+        **mixture, ep="16"
+    )
+
+
+def test_adapters_are_words() -> None:
+    assert read(model="llama2_70b_lora").frozen
+    assert not read(url_or_repo_path="models/exploration/README.md").frozen
+    assert not read(notes="InfiniBand HDR adapters").frozen
+
+
+def test_chips_of_a_tpu_host_are_no_slice() -> None:
+    pod = {"device": "TPU v5p", "num_devices": "256", "pp": "1", "tp": "1"}
+    assert read(**pod, global_batch="256", devices_per_node="4").devices_per_node == 256
+    assert read(**pod, global_batch="256", devices_per_node="64").devices_per_node == 64
+
+
+def test_a_batch_is_rounded_rather_than_a_micro_batch_cut_small() -> None:
+    found = read(micro_batch="4", global_batch="28", pp="1", tp="4")
+    assert (found.micro_batch, found.num_micro_batches) == (4, 2)
+    assert "global_batch rounded up (7 of a rank, in micro-batches of 4)" in note(
+        micro_batch="4", global_batch="28", pp="1", tp="4"
+    )
+
+
+def test_the_ends_of_a_model_count_as_layers_of_an_interleaved_pipeline() -> None:
+    deep = {"layers": "126", "pp": "16", "tp": "1", "global_batch": "32"}
+    assert read(**deep, micro_batch="1", num_devices="16").chunks == 8
+
+
+def test_launched_pipelines_keep_their_parameters() -> None:
+    assert read(source="deepspeed").zero == 1
+    assert read(source="deepspeed", pp="1", tp="1").zero == 3

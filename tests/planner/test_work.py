@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -129,3 +130,34 @@ def test_wires_are_hierarchical() -> None:
     assert (inside, between) == (700.0, 50.0)
     assert (steps, hops) == (7, 1)
     assert wires("all-reduce", 800.0, (8, 1))[0][0] == 1400.0
+
+
+def test_a_layer_keeps_what_eager_programs_keep() -> None:
+    """Korthikanti et al. (2022), equation 2: 34 bytes for each token and width, two of
+    them masks of dropout, with scores computed again, over all ranks with sequence
+    parallelism. A gate makes it three networks' widths for two.
+    """
+    gpt: dict[str, Any] = {"gated": False, "norm_bias": True}
+    for tensor in (1, 8):
+        one = run(tensor=tensor, sequence_parallel=tensor > 1, micro_batch=1, sizes=gpt)
+        each = one.sizes.seq * one.sizes.hidden / tensor
+        assert work_of(one).saved_bytes["none"] == pytest.approx(32 * each)
+        llama = dataclasses.replace(
+            one, sizes=dataclasses.replace(one.sizes, gated=True, norm_bias=False)
+        )
+        wide = one.sizes.ffn / one.sizes.hidden
+        kept = work_of(llama).saved_bytes["none"]
+        assert kept == pytest.approx(2 * (8 + 3 * wide) * each)
+
+
+def test_experts_are_sent_what_each_tensor_rank_has_of_the_sequence() -> None:
+    alike: dict[str, Any] = {"num_devices": 8, "data": 2, "expert": 2, "micro_batch": 1}
+    sizes = {"experts": 8, "topk": 2}
+    alone, shared = (
+        run(tensor=n, sequence_parallel=n > 1, sizes=sizes, **alike) for n in (1, 4)
+    )
+    sent = [
+        {t.payload_bytes for t in work_of(one).traffic if t.kind == "all-to-all"}
+        for one in (alone, shared)
+    ]
+    assert {nbytes / 4 for nbytes in sent[0]} == sent[1]

@@ -283,7 +283,9 @@ def test_models_without_statistics_do_not_mind_synchronising_them() -> None:
 
 def test_bf16_keeps_masters_and_halves_activations() -> None:
     options: dict[str, Any] = {"mesh": {"data": 8}, "zero": 0, "num_micro_batches": 1}
-    job = {"annotated": False, "batch_size": 256}
+    # Wide enough that its products are not as short in both types.
+    wide = {"embed": 1024, "mlp": 4096, "heads": 16}
+    job = {"annotated": False, "batch_size": 256, **wide}
     full = planned("gpt-test", job=job, **options)
     half = planned("gpt-test", job=job, precision="bf16", **options)
     assert half.precision == "bf16"
