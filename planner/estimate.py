@@ -522,7 +522,9 @@ class Runs:
         owners = [(one.params, one.owners(self.zero)) for one in self.held]
         for i, (run, work) in enumerate(zip(self.runs, self.work, strict=True)):
             params = self.dense[i] + self.expert[i]
-            gradient = max(WEIGHT_BYTES, run.framework.gradient_bytes)
+            # Compiled programs bring gradients to the type of the masters, float32.
+            least = 4 if run.framework.compiled else WEIGHT_BYTES
+            gradient = max(least, run.framework.gradient_bytes)
             trained = not run.frozen
             static = 0.0
             for number, among in owners:

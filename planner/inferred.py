@@ -61,8 +61,12 @@ def _offers(one: Reading) -> list[Reading]:
     while one.open_micro_batch and sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
     layouts = [run]
-    if one.open_zero and run.zero < 3 and run.ranks > 1:
-        layouts.append(replace(run, zero=3, fsdp=run.ranks, data=1))
+    if one.open_zero and run.ranks > 1:
+        if run.stages == 1 or run.framework.compiled:
+            full = replace(run, zero=3, fsdp=run.ranks, data=1)
+            layouts += [full] if run.zero < 3 else []
+        else:  # Launched pipelines would gather parameters for every micro-batch.
+            layouts += [replace(run, zero=1)] if run.zero < 1 else []
     if len(one.policies) * len(sizes) * len(layouts) == 1:
         return []
     found = []
@@ -75,7 +79,8 @@ def _offers(one: Reading) -> list[Reading]:
                 if size < sizes[0]:
                     notes.append(f"micro_batch {size} (the largest that fits)")
                 if layout is not run:
-                    notes.append(f"zero_stage 3 over {run.ranks} (nothing else fits)")
+                    level = f"zero_stage {layout.zero} over {run.ranks}"
+                    notes.append(f"{level} (nothing less fits)")
                 meant = replace(layout, remat=remat, micro_batch=size)
                 found.append(replace(one, run=meant, notes=tuple(notes)))
     return found

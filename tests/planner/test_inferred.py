@@ -55,7 +55,7 @@ def test_what_fits_no_other_way_is_sharded() -> None:
     assert found.run is not None
     assert (found.run.zero, found.run.fsdp, found.run.data) == (3, 1024, 1)
     assert found.notes[-2:] == (
-        "zero_stage 3 over 1024 (nothing else fits)",
+        "zero_stage 3 over 1024 (nothing less fits)",
         "taken to fit (its estimate is 3% too large)",
     )
 
