@@ -261,6 +261,16 @@ class DeviceKind:
             f"the cluster's TOML file, or compute in one of those types"
         )
 
+    @property
+    def _multiplies_as_tf32(self) -> bool:
+        """JAX's default precision takes TensorFloat-32 for float32 where there is any.
+
+        What was measured in float32 was measured so.
+        """
+        measured = ("f32", False) in self._matmul or ("f32", True) in self._matmul
+        peaks = dict(self.flops_per_second)
+        return self.platform == "gpu" and "tf32" in peaks and not measured
+
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
     ) -> Any:
@@ -271,6 +281,8 @@ class DeviceKind:
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
             batch: how many of them one operation does.
         """
+        if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
+            dtype = "tf32"
         found = self._flops_per_second(dtype, m, k, n, batch)
         rows, depth, columns = (np.maximum(size, NARROW) for size in (m, k, n))
         part = (m * k * n) / (rows * depth * columns)

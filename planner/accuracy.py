@@ -62,10 +62,15 @@ class Measured:
         )
 
 
-def load(directory: str | Path) -> Measured:
+def load(directory: str | Path, *, scaled: bool = False) -> Measured:
     """Read every CSV file of a directory.
 
     Rows without a time, or without a layout (no parallel degree at all), are left out.
+
+    Args:
+        directory: where they are.
+        scaled: models of MaxText that rows name by their scale alone have the sizes
+            that it means; otherwise these rows say too little.
 
     Raises:
         WhaleError: no table there, a malformed one, or no row with a time.
@@ -77,6 +82,8 @@ def load(directory: str | Path) -> Measured:
     for path in paths:
         table = read_table(path)
         known = [{**row, **_profile_cells(row)} for row in table.rows]
+        if scaled:
+            known = [{**row, **_scaled_cells(row)} for row in known]
         for row, reading in zip(known, readings(known), strict=True):
             if reading.run is None or not _has_layout(row, reading.run):
                 continue
@@ -114,6 +121,33 @@ def _profile_cells(row: Mapping[str, str]) -> dict[str, str]:
     cells = {"seq": row.get("seq") or longest}
     cells["global_batch"] = row.get("global_batch") or row.get("micro_batch") or "1"
     return cells
+
+
+_SCALED = re.compile(r"maxtext-gps(\d+)$")
+"""MaxText's models that are named by their global parameter scale, a power of two."""
+
+
+def _scaled_cells(row: Mapping[str, str]) -> dict[str, str]:
+    """The sizes that a scale means in MaxText's configuration.
+
+    Heads and feed-forward, width, and layers are doubled in turn, from 16 heads of 128,
+    7,168, 2,048 and 16.
+    """
+    match = _SCALED.fullmatch((row.get("model") or "").lower())
+    if match is None or row.get("layers"):
+        return {}
+    thirds, rest = divmod(int(match[1]).bit_length() - 1, 3)
+    wide = 2 ** (thirds + (rest > 0))
+    sizes = {
+        "layers": 16 * 2**thirds,
+        "hidden": 2048 * 2 ** (thirds + (rest > 1)),
+        "heads": 16 * wide,
+        "kv_heads": 16 * wide,
+        "head_dim": 128,
+        "ffn": 7168 * wide,
+        "vocab": 32000,
+    }
+    return {name: str(size) for name, size in sizes.items()}
 
 
 def _has_layout(row: Mapping[str, str], run: Run) -> bool:

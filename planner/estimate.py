@@ -146,10 +146,11 @@ class Runs:
         return np.array(first, dtype=int)
 
     def _halvings(self) -> Array:
-        """By how many halvings each product misses the alignment of its operands."""
+        """By how many halvings rows of each product's operands miss their alignment."""
         k, found = self.kernels, np.full(len(self.kernels["run"]), ALIGNED)
         for name in ("m", "k", "n"):
-            found = np.gcd(found, np.maximum(1, np.rint(k[name])).astype(int))
+            size = np.where(k["weight"] & (name == "m"), ALIGNED, np.rint(k[name]))
+            found = np.gcd(found, np.maximum(1, size).astype(int))
         launched = ~np.array([r.framework.compiled for r in self.runs], dtype=bool)
         counts = launched[k["run"]] & k["product"] & ~k["attention"]
         return np.where(counts, np.log2(ALIGNED / found), 0.0)
@@ -379,10 +380,9 @@ class Runs:
     ) -> None:
         """Where a host launches one by one, a layer takes at least its launches."""
         k, run = self.kernels, self.kernels["run"]
-        count = len(self.runs)
         here = k["place"] == LAYER
         launches = (1.0 + k["gradients"] + again) * k["count"] * here
-        number = np.bincount(run, weights=launches, minlength=count)[self.like]
+        number = np.bincount(run, weights=launches, minlength=len(self.runs))[self.like]
         # Where it is the hosts that take longest, ranks wait for the slowest of them.
         host = number * self.shares(constants, "dispatch_seconds")
         late = self.shares(constants, "jitter_seconds") * self.meetings[self.like]

@@ -44,7 +44,7 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
         one = several[-1]
         assert one.run is not None
         note = f"remat {one.run.remat} (nothing fits; it takes least)"
-        found[index] = replace(one, notes=(*one.notes, note))
+        found[index] = replace(one, notes=(*found[index].notes, note))
     return tuple(found)
 
 

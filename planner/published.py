@@ -30,7 +30,8 @@ COLUMNS = (
     "cp ep micro_batch global_batch remat precision step_time_s tflops_per_device mfu "
     "tokens_per_s_per_device peak_mem_gib"
 ).split()
-"""Columns that are read; others pass through. ``notes`` may give a mixed pipeline."""
+"""Columns that are read; others pass through. ``notes`` may give a mixed pipeline, and
+``head_dim`` the width of a head where it is not ``hidden / heads``."""
 
 NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
 """Without one of these nothing can be predicted."""
@@ -38,7 +39,7 @@ NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
 _POSITIVE = frozenset(
     (
         "layers hidden heads kv_heads ffn vocab seq num_devices devices_per_node dp "
-        "fsdp tp pp vpp cp ep micro_batch global_batch"
+        "fsdp tp pp vpp cp ep micro_batch global_batch head_dim"
     ).split()
 )
 _NUMBERS = _POSITIVE | {
@@ -52,12 +53,6 @@ _NUMBERS = _POSITIVE | {
     "tokens_per_s_per_device",
     "peak_mem_gib",
 }
-
-GATED = (
-    "llama vicuna fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo "
-    "palm baichuan chatglm granite minicpm gpt-oss kimi"
-).split()
-"""Words in a model's name that mean a gated feed-forward, RMSNorm and untied ends."""
 
 NARROW = 4
 """Times the width: a feed-forward of less has a third product, its gate, to make up."""
@@ -223,7 +218,7 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
     cells.notes += device.notes
     count = cells.whole("num_devices") or 1
     tensor = cells.or_else("tp", 1, "none given")
-    stages = cells.or_else("pp", 1, "none given")
+    stages = _stages(cells)
     context = _context(cells, tensor)
     ranks = count // (tensor * stages * context)
     zero, fsdp = _sharding(cells, source, ranks, stages)
@@ -277,6 +272,13 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
         frozen=_frozen(cells, sizes),
     )
     return found, own_name
+
+
+def _stages(cells: _Cells) -> int:
+    stages, layers = cells.or_else("pp", 1, "none given"), cells.whole("layers") or 1
+    if stages > layers:
+        raise WhaleError(f"pp {stages} of {layers} layers: nothing predicted")
+    return stages
 
 
 def _expert(cells: _Cells, sizes: Decoder, ranks: int) -> int:
@@ -360,13 +362,14 @@ def _sizes(cells: _Cells, source: Framework, tensor: int, device: Entry) -> Deco
     groups = math.ceil(max(kv_heads, tensor) / tensor) * tensor
     padded = math.ceil(heads / groups) * groups
     if padded != heads:
-        cells.notes.append(f"heads {padded} (tp {tensor} does not divide {heads})")
+        by = f"tp {tensor}" if kv_heads == heads else f"kv_heads {groups}"
+        cells.notes.append(f"heads {padded} ({by} does not divide {heads})")
     plain = Decoder(
         layers=cells.whole("layers") or 1,
         hidden=hidden,
         heads=padded,
         kv_heads=groups,
-        head_dim=max(1, hidden // heads),
+        head_dim=cells.whole("head_dim") or max(1, hidden // heads),
         ffn=cells.whole("ffn") or 4 * hidden,
         vocab=cells.whole("vocab") or 1,
         seq=cells.whole("seq") or 1,
@@ -388,7 +391,7 @@ def _gated(cells: _Cells, plain: Decoder, llama: Decoder) -> bool:
     if cells.whole("ffn") is None:
         cells.notes.append(f"ffn {plain.ffn} (4 × hidden, no gate)")
         return False
-    if any(word in cells.text("model").lower() for word in GATED):
+    if any(word in cells.text("model").lower() for word in words.GATED):
         return True
     stated = float(cells.text("params_b") or 0) * 1e9
     if stated and cells.whole("vocab"):
@@ -435,8 +438,7 @@ def _micro_batch(cells: _Cells, per_rank: int, stages: int, seq: int) -> int:
 
 
 ROUND = 0.75
-"""Of a micro-batch that does not divide a rank's samples, that one which does must have
-for it to be taken instead."""
+"""Of a micro-batch that does not divide: one that does and has so much is taken."""
 
 
 def _chunks(
@@ -447,7 +449,12 @@ def _chunks(
         return 1
     given = cells.whole("vpp")
     if given is not None:
-        return given
+        most = math.ceil((sizes.layers + 2) / stages)
+        if given > most:
+            cells.notes.append(
+                f"vpp {most} (the row says {given}; a stage has no more)"
+            )
+        return min(given, most)
     # Where they do not divide, the embedding and the head count as layers.
     places = sizes.layers if sizes.layers % stages == 0 else sizes.layers + 2
     layers, over = divmod(places, stages)
@@ -519,8 +526,7 @@ def _note_mix(
         )
 
 
-HOST = 8
-"""Chips of a TPU's host; a slice of several hosts has more."""
+HOST = 8  # chips of a TPU's host; a slice of several hosts has more
 
 
 def _per_node(cells: _Cells, device: Entry, count: int) -> int:

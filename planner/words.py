@@ -16,6 +16,12 @@ NO = frozenset("none no false off 0 0.0 disabled n/a - na".split())
 YES = frozenset("yes true on 1 1.0 enabled".split())
 """Words for what is done in full."""
 
+GATED = (
+    "llama vicuna fuji internlm mistral mixtral gemma qwen deepseek yi- grok dbrx olmo "
+    "palm maxtext-gps baichuan chatglm granite minicpm gpt-oss kimi"
+).split()
+"""Words in a model's name that mean a gated feed-forward, RMSNorm and untied ends."""
+
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8")
 """Words of a precision in 8 bits."""
 

@@ -226,3 +226,11 @@ def test_a_narrow_product_takes_no_longer_than_a_wide_one(name: str) -> None:
     assert seconds == sorted(seconds)
     several = kind.matmul_seconds("f32", 1024, 1024, np.array([1.0, 8.0, 32.0, 64.0]))
     assert np.asarray(several).tolist() == pytest.approx(seconds)
+
+
+def test_float32_is_multiplied_as_tensorfloat_where_there_is_any() -> None:
+    """As JAX's default precision has it; datasheets give both rates."""
+    ampere, volta = device_kind("a100-80"), device_kind("v100-32")
+    for kind, peak in ((ampere, 156e12), (volta, 15.7e12)):
+        rate = kind.matmul_flops_per_second("f32", 8192, 8192, 8192)
+        assert 0.3 * peak < rate < peak

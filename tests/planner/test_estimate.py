@@ -349,3 +349,9 @@ def test_a_node_larger_than_its_links_reach_has_a_switch() -> None:
     pair = run("gh200-96", num_devices=2, tensor=2, devices_per_node=4)
     larger = dataclasses.replace(pair, devices_per_node=8)
     assert seconds(larger)[0] < seconds(pair)[0]
+
+
+def test_an_odd_number_of_tokens_slows_nothing_down() -> None:
+    """Tokens are rows of operands in memory; what is contiguous are the features."""
+    odd, even = seconds(run(sizes={"seq": 2047}), run(sizes={"seq": 2048}))
+    assert odd == pytest.approx(even, rel=0.01)

@@ -438,3 +438,20 @@ def test_the_ends_of_a_model_count_as_layers_of_an_interleaved_pipeline() -> Non
 def test_launched_pipelines_keep_their_parameters() -> None:
     assert read(source="deepspeed").zero == 1
     assert read(source="deepspeed", pp="1", tp="1").zero == 3
+
+
+def test_a_head_may_have_a_width_of_its_own() -> None:
+    assert read(head_dim="128").sizes.head_dim == 128
+    assert read().sizes.head_dim == 64
+
+
+def test_more_stages_than_layers_are_said() -> None:
+    found = read_row({**ROW, "pp": "16", "tp": "1"})
+    assert found.run is None
+    assert found.notes[0] == "pp 16 of 8 layers: nothing predicted"
+
+
+def test_heads_that_keys_do_not_divide_are_said() -> None:
+    shared = {"model": "llama", "heads": "16", "kv_heads": "5", "tp": "1", "pp": "1"}
+    assert read(**shared).sizes.heads == 20
+    assert "heads 20 (kv_heads 5 does not divide 16)" in note(**shared)
