@@ -73,8 +73,9 @@ class BandwidthPoint:
     bytes_per_second: float
 
 
-NARROW = 64
-"""Sides of products from which what was measured or fitted goes on to hold."""
+FILLED = (64, 256, 512)
+"""Sides up to which smaller products may be filled: that from which what was measured
+or fitted goes on to hold, and some that keep most of a device busy."""
 
 
 def effective_size(m: Any, k: Any, n: Any) -> Any:
@@ -284,14 +285,15 @@ class DeviceKind:
         if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
             dtype = "tf32"
         found = self._flops_per_second(dtype, m, k, n, batch)
-        rows, depth, columns = (np.maximum(size, NARROW) for size in (m, k, n))
-        part = (m * k * n) / (rows * depth * columns)
-        if np.all(part == 1.0):
-            return found
         # A narrow one takes no longer than if it were filled up with zeros.
-        filled = part * self._flops_per_second(dtype, rows, depth, columns, batch)
-        fastest = np.maximum(found, filled)
-        return fastest if np.ndim(fastest) else float(fastest)
+        for least in FILLED:
+            rows, depth, columns = (np.maximum(size, least) for size in (m, k, n))
+            part = (m * k * n) / (rows * depth * columns)
+            if np.all(part == 1.0):
+                continue
+            filled = part * self._flops_per_second(dtype, rows, depth, columns, batch)
+            found = np.maximum(found, filled)
+        return found if np.ndim(found) else float(found)
 
     def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
         """FLOP/s of a product whose sides are within what was measured or fitted."""

@@ -83,10 +83,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"whalejax {__version__}")
         return 0
     try:
-        command = _parse(argv)
-    except SystemExit as stop:  # after --help, or an error that was printed
-        return stop.code if isinstance(stop.code, int) else _USER_ERROR
-    try:
+        try:
+            command = _parse(argv)
+        except SystemExit as stop:  # after --help, or an error that was printed
+            sys.stdout.flush()
+            return stop.code if isinstance(stop.code, int) else _USER_ERROR
         return _run(command, started)
     except WhaleError as error:
         print(f"whalejax: {error}", file=sys.stderr)

@@ -234,3 +234,11 @@ def test_float32_is_multiplied_as_tensorfloat_where_there_is_any() -> None:
     for kind, peak in ((ampere, 156e12), (volta, 15.7e12)):
         rate = kind.matmul_flops_per_second("f32", 8192, 8192, 8192)
         assert 0.3 * peak < rate < peak
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-80", "v5p", "cpu"])
+def test_a_larger_product_never_takes_less_time(name: str) -> None:
+    """Rows that a kernel has no work for are none that it saves."""
+    kind = device_kind(name)
+    taken = [kind.matmul_seconds("bf16", 2**n, 1024, 1024) for n in range(14)]
+    assert all(a <= 1.001 * b for a, b in zip(taken, taken[1:], strict=False))
