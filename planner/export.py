@@ -83,8 +83,24 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
     """Degrees inside a slice or node (``ici``) and between them (``dcn``).
 
     Axes of size 1 are left out; MaxText takes them as 1.
+
+    Raises:
+        PlanError: MaxText has no flags for it: stages with layouts of their own,
+            unequal shares, or ``tensor`` sharding the batch in a part of the model.
     """
+    from whalejax.planner.plan import PlanError
+
     _check_alike(plan)
+    if plan.shares or plan.pipelines:
+        raise PlanError(
+            "unlike devices take unequal shares of the batch under this plan, and "
+            "MaxText has no flag for that. Plan for devices of one kind"
+        )
+    if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
+        raise PlanError(
+            "tensor shards the batch in a part of the model under this plan, which "
+            "MaxText's tensor axis does not. Fix the mesh, as in mesh={'tensor': 1}"
+        )
     sizes = {axis: 1 for axis in MESH_AXES} | plan.axis_sizes
     flags: dict[str, int] = {}
     for axis, word in MAXTEXT.items():

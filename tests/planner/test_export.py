@@ -118,3 +118,17 @@ def test_flags_tell_slices_from_links(
     machine: str, mesh: dict[str, int], flags: dict[str, int]
 ) -> None:
     assert planned(machine, mesh=mesh).maxtext_flags() == flags
+
+
+def test_what_no_flag_says_is_refused() -> None:
+    plan = planned("h100:8", mesh={"data": 2, "tensor": 4})
+    assert plan.maxtext_flags() == {
+        "ici_data_parallelism": 2,
+        "ici_tensor_parallelism": 4,
+    }
+    (leaf, *others) = plan.batch
+    along = dataclasses.replace(leaf, spec=(("data", "tensor"), *leaf.spec[1:]))
+    with pytest.raises(PlanError, match="tensor shards the batch in a part"):
+        dataclasses.replace(plan, batch=(along, *others)).maxtext_flags()
+    with pytest.raises(PlanError, match="unequal shares of the batch"):
+        dataclasses.replace(plan, shares=(5, 3)).maxtext_flags()
