@@ -44,7 +44,7 @@ def test_replicas_say_shares_gain_and_bound() -> None:
     fast, slow = int(found[1]), int(found[2])
     assert fast > slow >= 1
     assert 24 % (2 * (fast + slow)) == 0
-    assert 1 < float(found[3]) <= float(found[4])
+    assert 1 <= float(found[3]) <= float(found[4])
 
 
 def test_stages_say_their_layers() -> None:

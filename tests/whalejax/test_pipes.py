@@ -115,7 +115,7 @@ def large() -> Job:
 
 
 def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
-    job, unlike = large(), UNLIKE.replace("v100-32", "h100")
+    job, unlike = large(), "p100-16:1+t4:1+v100-32:2"
     plan = planned(job, unlike, num_micro_batches=8, mesh={"stage": 2, "data": 2})
     assert sum(plan.shares) == 8 and plan.shares[0] < plan.shares[1]
     first, second = plan.pipelines
