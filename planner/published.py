@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,8 @@ from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner import words
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat, framework
-from whalejax.planner.runs import Replica, Run, StageOf
+from whalejax.planner.noted import stages_of
+from whalejax.planner.runs import Run, StageOf
 
 
 COLUMNS = (
@@ -232,8 +232,8 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
     if cells.whole("dp") != data:
         says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
         cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
-    sizes = _sizes(cells, source, tensor, device.entry)
-    unlike = _unlike(cells, sizes)
+    sizes = _sizes(cells, source, tensor, context, device.entry)
+    unlike = stages_of(cells.text("notes"), sizes.layers)
     _note_mix(cells, device, unlike, count)
     if unlike:
         stages = len(unlike)
@@ -274,6 +274,14 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
     return found, own_name
 
 
+def _padded(cells: _Cells, seq: int, context: int) -> int:
+    """Tokens of a sample until ranks divide them."""
+    found = math.ceil(seq / context) * context
+    if found != seq:
+        cells.notes.append(f"seq {found} (cp {context} does not divide {seq})")
+    return found
+
+
 def _stages(cells: _Cells) -> int:
     stages, layers = cells.or_else("pp", 1, "none given"), cells.whole("layers") or 1
     if stages > layers:
@@ -295,10 +303,6 @@ def _expert(cells: _Cells, sizes: Decoder, ranks: int) -> int:
     return found
 
 
-ADAPTERS = ("lora", "qlora", "peft", "adapter")
-"""Words of a row that mean that the model's own parameters are not trained."""
-
-
 def _frozen(cells: _Cells, sizes: Decoder) -> bool:
     """Whether only adapters are trained.
 
@@ -306,7 +310,7 @@ def _frozen(cells: _Cells, sizes: Decoder) -> bool:
     a forward and two backward products take.
     """
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
-    said = [word for word in ADAPTERS if words.has(text.lower(), word)]
+    said = [word for word in words.ADAPTERS if words.has(text.lower(), word)]
     if said:
         cells.notes.append(f"parameters frozen ({said[0]!r})")
         return True
@@ -346,7 +350,9 @@ def _sharding(
     return min(zero, 3), fsdp
 
 
-def _sizes(cells: _Cells, source: Framework, tensor: int, device: Entry) -> Decoder:
+def _sizes(
+    cells: _Cells, source: Framework, tensor: int, context: int, device: Entry
+) -> Decoder:
     hidden = cells.whole("hidden") or 1
     heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
     kv_heads = cells.or_else("kv_heads", heads, "one for each head")
@@ -372,7 +378,7 @@ def _sizes(cells: _Cells, source: Framework, tensor: int, device: Entry) -> Deco
         head_dim=cells.whole("head_dim") or max(1, hidden // heads),
         ffn=cells.whole("ffn") or 4 * hidden,
         vocab=cells.whole("vocab") or 1,
-        seq=cells.whole("seq") or 1,
+        seq=_padded(cells, cells.whole("seq") or 1, context),
         experts=experts if experts > 1 else 0,
         topk=min(cells.whole("topk") or 1, experts) if experts > 1 else 0,
         flash=said or (source.flash and device.kind.attention_generation > VOLTA),
@@ -539,41 +545,6 @@ def _per_node(cells: _Cells, device: Entry, count: int) -> int:
         given = min(count, most)
         cells.notes.append(f"devices_per_node {given} (the catalogue's)")
     return min(given, count)
-
-
-# Mixed pipelines.
-
-
-_STAGES = re.compile(r"stages\s*(\[.*?\](?:\s*->\s*\[.*?\])*)", re.IGNORECASE)
-_LAYERS = re.compile(r"profile-layers per stage\s*([\d|\s]+)", re.IGNORECASE)
-
-
-def _unlike(cells: _Cells, sizes: Decoder) -> tuple[StageOf, ...]:
-    """A mixed pipeline from ``notes``: stages of replicas, and layers of each."""
-    text = cells.text("notes")
-    found, counted = _STAGES.search(text), _LAYERS.search(text)
-    if found is None or counted is None:
-        return ()
-    groups = re.findall(r"\[(.*?)\]", found[1])
-    numbers = [int(n) for n in counted[1].split("|") if n.strip()]
-    if len(numbers) != len(groups) or sum(numbers) != sizes.layers + 2:
-        raise WhaleError(
-            f"notes give {len(groups)} stages and layers {numbers}, in all "
-            f"{sum(numbers)}; expected one number a stage and {sizes.layers} + 2 in all"
-        )
-    numbers[0] -= 1
-    numbers[-1] -= 1
-    return tuple(
-        StageOf(replicas=tuple(map(_replica, group.split(","))), layers=layers)
-        for group, layers in zip(groups, numbers, strict=True)
-    )
-
-
-def _replica(text: str) -> Replica:
-    match = re.fullmatch(r"\s*(.+?)\s*x\s*TP\s*(\d+)\s*", text, re.IGNORECASE)
-    if match is None:
-        raise WhaleError(f"notes: {text.strip()!r} is no KINDxTPn")
-    return Replica(device=read_device(match[1], guess=True).entry, tensor=int(match[2]))
 
 
 # What was measured.

@@ -22,6 +22,9 @@ GATED = (
 ).split()
 """Words in a model's name that mean a gated feed-forward, RMSNorm and untied ends."""
 
+ADAPTERS = ("lora", "qlora", "peft", "adapter")
+"""Words of a row that mean that the model's own parameters are not trained."""
+
 EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8")
 """Words of a precision in 8 bits."""
 

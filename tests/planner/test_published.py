@@ -455,3 +455,9 @@ def test_heads_that_keys_do_not_divide_are_said() -> None:
     shared = {"model": "llama", "heads": "16", "kv_heads": "5", "tp": "1", "pp": "1"}
     assert read(**shared).sizes.heads == 20
     assert "heads 20 (kv_heads 5 does not divide 16)" in note(**shared)
+
+
+def test_a_sequence_is_padded_for_the_ranks_that_share_it() -> None:
+    long = {"seq": "2049", "cp": "4", "tp": "2", "pp": "1"}
+    assert read(**long).sizes.seq == 2052
+    assert "seq 2052 (cp 4 does not divide 2049)" in note(**long)
