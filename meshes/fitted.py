@@ -40,7 +40,7 @@ LIKE = {
 """Families without a published run of a type, and whose efficiency stands in."""
 
 TUNED = "tuned"
-"""In place of a type: 16 bits, in frameworks that are written around their products."""
+"""In place of a type: 16 bits, in frameworks whose products are fitted apart."""
 
 ASSUMED = 0.7
 """Efficiency of a family that is like none: that of most that are known."""

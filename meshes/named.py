@@ -58,7 +58,7 @@ class _Card:
     """A device that the catalogue lacks, by its datasheet, without sparsity.
 
     Attributes:
-        words: of a name, that mean it.
+        words: of a name, that mean it; regular expressions.
         like: entry whose family's efficiency, node and network stand in.
         half, eight, single: TFLOP/s in 16 bits, in 8 (0 where it has none), in float32.
         memory: gigabytes, and how many of them a second.
@@ -113,8 +113,8 @@ _OTHERS = (
     _Card(("trainium2", "trn2"), "h100", 667, 1299, 181, (96, 2900), 0),
     _Card(("trainium", "trn1"), "a100-80", 190, 190, 47.5, (32, 820), 0),
     # Google's documentation of TPU v2 and v3: half a chip, as JAX counts them.
-    _Card(("v3", "tpuv3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
-    _Card(("v2", "tpuv2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
+    _Card(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
+    _Card(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
 )
 """Longer names first."""
 

@@ -47,8 +47,9 @@ class Framework:
             micro-batches before.
         eager: masks of attention without a kernel, RMSNorm, rotary embeddings and gates
             are written operation by operation.
-        tuned: its layers are written around what libraries multiply fastest: operands
-            lie as they want them, and collectives keep out of their way.
+        tuned: its products have an efficiency of their own, fitted apart: Megatron-LM's
+            layers before attention kernels, which multiplied faster than others'
+            for what no other term says.
         grouped: its attention has fewer heads of keys than of queries where the model
             has.
         fused_loss: the loss is one kernel that reads logits in their own type.
@@ -210,7 +211,6 @@ FRAMEWORKS = (
     Framework(
         name="GPT-NeoX",
         words=("gpt-neox", "neox"),
-        tuned=True,
         zero=1,
         remat="full",
         fused_loss=False,

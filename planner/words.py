@@ -45,7 +45,7 @@ def degree(text: str) -> int:
     """The whole number of a cell, 1 where it is none."""
     try:
         return max(1, int(float(text)))
-    except ValueError:
+    except (ValueError, OverflowError):
         return 1
 
 

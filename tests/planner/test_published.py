@@ -255,6 +255,12 @@ def test_a_card_has_slower_memory() -> None:
     assert len(kinds) == 3
 
 
+def test_versions_of_other_machines_are_no_tpus() -> None:
+    assert read_device("Standard_ND40rs_v2 (V100-32GB)").entry.kind.name == "v100-32"
+    for name in ("TPU v3-8", "tpuv3", "v3-32", "tpu_v3"):
+        assert read_device(name).entry.kind.platform == "tpu"
+
+
 def test_an_unknown_device_is_said() -> None:
     found = read_row({**ROW, "device": "Cerebras WSE-3 96GB"})
     assert found.run is not None
@@ -399,6 +405,7 @@ def test_a_number_of_sequence_ranks_without_tensor_ranks_is_context() -> None:
     assert read(sp="8").sequence_parallel
     assert not read(sp="1.0").sequence_parallel
     assert not read(sp="-").sequence_parallel
+    assert read(sp="inf", tp="1").context == 1
 
 
 def test_expert_ranks_are_what_experts_and_ranks_divide_by() -> None:
