@@ -21,7 +21,7 @@ from whalejax.meshes.problems import WhaleError
 
 
 # Raised when what is measured, or how, changes.
-_FORMAT = 4
+_FORMAT = 5
 
 MachineKey = Mapping[str, str | int | float]
 

@@ -204,7 +204,10 @@ def _kind(
         measured,
         transcendentals_per_second=_transcendentals_per_second(measured, found),
         fresh_bytes_per_second=_fresh_bytes_per_second(measured, found),
-        convolution_share=_convolution_share(measured, found),
+    )
+    share, turned = _convolutions(measured, found)
+    measured = replace(
+        measured, convolution_share=share, turned_bytes_per_second=turned
     )
     return measured if entry is None else _with_datasheet(measured, entry.kind)
 
@@ -267,19 +270,33 @@ def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:
     return None
 
 
-def _convolution_share(kind: DeviceKind, found: Seconds) -> float | None:
-    """Seconds of three products over those of a convolution with its gradients.
+def _convolutions(
+    kind: DeviceKind, found: Seconds
+) -> tuple[float | None, float | None]:
+    """Share and turning rate that explain what convolutions with gradients took.
 
-    What its compiler takes to turn the kernel is priced by itself, and no convolution
-    is faster than its product.
+    No convolution is faster than its product, and no array is turned faster than read
+    and written.
     """
-    for probe, seconds in found.items():
-        if isinstance(probe, Convolution):
-            alike = 3 * kind.matmul_seconds("f32", *probe.product)
-            if COMPILERS[kind.platform].copies_kernels:
-                seconds -= kind.elementwise_seconds(2 * probe.kernel_bytes)
-            return float(min(1.0, alike / max(seconds, alike)))
-    return None
+    timed = [
+        (3 * kind.matmul_seconds("f32", *p.product), p.turned_bytes, seconds)
+        for p, seconds in found.items()
+        if isinstance(p, Convolution)
+    ]
+    if not timed:
+        return None, None
+    turns = COMPILERS[kind.platform].copies_kernels
+    product, turned, seconds = timed[0]
+    if not turns or len(timed) == 1:
+        seconds -= turns * kind.elementwise_seconds(2 * turned)
+        return min(1.0, product / max(seconds, product)), None
+    other_product, most_turned, other_seconds = timed[-1]
+    determinant = product * most_turned - other_product * turned
+    slower = (seconds * most_turned - other_seconds * turned) / determinant
+    each = (other_seconds - other_product * max(1.0, slower)) / most_turned
+    each = max(each, kind.elementwise_seconds(2 * most_turned) / most_turned)
+    slower = max(1.0, (seconds - turned * each) / product)
+    return 1 / slower, 1 / each
 
 
 def _level(

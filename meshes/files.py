@@ -232,6 +232,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
         "matmul_half_size",
         "transcendentals_per_second",
         "fresh_bytes_per_second",
+        "turned_bytes_per_second",
         "convolution_share",
         "price_per_hour",
     ):

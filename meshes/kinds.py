@@ -169,6 +169,8 @@ class DeviceKind:
             hides them.
         fresh_bytes_per_second: first writes to memory that a program gets anew from
             its host, one page fault after another; None where a device keeps its own.
+        turned_bytes_per_second: arrays turned round in memory, as convolutions need
+            them on CPUs; None where it takes no longer than to read and write them.
         convolution_share: rate of convolutions, forward and backward, over that of
             products of the same sizes; None where they are alike.
         cores: that take the tiles of a product one by one (a GPU's streaming
@@ -195,6 +197,7 @@ class DeviceKind:
     memory_points: tuple[BandwidthPoint, ...] = ()
     transcendentals_per_second: float | None = None
     fresh_bytes_per_second: float | None = None
+    turned_bytes_per_second: float | None = None
     convolution_share: float | None = None
     cores: int = 0
     timed_models: tuple[TimedModel, ...] = ()
@@ -358,6 +361,16 @@ class DeviceKind:
             return 0.0
         return nbytes / self.fresh_bytes_per_second
 
+    def turned_seconds(self, nbytes: Any) -> Any:
+        """Seconds to turn an array of so many bytes round in memory.
+
+        >>> device_kind("cpu").turned_seconds(2**20)  # as to read and write it
+        5.2...e-05
+        """
+        if self.turned_bytes_per_second is None:
+            return self.elementwise_seconds(2 * nbytes)
+        return nbytes / self.turned_bytes_per_second
+
     def elementwise_seconds(self, moved_bytes: Any, transcendentals: Any = 0) -> Any:
         """Seconds to read and write so many bytes in one pass, at memory speed.
 
@@ -424,6 +437,7 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         "host_link_bytes_per_second": kind.host_link_bytes_per_second,
         "transcendentals_per_second": kind.transcendentals_per_second,
         "fresh_bytes_per_second": kind.fresh_bytes_per_second,
+        "turned_bytes_per_second": kind.turned_bytes_per_second,
         "convolution_share": kind.convolution_share,
         "price_per_hour": kind.price_per_hour,
     }

@@ -16,6 +16,7 @@ import jax
 
 from whalejax.meshes import measure
 from whalejax.meshes.build import Device
+from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 
 
 # (m, k, n), most telling first: a middling one, a small one, then what lies around.
@@ -95,9 +96,11 @@ class Convolution:
         return pixels, 9 * self.channels, self.channels
 
     @property
-    def kernel_bytes(self) -> int:
-        """Bytes of its kernel."""
-        return 4 * 9 * self.channels**2
+    def turned_bytes(self) -> int:
+        """Bytes that are turned round in memory, where a compiler does that."""
+        kernel = 4 * 9 * self.channels**2
+        image = 4 * self.batch * self.side**2 * self.channels
+        return sum(KERNEL_TURNS) * kernel + IMAGE_TURNS * 2 * image
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,12 @@ Seconds = dict[Probe, float]
 # plan's time hangs on the rate of large arrays.
 _FEWEST: dict[type[Probe], int] = {Elementwise: 10, Collective: 3}
 
-_CPU_CONVOLUTION = Convolution(batch=2, side=16, channels=128)
-_ACCELERATOR_CONVOLUTION = Convolution(batch=64, side=28, channels=256)
+# On CPUs one that multiplies most of the time, and one that turns its kernel round.
+_CPU_CONVOLUTIONS = (
+    Convolution(batch=2, side=16, channels=128),
+    Convolution(batch=2, side=4, channels=512),
+)
+_ACCELERATOR_CONVOLUTIONS = (Convolution(batch=64, side=28, channels=256),)
 
 
 def measure_devices(
@@ -214,9 +221,9 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
         *[Fresh(FRESH_BYTES)] * on_cpu,
         *collectives[:2],
     ]
-    convolution = _CPU_CONVOLUTION if on_cpu else _ACCELERATOR_CONVOLUTION
+    convolutions = _CPU_CONVOLUTIONS if on_cpu else _ACCELERATOR_CONVOLUTIONS
     rest = _interleaved(collectives[2:], [*batched, *products[len(dtypes) :]])
-    return [*first, *memory[1:], convolution, *rest], len(first)
+    return [*first, *memory[1:], *convolutions, *rest], len(first)
 
 
 def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:

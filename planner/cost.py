@@ -19,6 +19,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 from whalejax.planner.blocks import AHEAD, BEHIND, block_seconds
 from whalejax.planner.collectives import (
     CollectiveKind,
@@ -183,17 +184,25 @@ def row_seconds(
     twice = row.product.left_gradient + row.product.right_gradient
     ahead = _larger(one, kind.elementwise_seconds(forward))
     behind = twice * _larger(one, kind.elementwise_seconds(backward / max(1, twice)))
-    return ahead, behind + _turned(row, hits, s, kind), 1.0 + twice
+    turned, turned_back = _turned_bytes(row, hits, s)
+    return (
+        ahead + kind.turned_seconds(turned),
+        behind + kind.turned_seconds(turned_back),
+        1.0 + twice,
+    )
 
 
-def _turned(row: Row, hits: Mapping[str, int], s: Setting, kind: DeviceKind) -> Any:
-    """Seconds in which a compiler that copies kernels turns that of a convolution."""
+def _turned_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
+    """What a compiler that copies kernels turns round, forward and backward."""
     if row.kind != CONVOLUTION or not s.cluster.compiler.copies_kernels:
-        return 0.0
+        return 0.0, 0.0
     image, kernel = row.operands
-    if not image.differentiable:
-        return 0.0
-    return kind.elementwise_seconds(2 * local_bytes(kernel, hits, s))
+    ahead, behind = (turns * local_bytes(kernel, hits, s) for turns in KERNEL_TURNS)
+    seen = sum(local_bytes(x, hits, s) for x in (image, *row.results))
+    return (
+        ahead,
+        behind * image.differentiable + IMAGE_TURNS * seen * kernel.differentiable,
+    )
 
 
 def _larger(one: Any, other: Any) -> Any:

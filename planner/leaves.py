@@ -16,7 +16,7 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.choices import cut_roles
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, Reading, lying
-from whalejax.planner.graph import LINEAR, LOOPS, Graph, Tensor
+from whalejax.planner.graph import CONVOLUTION, LINEAR, LOOPS, Graph, Tensor
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
@@ -50,6 +50,9 @@ class LeafGroup:
         pinned: the dimension that metadata puts on ``fsdp``, or None.
         gathers: in a micro-batch, where it is stored in shards: once for each form in
             which the forward pass reads it, and again where the backward pass needs it.
+        turns: of these, those after which XLA's CPU compiler turns the result round, if
+            it lies along the last dimension; convolutions turn what their backward pass
+            reads themselves.
         multiplied: they are float32, and products alone read them.
         narrowed: bytes of one of them as it is read, over its stored bytes, where only
             some TaskGraphs compute in 16 bits; else 1.
@@ -65,6 +68,7 @@ class LeafGroup:
     order: tuple[int, ...]
     pinned: int | None
     gathers: int
+    turns: int
     multiplied: bool
     nbytes: int
     optimizer_bytes: int
@@ -137,6 +141,9 @@ class LeafFacts:
         gathers, storage = _gathers(graph, reading.weight), reading.storage
         multiplied = graph.only_multiplied()
         read = read_bytes(graph, reading.weight) if narrowed else {}
+        convolved = {
+            t for op in graph.ops if op.kind == CONVOLUTION for t in op.operands
+        }
         rank = {role: place for place, role in enumerate(storage)}
         groups = []
         for t in tensors:
@@ -151,6 +158,7 @@ class LeafFacts:
                     order=_order(pinned, dims.layouts[t.id], rank),
                     pinned=pinned,
                     gathers=gathers[t.id],
+                    turns=1 if t.id in convolved else gathers[t.id],
                     multiplied=multiplied[t.id],
                     nbytes=t.nbytes,
                     optimizer_bytes=optimizer.by_path.get(t.path, 0),

@@ -15,7 +15,6 @@ from whalejax.meshes.cluster import Cluster, CompilerProfile
 from whalejax.planner.collectives import (
     CollectiveKind,
     axis_parts,
-    collective_seconds,
     runs_as,
 )
 from whalejax.planner.cost import Collective, Setting
@@ -65,16 +64,15 @@ def storage_collectives(
     )
 
 
-TURNED = (1.4, 3.7)
-"""Times of a gather on CPUs by which one along another dimension than the first takes
-longer, and one along the last: XLA gathers along the first and turns the result round
-in memory. Ten float32 arrays of 9.4 MB on eight virtual devices of two cores took 97 ms
-along the first dimension, 233 along the third of four, 444 to 471 along the last."""
+GATHER_TURNS, CUT_TURNS = 1, 2
+"""How often XLA's CPU compiler turns an array round whose last dimension is gathered,
+and one that an update cuts into shards of its last dimension and then gathers.
 
-CUT = (1.4, 9.0)
-"""The same where an update cuts what it reads into shards, too: the 102 MB of a
-ResNet-50 took 270 ms along the third dimensions, 959 along the last where there was a
-choice, and 225 with nothing sharded."""
+It gathers along the first dimension and turns the result round in memory. Beyond what
+arrays of 1 to 9 MB took along other dimensions, gathers took 0.7 times what turning
+them takes as calibration finds it, and updates by SGD and Adam 0.9 to 2.5 times;
+the 102 MB of a ResNet-50 took 270 ms along the third dimensions and 959 along the last
+where there was a choice."""
 
 
 def turning_seconds(
@@ -98,29 +96,20 @@ def turning_seconds(
     seconds = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         moved = group.moved_bytes(s.cluster.compiler) * cast_bytes * group.narrowed
-        once = _turning(layout.compute, layout.param, moved, s, TURNED)
-        seconds += once * group.gathers * count * num_micro_batches
-        nbytes = float(group.nbytes)
-        seconds += _turning(layout.param, layout.optimizer, nbytes, s, CUT) * count
+        times = GATHER_TURNS * group.turns * count * num_micro_batches
+        seconds += times * _turning(layout.compute, layout.param, moved, s)
+        once = _turning(layout.param, layout.optimizer, float(group.nbytes), s)
+        seconds += CUT_TURNS * count * once
     return seconds
 
 
-def _turning(
-    before: Spec,
-    after: Spec,
-    nbytes: float,
-    s: Setting,
-    longer: tuple[float, float],
-) -> float:
-    axes = _added(before, after)
-    dims = [d for d, now in enumerate(after) if set(now) & set(axes)]
-    if not axes or max(dims) == 0:
+def _turning(before: Spec, after: Spec, nbytes: float, s: Setting) -> float:
+    """To turn an array round once, if storage shards its last dimension."""
+    last = len(after) - 1
+    if last < 1 or not set(after[last]) & set(_added(before, after)):
         return 0.0
-    parts = axis_parts(axes, s.mesh, s.cluster)
     payload = nbytes / shards(before, s.mesh)
-    return longer[max(dims) == len(after) - 1] * float(
-        collective_seconds("all-gather", payload, parts)
-    )
+    return float(s.cluster.slowest.turned_seconds(payload))
 
 
 def odd_share(

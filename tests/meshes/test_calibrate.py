@@ -181,7 +181,7 @@ def test_times_become_a_cluster(
                 return 2 * array_bytes / 1e10 + array_bytes / 4 / 1e8
             case Convolution():
                 m, k, n = probe.product
-                return 3 * 2 * m * k * n / 4e8 + 2 * probe.kernel_bytes / 1e10
+                return 3 * 2 * m * k * n / 4e8 + probe.turned_bytes / 5e8
             case Chain():
                 return measure.OPS_IN_CHAIN * 1e-6
             case Collective(collective, size, payload):
@@ -207,9 +207,8 @@ def test_times_become_a_cluster(
         9 * 2 * 128 * 32 * 128 / 5e8
     )
     assert kind.fresh_bytes_per_second == pytest.approx(2e9)
-    m, k, n = probes._CPU_CONVOLUTION.product
-    product = kind.matmul_seconds("f32", m, k, n)
-    assert kind.convolution_share == pytest.approx(product * 4e8 / (2 * m * k * n))
+    assert kind.convolution_share == pytest.approx(4e8 / 1e9)
+    assert kind.turned_bytes_per_second == pytest.approx(5e8)
     assert level.latency_seconds == pytest.approx(1e-5, rel=1e-2)
     assert level.bandwidth_bytes_per_second == pytest.approx(1e9, rel=1e-2)
     assert level.slowdown_of("all-to-all") == pytest.approx(1, rel=1e-2)

@@ -65,6 +65,7 @@ KINDS = st.builds(
     ).map(tuple),
     transcendentals_per_second=st.none() | POSITIVE,
     fresh_bytes_per_second=st.none() | POSITIVE,
+    turned_bytes_per_second=st.none() | POSITIVE,
     convolution_share=st.none() | POSITIVE,
     timed_models=st.lists(
         st.builds(

@@ -77,9 +77,26 @@ def test_the_cpu_turns_every_kernel_but_the_first() -> None:
     profile = dataclasses.replace(machine.compiler, copies_kernels=False)
     plain = dataclasses.replace(machine, compiler=profile)
     (ahead, behind), (plain_ahead, plain_behind) = seconds(machine), seconds(plain)
-    assert ahead == plain_ahead
-    turned = [machine.slowest.elementwise_seconds(2 * n) for n in kernels()]
-    assert behind - plain_behind == pytest.approx(math.fsum(turned))
+    graph, _ = resnet()
+    first, images = 0, 0
+    for op in graph.ops:
+        if op.kind == CONVOLUTION:
+            image, kernel = (graph.tensors[t] for t in op.operands)
+            first += 0 if image.differentiable else kernel.nbytes
+            images += image.nbytes + graph.tensors[op.results[0]].nbytes
+    assert first
+    turn = machine.slowest.turned_seconds
+    assert ahead - plain_ahead == pytest.approx(turn(sum(kernels()) + first))
+    assert behind - plain_behind == pytest.approx(turn(2 * (sum(kernels()) + images)))
+
+
+def test_what_is_turned_takes_as_long_as_measured() -> None:
+    machine = cluster("cpu:1")
+    kind = dataclasses.replace(machine.slowest, turned_bytes_per_second=1e3)
+    nodes = tuple(dataclasses.replace(node, kind=kind) for node in machine.nodes)
+    slow = seconds(dataclasses.replace(machine, nodes=nodes))
+    assert slow[0] == pytest.approx((sum(kernels())) / 1e3, rel=0.05)
+    assert slow[1] > 2 * slow[0]
 
 
 def test_turned_kernels_stay_in_memory() -> None:
