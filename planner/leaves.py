@@ -8,6 +8,7 @@ most bytes first, so that the outcome reads like a table of rules.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +27,18 @@ from whalejax.planner.regions import weight_homes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBytes:
-    """Optimizer state: bytes that follow a parameter, by its path, and the rest."""
+    """Optimizer state: bytes that follow a parameter, by its path, and the rest.
+
+    Attributes:
+        by_path: bytes that follow a parameter.
+        other_bytes: all others.
+        operations: roots, quotients and the like that an update evaluates for each
+            element of a parameter, where they take time beside memory: on CPUs.
+    """
 
     by_path: Mapping[str, int]
     other_bytes: int = 0
+    operations: float = 0.0
 
     @property
     def followed_bytes(self) -> int:
@@ -58,6 +67,7 @@ class LeafGroup:
             some TaskGraphs compute in 16 bits; else 1.
         nbytes: of one of them.
         optimizer_bytes: optimizer state that follows one of them.
+        operations: roots and the like in its update; see ``OptimizerBytes``.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +82,13 @@ class LeafGroup:
     multiplied: bool
     nbytes: int
     optimizer_bytes: int
+    operations: float = 0.0
     narrowed: float = 1.0
+
+    @property
+    def updated_bytes(self) -> int:
+        """What an update moves: it reads the gradient, reads and writes the rest."""
+        return 3 * self.nbytes + 2 * self.optimizer_bytes
 
     def moved_bytes(self, compiler: CompilerProfile) -> float:
         """Bytes of one of them as it is brought to those who compute with it."""
@@ -162,6 +178,7 @@ class LeafFacts:
                     multiplied=multiplied[t.id],
                     nbytes=t.nbytes,
                     optimizer_bytes=optimizer.by_path.get(t.path, 0),
+                    operations=optimizer.operations * math.prod(t.shape),
                     narrowed=read.get(t.id, 1.0),
                 )
             )

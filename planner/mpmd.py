@@ -21,7 +21,6 @@ from whalejax.planner.decide import by_marks
 from whalejax.planner.explain import mesh_words
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
-from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.parts import Division
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -300,9 +299,9 @@ class _Ask:
         bytes_of = self.request.optimizer.by_path
         one = replace(
             self.one,
-            optimizer=OptimizerBytes(
+            optimizer=replace(
+                self.request.optimizer,
                 by_path={p: n if p in owned else 0 for p, n in bytes_of.items()},
-                other_bytes=self.request.optimizer.other_bytes,
             ),
             batch_bytes=tuple(
                 self._batch_bytes(t.id) for t in graph.tensors if t.kind == "batch"

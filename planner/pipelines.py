@@ -26,7 +26,6 @@ from whalejax.planner.decide import (
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Spec, divisors, shards
-from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.memory import fold_kept, kept_bytes
 from whalejax.planner.plan import (
     BatchLeaf,
@@ -162,12 +161,12 @@ def _of_one_stage(
         offload=(),
         attention=(),
         loss_chunks=1,
-        optimizer=OptimizerBytes(
+        optimizer=replace(
+            optimizer,
             by_path={
                 path: n // (stages if path in cut else 1)
                 for path, n in optimizer.by_path.items()
             },
-            other_bytes=optimizer.other_bytes,
         ),
     )
 

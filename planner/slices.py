@@ -16,7 +16,6 @@ from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.layout import extend_spec, shards
-from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.plan import LeafPlan, Plan, PlanError
 from whalejax.planner.scored import Request
 
@@ -103,7 +102,7 @@ def with_slices(request: Request, replicas: int) -> Request:
         path: nbytes // replicas if path in paths else nbytes
         for path, nbytes in request.optimizer.by_path.items()
     }
-    state = OptimizerBytes(by_path=by_path, other_bytes=request.optimizer.other_bytes)
+    state = dataclasses.replace(request.optimizer, by_path=by_path)
     return dataclasses.replace(request, optimizer=state, offload=())
 
 

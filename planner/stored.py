@@ -34,6 +34,7 @@ class Held:
     Attributes:
         params: stored.
         gradients, state, moved: gradients, optimizer state, and what the update moves.
+        operations: roots and the like that it evaluates.
         gathers, updates: (payload, times) of gathers over ``fsdp`` in a micro-batch and
             over ``data`` after the update.
         copies: casts of what is not gathered.
@@ -44,6 +45,7 @@ class Held:
     gradients: Array
     state: Array
     moved: Array
+    operations: Array
     gathers: Array
     updates: Array
     copies: Array
@@ -74,6 +76,7 @@ class HeldAt:
     gradients: Array
     state: Array
     moved: Array
+    operations: Array
     gathers: Array
     updates: Array
     copies: Array
@@ -187,7 +190,8 @@ class Storage:
         for zero, parts in enumerate((stored, owned)):
             held.gradients[zero] += count * nbytes / parts
             held.state[zero] += count * extra / parts
-            held.moved[zero] += count * (3 * nbytes + 2 * extra) / parts
+            held.moved[zero] += count * leaf.group.updated_bytes / parts
+            held.operations[zero] += count * leaf.group.operations / parts
             held.fresh[zero] = np.maximum(held.fresh[zero], nbytes / parts)
             most = np.where(sharded, one * cast, 0.0)
             most = np.maximum(most, np.where(parts > whole, one, 0.0))

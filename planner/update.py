@@ -262,9 +262,10 @@ def _gathers(
 def update_seconds(
     facts: LeafFacts, layouts: Sequence[LeafLayout], cluster: Cluster, s: Setting
 ) -> float:
-    """Time of the optimizer: it reads the gradient, reads and writes the rest."""
-    moved = 0.0
+    """Time of the optimizer."""
+    moved = operations = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        once = 3 * group.nbytes + 2 * group.optimizer_bytes
-        moved += count * once / shards(layout.optimizer, s.mesh)
-    return float(cluster.slowest.elementwise_seconds(moved))
+        parts = shards(layout.optimizer, s.mesh)
+        moved += count * group.updated_bytes / parts
+        operations += count * group.operations / parts
+    return float(cluster.slowest.elementwise_seconds(moved, operations))

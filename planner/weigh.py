@@ -451,8 +451,14 @@ def _reduction_seconds(
 
 
 def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Array:
-    moved = mixed(shares, {p: cases.owned(cases.held[p].moved) for p in cases.holders})
-    found: Array = cases.cluster.kinds[group.kind].elementwise_seconds(moved)
+    held = {p: cases.held[p] for p in cases.holders}
+    moved = mixed(shares, {p: cases.owned(x.moved) for p, x in held.items()})
+    kind = cases.cluster.kinds[group.kind]
+    if kind.transcendentals_per_second is None:
+        found: Array = kind.elementwise_seconds(moved)
+        return found
+    work = mixed(shares, {p: cases.owned(x.operations) for p, x in held.items()})
+    found = kind.elementwise_seconds(moved, work)
     return found
 
 

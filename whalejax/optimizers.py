@@ -11,10 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
+from whalejax._compat import inner_jaxprs, open_jaxpr
 from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import WHOLE
+from whalejax.meshes.kinds import Platform
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.leaves import OptimizerBytes
 
@@ -50,13 +53,16 @@ def updates(
 
 
 def optimizer_bytes(
-    adapter: Adapter, optimizer: optax.GradientTransformation
+    adapter: Adapter,
+    optimizer: optax.GradientTransformation,
+    platform: Platform | None = None,
 ) -> OptimizerBytes:
     """Bytes of an optimizer's state, by the parameter that they follow.
 
     Args:
         adapter: the model.
         optimizer: an optax transformation.
+        platform: that runs it. On ``"cpu"`` roots and the like are counted, too.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
@@ -76,7 +82,63 @@ def optimizer_bytes(
             other += nbytes
         else:
             by_path[owner] += nbytes
-    return OptimizerBytes(by_path=dict(by_path), other_bytes=other)
+    operations = _operations(params, optimizer) if platform == "cpu" else 0.0
+    return OptimizerBytes(
+        by_path=dict(by_path), other_bytes=other, operations=operations
+    )
+
+
+_SLOW = frozenset(
+    "div sqrt rsqrt cbrt pow exp exp2 expm1 log log1p tanh logistic erf".split()
+)
+"""Primitives that take a CPU about as long as an exponential."""
+
+
+def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
+    """Slow operations that an update evaluates for each element of a parameter.
+
+    Of the largest parameter, for which alone it is traced if the optimizer takes such
+    a tree. None are counted of one that fails: who calls it next says so.
+    """
+    extended = optax.with_extra_args_support(optimizer)
+    for tree in (_largest(params), params):
+        try:
+            state = jax.eval_shape(extended.init, tree)
+            loss = jax.ShapeDtypeStruct((), np.float32)
+            with (
+                jax.numpy_dtype_promotion("standard"),
+                jax.numpy_rank_promotion("allow"),
+            ):
+                traced = jax.make_jaxpr(updates, static_argnums=0)(
+                    extended, tree, state, tree, loss
+                )
+        except (TypeError, ValueError, KeyError, AttributeError, WhaleError):
+            continue
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+        slow: float = _slow_elements(traced.jaxpr) / max(1, size)
+        return slow
+    return 0.0
+
+
+def _largest(params: Any) -> Any:
+    """The largest leaf and the dictionaries that lead to it, or all if others do."""
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    path, tree = max(flat, key=lambda pair: math.prod(pair[1].shape))
+    for key in reversed(path):
+        if not isinstance(key, jax.tree_util.DictKey):
+            return params
+        tree = {key.key: tree}
+    return tree
+
+
+def _slow_elements(jaxpr: Any) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _SLOW:
+            found += math.prod(equation.outvars[0].aval.shape)
+        inner = [_slow_elements(open_jaxpr(x)[0]) for x in inner_jaxprs(equation)]
+        found += max(inner, default=0)
+    return found
 
 
 def _abstract_state(

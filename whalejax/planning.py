@@ -258,7 +258,7 @@ class Asked:
         count = self._count(traced.reductions, graph)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
-            optimizer=optimizer_bytes(adapter, self.optimizer),
+            optimizer=optimizer_bytes(adapter, self.optimizer, self.cluster.platform),
             state_bytes=tree_bytes(adapter.rest),
             batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,

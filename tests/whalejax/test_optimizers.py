@@ -1,0 +1,69 @@
+"""What is counted of an optimizer: its state's bytes, slow operations of its update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from whalejax import jobs, models
+from whalejax.adapters import adapt
+from whalejax.meshes.kinds import Platform
+from whalejax.optimizers import optimizer_bytes
+
+
+PARAMS = {"wide": {"kernel": jnp.ones((8, 16))}, "bias": jnp.ones((4,))}
+IS_WIDE = {"wide": {"kernel": True}, "bias": False}
+
+
+def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
+    """Any."""
+    return jnp.sum(batch @ params["wide"]["kernel"]) + jnp.sum(params["bias"])
+
+
+def counted(
+    optimizer: optax.GradientTransformation, platform: Platform = "cpu"
+) -> float:
+    """Slow operations for each element of a parameter."""
+    found = optimizer_bytes(adapt(PARAMS, loss_fn), optimizer, platform)
+    return round(found.operations, 1)  # scalars, such as powers of decays, aside
+
+
+def test_sgd_divides_nothing() -> None:
+    assert counted(optax.sgd(0.1, momentum=0.9)) == 0
+
+
+def test_adam_takes_a_root_and_divides_three_times() -> None:
+    assert counted(optax.adam(0.1)) == 4
+
+
+def test_what_wraps_an_optimizer_counts() -> None:
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    assert counted(clipped) == 5
+    # Skipped or not, it has to be paid for.
+    assert counted(optax.apply_if_finite(optax.adam(0.1), 3)) == 4
+
+
+def test_masks_that_are_trees() -> None:
+    assert counted(optax.masked(optax.adam(0.1), IS_WIDE)) == 3.9  # of the bias none
+
+
+def test_only_cpus_take_time_for_them() -> None:
+    assert counted(optax.adam(0.1), "gpu") == 0
+
+
+def test_nothing_is_counted_of_one_that_cannot_be_called() -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no update")
+
+    broken = optax.GradientTransformation(optax.adam(0.1).init, fails)
+    assert counted(broken) == 0
+
+
+def test_a_reference_model() -> None:
+    job = models.job("gpt-test")
+    adapter = adapt(jobs.abstract_model(job), job.loss_fn)
+    found = optimizer_bytes(adapter, job.optimizer, "cpu")
+    assert 4 <= found.operations <= 6
