@@ -134,6 +134,15 @@ class Candidate:
         return self.memory.total_bytes
 
 
+class Candidates(tuple[Candidate, ...]):
+    """Plans that were weighed, best first; shown with a line for each."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "no plans"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """What is predicted of one micro-batch at one part of a pipeline.

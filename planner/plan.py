@@ -25,6 +25,7 @@ from whalejax.planner.cost import Collective
 from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
 from whalejax.planner.entries import Candidate as Candidate
+from whalejax.planner.entries import Candidates
 from whalejax.planner.entries import LeafPlan as LeafPlan
 from whalejax.planner.entries import Pace as Pace
 from whalejax.planner.entries import RegionTable as RegionTable
@@ -337,8 +338,8 @@ class Plan(Pictured):
         """The best plan of another layout that fits; None where there is none."""
         return next(iter(self.alternatives(1)), None)
 
-    def alternatives(self, n: int = 5) -> tuple[Candidate, ...]:
-        """The best plans of other layouts that fit, best first.
+    def alternatives(self, n: int = 5) -> Candidates:
+        """The best plans of other layouts that fit, best first; printed, a line each.
 
         Args:
             n: at most so many, 0 or more; a plan remembers about a dozen.
@@ -346,7 +347,7 @@ class Plan(Pictured):
         if n < 0:
             raise PlanError(f"alternatives: n is {n}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
-        return tuple(itertools.islice(others, n))
+        return Candidates(itertools.islice(others, n))
 
     def what_if(self, **changes: Any) -> Plan:
         """The plan for the same model under other circumstances.

@@ -36,6 +36,9 @@ def test_a_candidate_is_one_line_and_their_number_no_less_than_none() -> None:
     plan = planned()
     assert str(plan.alternatives(1)[0]) in plan.explain()
     assert plan.alternatives(0) == ()
+    some = plan.alternatives(3)
+    assert repr(some).splitlines() == [str(one) for one in some]
+    assert str(plan.alternatives(0)) == "no plans"
     with pytest.raises(PlanError, match="n is -1; expected 0 or more"):
         plan.alternatives(-1)
 
