@@ -318,7 +318,7 @@ def cluster(text: str) -> Cluster:
 
 
 def _speed(kind: DeviceKind) -> tuple[float, float]:
-    product = kind.matmul_flops_per_second("bf16", 4096, 4096, 4096)
+    product = kind.matmul_flops_per_second("f16", 4096, 4096, 4096)
     return product, kind.memory_bytes_per_second
 
 

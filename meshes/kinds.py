@@ -240,7 +240,8 @@ class DeviceKind:
         """Dense peak in FLOP/s.
 
         A type without a peak of its own takes the first one present of ``FALLBACKS``:
-        bf16 that of f16, then f32. Where a kind was measured and has no datasheet, the
+        bf16 that of f16, then f32 (products in bfloat16 may run at another: see
+        ``widens_bfloat16``). Where a kind was measured and has no datasheet, the
         peak is the best rate that was seen.
 
         Args:
@@ -275,6 +276,22 @@ class DeviceKind:
         peaks = dict(self.flops_per_second)
         return self.platform == "gpu" and "tf32" in peaks and not measured
 
+    @property
+    def widens_bfloat16(self) -> bool:
+        """XLA converts bfloat16 to float32 to multiply on GPUs without units for it.
+
+        So the CUDA compiler does for compute capabilities below 8. What was measured
+        in bfloat16 was measured so.
+
+        >>> from whalejax.meshes import device_kind
+        >>> [device_kind(name).widens_bfloat16 for name in ("v100-32", "a100-80")]
+        [True, False]
+        """
+        measured = ("bf16", False) in self._matmul or ("bf16", True) in self._matmul
+        peaks = dict(self.flops_per_second)
+        half = "f16" in peaks and "bf16" not in peaks
+        return self.platform == "gpu" and half and "f32" in peaks and not measured
+
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
     ) -> Any:
@@ -287,6 +304,8 @@ class DeviceKind:
         """
         if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
             dtype = "tf32"
+        if dtype_name(dtype) == "bf16" and self.widens_bfloat16:
+            dtype = "f32"
         found = self._flops_per_second(dtype, m, k, n, batch)
         # A narrow one takes no longer than if it were filled up with zeros.
         for least in FILLED:
@@ -364,8 +383,10 @@ class DeviceKind:
     def turned_seconds(self, nbytes: Any) -> Any:
         """Seconds to turn an array of so many bytes round in memory.
 
-        >>> device_kind("cpu").turned_seconds(2**20)  # as to read and write it
-        5.2...e-05
+        >>> from whalejax.meshes import device_kind
+        >>> kind = device_kind("cpu")  # which nobody measured
+        >>> kind.turned_seconds(2**20) == kind.elementwise_seconds(2 * 2**20)
+        True
         """
         if self.turned_bytes_per_second is None:
             return self.elementwise_seconds(2 * nbytes)

@@ -45,7 +45,7 @@ from whalejax.planner.terms import (
     Remat,
     remat_words,
 )
-from whalejax.precision import CAST_BYTES, PRECISIONS
+from whalejax.precision import CAST_BYTES, PRECISIONS, widened_note
 from whalejax.programs import Programs, Traces, attention_note
 from whalejax.xla_options import checked_options, option_note
 
@@ -302,6 +302,7 @@ class Asked:
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*attention_note(found, programs), *adapter.notes),
                 *(*split_notes(found), *option_note(options), *idle_note(found)),
+                *widened_note(found, traced.captured.graph),
             ),
             question=self,
         )

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 
 from whalejax.adapters import Adapter
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.graph import Graph
+from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import PRECISIONS as PRECISIONS
 
 
@@ -45,6 +47,24 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
         return adapter
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float16
     return dataclasses.replace(adapter, compute_dtype=dtype)
+
+
+def widened_note(plan: Plan, graph: Graph) -> list[str]:
+    """What is said of products in bfloat16 on devices without units for them.
+
+    Args:
+        plan: on any devices.
+        graph: the captured loss.
+    """
+    kinds = [kind for kind in plan.cluster.kinds if kind.widens_bfloat16]
+    if not any(t.dtype == "bfloat16" for t in graph.tensors):
+        return []
+    return [
+        f"{kind.display_name()} has no units for bfloat16: XLA multiplies in float32 "
+        f"there, with {kind.peak_flops('f32') / 1e12:g} instead of "
+        f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. precision='f16' takes its units"
+        for kind in kinds
+    ]
 
 
 FIRST_SCALE: Final = 2.0**15

@@ -368,7 +368,7 @@ def test_promising_replicas_are_no_worse_than_all(
             jax.eval_shape(lambda: job.batch_at(0, 768)),
             optimizer=optax.adam(1e-3),
             cluster=cluster,
-            precision="bf16",
+            precision="f16",
             **options,
         )
 
