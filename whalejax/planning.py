@@ -45,7 +45,7 @@ from whalejax.planner.terms import (
     Remat,
     remat_words,
 )
-from whalejax.precision import CAST_BYTES, PRECISIONS, widened_note
+from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note
 from whalejax.programs import Programs, Traces, attention_note
 from whalejax.xla_options import checked_options, option_note
 
@@ -300,9 +300,8 @@ class Asked:
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
-                *(*attention_note(found, programs), *adapter.notes),
-                *(*split_notes(found), *option_note(options), *idle_note(found)),
-                *widened_note(found, traced.captured.graph),
+                *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
+                *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
             ),
             question=self,
         )

@@ -49,7 +49,7 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
     return dataclasses.replace(adapter, compute_dtype=dtype)
 
 
-def widened_note(plan: Plan, graph: Graph) -> list[str]:
+def bf16_note(plan: Plan, graph: Graph) -> list[str]:
     """What is said of products in bfloat16 on devices without units for them.
 
     Args:
