@@ -94,6 +94,17 @@ _SLOW = frozenset(
 """Primitives that take a CPU about as long as an exponential."""
 
 
+_FAILURES = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    WhaleError,
+)
+
+
 def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
     """Slow operations that an update evaluates for each element of a parameter.
 
@@ -112,7 +123,7 @@ def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
                 traced = jax.make_jaxpr(updates, static_argnums=0)(
                     extended, tree, state, tree, loss
                 )
-        except (TypeError, ValueError, KeyError, AttributeError, WhaleError):
+        except _FAILURES:
             continue
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
         slow: float = _slow_elements(traced.jaxpr) / max(1, size)
@@ -123,6 +134,8 @@ def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
 def _largest(params: Any) -> Any:
     """The largest leaf and the dictionaries that lead to it, or all if others do."""
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    if not flat:
+        return params
     path, tree = max(flat, key=lambda pair: math.prod(pair[1].shape))
     for key in reversed(path):
         if not isinstance(key, jax.tree_util.DictKey):
