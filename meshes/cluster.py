@@ -56,7 +56,7 @@ class Cluster(Shown):
     links: tuple[tuple[float, ...], ...] = ()
     # Computed once: the search asks for them with every row that it prices.
     _kinds: tuple[DeviceKind, ...] = field(init=False, repr=False, compare=False)
-    _slowest: DeviceKind = field(init=False, repr=False, compare=False)
+    _slowest: dict[str, DeviceKind] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = Problems("cluster")
@@ -66,7 +66,7 @@ class Cluster(Shown):
         problems.raise_if_any()
         kinds = tuple({node.kind.name: node.kind for node in self.nodes}.values())
         object.__setattr__(self, "_kinds", kinds)
-        object.__setattr__(self, "_slowest", min(kinds, key=_speed))
+        object.__setattr__(self, "_slowest", {})
 
     @property
     def num_devices(self) -> int:
@@ -85,11 +85,28 @@ class Cluster(Shown):
 
     @property
     def slowest(self) -> DeviceKind:
-        """The kind that an even share of work waits for.
+        """The kind that an even share of work waits for, by products in bfloat16."""
+        return self.slowest_for("bfloat16")
 
-        By achievable half-precision FLOP/s of a large product, then by memory speed.
+    def slowest_for(self, dtype: str) -> DeviceKind:
+        """The kind that an even share of products waits for.
+
+        By FLOP/s of a large one in that type, then by memory speed.
+
+        Args:
+            dtype: of their operands, as numpy names it.
+
+        Example:
+            >>> from whalejax.meshes import cluster
+            >>> mixed = cluster("rtx3090:1+v100-32:1")  # which multiplies bf16 in f32
+            >>> [mixed.slowest_for(t).name for t in ("float16", "bfloat16")]
+            ['rtx3090', 'v100-32']
         """
-        return self._slowest
+        found = self._slowest.get(dtype)
+        if found is None:
+            found = min(self._kinds, key=lambda kind: _speed(kind, dtype))
+            self._slowest[dtype] = found
+        return found
 
     @property
     def memory_bytes(self) -> int:
@@ -317,8 +334,8 @@ def cluster(text: str) -> Cluster:
     return parse(text)
 
 
-def _speed(kind: DeviceKind) -> tuple[float, float]:
-    product = kind.matmul_flops_per_second("f16", 4096, 4096, 4096)
+def _speed(kind: DeviceKind, dtype: str) -> tuple[float, float]:
+    product = kind.matmul_flops_per_second(dtype, 4096, 4096, 4096)
     return product, kind.memory_bytes_per_second
 
 

@@ -280,8 +280,9 @@ class DeviceKind:
     def widens_bfloat16(self) -> bool:
         """XLA converts bfloat16 to float32 to multiply on GPUs without units for it.
 
-        So the CUDA compiler does for compute capabilities below 8. What was measured
-        in bfloat16 was measured so.
+        So the CUDA compiler does for compute capabilities below 8: kinds with a peak in
+        f16 and f32 and none in bf16 or tf32. What was measured in bfloat16 was measured
+        so.
 
         >>> from whalejax.meshes import device_kind
         >>> [device_kind(name).widens_bfloat16 for name in ("v100-32", "a100-80")]
@@ -289,8 +290,8 @@ class DeviceKind:
         """
         measured = ("bf16", False) in self._matmul or ("bf16", True) in self._matmul
         peaks = dict(self.flops_per_second)
-        half = "f16" in peaks and "bf16" not in peaks
-        return self.platform == "gpu" and half and "f32" in peaks and not measured
+        half = "f16" in peaks and "f32" in peaks and not peaks.keys() & {"bf16", "tf32"}
+        return self.platform == "gpu" and half and not measured
 
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1

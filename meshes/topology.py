@@ -113,6 +113,8 @@ class CompilerProfile:
         repeats: computes what is elementwise and cheap again in every fusion that reads
             it, rather than keep its result.
         widens: computes what is of 16 bits in float32, and keeps it so.
+        reduces_at_end: reduces gradients when all are there, each into memory of its
+            own; all at once, or one by one where they are cut into shards afterwards.
         narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
@@ -136,6 +138,7 @@ class CompilerProfile:
     fuses_products: bool = False
     repeats: bool = True
     widens: bool = False
+    reduces_at_end: bool = False
     narrow_products: bool = False
     lanes: int = 1
     scatters_whole_torus: bool = True
@@ -161,14 +164,15 @@ class CompilerProfile:
 
 
 KERNEL_TURNS = (1, 2)
-"""How often XLA's CPU compiler turns a kernel: forward, and for the input's gradient.
+"""By how many turns of a kernel a convolution is priced on CPU: forward, and for the
+input's gradient.
 
 As fifteen convolutions took on eight devices, of 1 × 1 and 3 × 3, with kernels of 0.03
 to 9.4 MB: beyond their products, 1.2 ms a megabyte of the kernel forward and 2.9 for
 the gradient of the input."""
 
 IMAGE_TURNS = 2
-"""How often it turns images and their cotangents, for the gradient of the kernel.
+"""By how many turns of images and their cotangents the gradient of the kernel is.
 
 In the same fifteen, 2.7 ms a megabyte of both."""
 
@@ -216,5 +220,6 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         copies_kernels=True,
         repeats=False,
         widens=True,
+        reduces_at_end=True,
     ),
 }

@@ -144,7 +144,7 @@ def row_hits(row: Row, table: Table, s: Setting) -> dict[str, int]:
 
 def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
     """Cost of one row under the axes that hit it."""
-    ahead, behind, launches = row_seconds(row, hits, s, s.cluster.slowest)
+    ahead, behind, launches = row_seconds(row, hits, s, _slowest(row, s))
     if row.remat:
         behind += ahead
     seconds = (ahead + behind) * row.count
@@ -154,6 +154,12 @@ def row_cost(row: Row, hits: Mapping[str, int], s: Setting) -> RowCost:
         launches=launches * row.count,
         covers_seconds=seconds if row.kind == ATTENTION else 0.0,
     )
+
+
+def _slowest(row: Row, s: Setting) -> DeviceKind:
+    """The kind of device that the others wait for in a row."""
+    product, cluster = row.product, s.cluster
+    return cluster.slowest if product is None else cluster.slowest_for(product.dtype)
 
 
 def row_seconds(
@@ -278,7 +284,7 @@ def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, 
     Returns:
         Seconds, kernels and FLOPs of products.
     """
-    seconds, _, launches = row_seconds(row, hits, s, s.cluster.slowest)
+    seconds, _, launches = row_seconds(row, hits, s, _slowest(row, s))
     if row.product is None:
         return seconds * row.count, (launches > 0) * row.count, 0
     times = AHEAD * row.product.share if row.kind == ATTENTION else 1.0

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
+from typing import SupportsIndex, overload
 
 from whalejax.planner.explain import gigabytes, milliseconds
 from whalejax.planner.layout import Spec
@@ -141,6 +142,16 @@ class Candidates(tuple[Candidate, ...]):
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self)) or "no plans"
+
+    @overload
+    def __getitem__(self, place: SupportsIndex, /) -> Candidate: ...
+    @overload
+    def __getitem__(self, place: slice, /) -> Candidates: ...
+    def __getitem__(self, place: SupportsIndex | slice, /) -> Candidate | Candidates:
+        """One of them, or some, shown alike."""
+        if isinstance(place, slice):
+            return Candidates(super().__getitem__(place))
+        return super().__getitem__(place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

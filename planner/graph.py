@@ -26,6 +26,17 @@ ATTENTION = "attention"
 """The kind of operations that are attention as a whole: two products and a softmax, run
 a block at a time, with keys and values that go round where the sequence is sharded."""
 
+LOOKUPS = frozenset(("gather", "dynamic_slice"))
+"""Operations that take some of a table."""
+
+TRANSCENDENTAL = frozenset(
+    (
+        "exp exp2 expm1 log log1p log2 tanh logistic sin cos tan atan2 "
+        "erf erfc erf_inv pow lgamma digamma"
+    ).split()
+)
+"""Operations whose every element takes an exponential or the like."""
+
 LINEAR = frozenset(
     (
         "add add_any sub neg convert_element_type copy transpose reduce_sum cumsum "

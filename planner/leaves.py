@@ -9,7 +9,7 @@ most bytes first, so that the outcome reads like a table of rules.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,14 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.choices import cut_roles
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, Reading, lying
-from whalejax.planner.graph import CONVOLUTION, LINEAR, LOOPS, Graph, Tensor
+from whalejax.planner.graph import (
+    CONVOLUTION,
+    LINEAR,
+    LOOKUPS,
+    LOOPS,
+    Graph,
+    Tensor,
+)
 from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
@@ -61,7 +68,8 @@ class LeafGroup:
             which the forward pass reads it, and again where the backward pass needs it.
         turns: of these, those after which XLA's CPU compiler turns the result round, if
             it lies along the last dimension; convolutions turn what their backward pass
-            reads themselves.
+            reads themselves, and tables that are looked up are read as they lie.
+        uses: how many operations read it; each has a gradient of its own for it.
         multiplied: they are float32, and products alone read them.
         narrowed: bytes of one of them as it is read, over its stored bytes, where only
             some TaskGraphs compute in 16 bits; else 1.
@@ -79,6 +87,7 @@ class LeafGroup:
     pinned: int | None
     gathers: int
     turns: int
+    uses: int
     multiplied: bool
     nbytes: int
     optimizer_bytes: int
@@ -157,9 +166,7 @@ class LeafFacts:
         gathers, storage = _gathers(graph, reading.weight), reading.storage
         multiplied = graph.only_multiplied()
         read = read_bytes(graph, reading.weight) if narrowed else {}
-        convolved = {
-            t for op in graph.ops if op.kind == CONVOLUTION for t in op.operands
-        }
+        readers = _readers(graph, reading.weight)
         rank = {role: place for place, role in enumerate(storage)}
         groups = []
         for t in tensors:
@@ -174,7 +181,8 @@ class LeafFacts:
                     order=_order(pinned, dims.layouts[t.id], rank),
                     pinned=pinned,
                     gathers=gathers[t.id],
-                    turns=1 if t.id in convolved else gathers[t.id],
+                    turns=_turns(readers[t.id], gathers[t.id]),
+                    uses=max(1, len(readers[t.id])),
                     multiplied=multiplied[t.id],
                     nbytes=t.nbytes,
                     optimizer_bytes=optimizer.by_path.get(t.path, 0),
@@ -308,6 +316,24 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
             found[t] += (before is None) + (again and not before)
             shared[t, op.remat] = again or bool(before)
     return Counter({t.id: max(1, found[t.id]) for t in graph.params})
+
+
+def _readers(graph: Graph, weight: Sequence[bool]) -> dict[int, list[str]]:
+    """Kinds of the operations that read each parameter, through casts and the like."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    for op in reversed(graph.ops):
+        made = bool(op.results) and all(weight[t] for t in op.results)
+        kinds = [kind for t in op.results for kind in found[t]] if made else [op.kind]
+        for t in {t for t in op.operands if weight[t]} if op.kind not in LOOPS else ():
+            found[t] += kinds
+    return found
+
+
+def _turns(readers: Sequence[str], gathers: int) -> int:
+    """See ``LeafGroup.turns``."""
+    if CONVOLUTION in readers:
+        return 1
+    return 0 if LOOKUPS.intersection(readers) else gathers
 
 
 def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:

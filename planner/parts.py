@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import Graph
+from whalejax.planner.graph import LOOKUPS, Graph
 from whalejax.planner.plan import PlanError
 
 
@@ -31,9 +31,6 @@ Value = tuple[Position, int]
 """What an equation gives: its position, and which of its results. Inputs of the
 program stand at the position ``()``."""
 
-
-LOOKUPS = frozenset(("gather", "dynamic_slice"))
-"""Operations that take some of a table."""
 
 SUMS = frozenset(("reduce_sum", "reduce_max"))
 """Operations that leave little of what they read."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from whalejax.planner.cost import Setting
 from whalejax.planner.layout import Table, shards
-from whalejax.planner.leaves import LeafFacts, LeafLayout
+from whalejax.planner.leaves import LeafFacts, LeafLayout, summed_over
 from whalejax.planner.memory import kept_bytes
 from whalejax.planner.moments import Moments
 from whalejax.planner.plan import MemoryTerms
@@ -37,6 +37,8 @@ class _Leaves:
         host: of all parameters that lie in host memory.
         fetched: for each group, of what comes from there for a layer and the next.
         updating: of all gradients while the optimizer updates what lies there.
+        reduced: of all gradients before they are reduced, and after; zero where the
+            compiler does not wait for all of them.
     """
 
     params: float
@@ -49,6 +51,7 @@ class _Leaves:
     host: float
     fetched: np.ndarray
     updating: float
+    reduced: tuple[float, float]
 
 
 def _leaves(
@@ -100,7 +103,38 @@ def _leaves(
         host=host,
         fetched=fetched,
         updating=updating,
+        reduced=_reduced(facts, layouts, tables, s),
     )
+
+
+def _reduced(
+    facts: LeafFacts,
+    layouts: Sequence[LeafLayout],
+    tables: Mapping[int, Table],
+    s: Setting,
+) -> tuple[float, float]:
+    """See ``_Leaves.reduced``.
+
+    What is cut into shards after it is reduced comes alone, for each parameter.
+    """
+    before = whole = largest = 0.0
+    if not s.cluster.compiler.reduces_at_end:
+        return before, whole
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        table = tables[group.home]
+        if summed_over(group, layout, table, s.mesh, facts.common):
+            one = group.uses * group.nbytes / shards(layout.compute, s.mesh)
+            before += count * one
+            if layout.compute == layout.optimizer:
+                whole += count * one
+            else:
+                largest = max(largest, one)
+    return before, whole + largest
+
+
+def _then(*rows: np.ndarray, last: Sequence[float]) -> tuple[np.ndarray, ...]:
+    """The rows with one more moment each."""
+    return tuple(np.append(row, end) for row, end in zip(rows, last, strict=True))
 
 
 def peak_of(
@@ -155,10 +189,13 @@ def peak_of(
         working, born = working + born, np.full(len(born), leaves.summed)
     if any(away):
         # The update: what passes through the device in pieces takes wide gradients.
-        saved, born, working = (
-            np.append(row, last)
-            for row, last in ((saved, 0.0), (born, leaves.updating), (working, 0.0))
+        saved, born, working = _then(
+            saved, born, working, last=(0.0, leaves.updating, 0.0)
         )
+    going, coming = leaves.reduced
+    if going:
+        going += leaves.summed if accumulates else 0.0
+        saved, born, working = _then(saved, born, working, last=(0.0, going, coming))
     fullest = int(np.argmax(saved + born + working))
     return MemoryTerms(
         params_bytes=int(leaves.params),

@@ -65,8 +65,8 @@ def storage_collectives(
 
 
 GATHER_TURNS, CUT_TURNS = 1, 2
-"""How often XLA's CPU compiler turns an array round whose last dimension is gathered,
-and one that an update cuts into shards of its last dimension and then gathers.
+"""By how many turns XLA's CPU compiler is priced for an array whose last dimension is
+gathered, and one that an update cuts into shards of its last dimension and gathers.
 
 It gathers along the first dimension and turns the result round in memory. Beyond what
 arrays of 0.3 to 9 MB took along other dimensions, gathers took 0.6 to 0.8 times what

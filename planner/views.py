@@ -14,18 +14,11 @@ from typing import TypeVar
 
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, reading
-from whalejax.planner.graph import ATTENTION, LOOPS, Graph, Op
+from whalejax.planner.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
 from whalejax.planner.rows import Flow, Product, Row, Rows, Slot, Use
 
 
 T = TypeVar("T")
-
-_TRANSCENDENTAL = frozenset(
-    (
-        "exp exp2 expm1 log log1p log2 tanh logistic sin cos tan atan2 "
-        "erf erfc erf_inv pow lgamma digamma"
-    ).split()
-)
 
 
 def build_rows(graph: Graph, dims: Dimensions, *, fuses: bool = True) -> Rows:
@@ -217,7 +210,7 @@ class Views:
             product=self._product(op, operands, results),
             reads=self._reads(op),
             writes=self._writes(op),
-            transcendental=op.kind in _TRANSCENDENTAL,
+            transcendental=op.kind in TRANSCENDENTAL,
             remat=self.again[index],
             fused=op.kernel is not None,
             scope="",

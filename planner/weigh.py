@@ -454,7 +454,7 @@ def _update_seconds(cases: Cases, group: Group, shares: dict[int, Array]) -> Arr
     held = {p: cases.held[p] for p in cases.holders}
     moved = mixed(shares, {p: cases.owned(x.moved) for p, x in held.items()})
     kind = cases.cluster.kinds[group.kind]
-    if kind.transcendentals_per_second is None:
+    if kind.transcendentals_per_second is None:  # as all but CPUs: spares the mixing
         found: Array = kind.elementwise_seconds(moved)
         return found
     work = mixed(shares, {p: cases.owned(x.operations) for p, x in held.items()})

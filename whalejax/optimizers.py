@@ -6,6 +6,7 @@ The planner counts their bytes and the lowering lays them out, so both ask here.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import WHOLE
 from whalejax.meshes.kinds import Platform
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.graph import TRANSCENDENTAL
 from whalejax.planner.leaves import OptimizerBytes
 
 
@@ -88,31 +90,20 @@ def optimizer_bytes(
     )
 
 
-_SLOW = frozenset(
-    "div sqrt rsqrt cbrt pow exp exp2 expm1 log log1p tanh logistic erf".split()
-)
+_SLOW = TRANSCENDENTAL | {"div", "sqrt", "rsqrt", "cbrt"}
 """Primitives that take a CPU about as long as an exponential."""
 
-
-_FAILURES = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    WhaleError,
-)
+_TRACED_LEAVES = 128
+"""Of models with more parameters, one of those that differ in a number is traced."""
 
 
 def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
     """Slow operations that an update evaluates for each element of a parameter.
 
-    Of the largest parameter, for which alone it is traced if the optimizer takes such
-    a tree. None are counted of one that fails: who calls it next says so.
+    None are counted of an optimizer that fails: who calls it next says so.
     """
     extended = optax.with_extra_args_support(optimizer)
-    for tree in (_largest(params), params):
+    for tree in (_thinned(params), params):
         try:
             state = jax.eval_shape(extended.init, tree)
             loss = jax.ShapeDtypeStruct((), np.float32)
@@ -123,7 +114,7 @@ def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
                 traced = jax.make_jaxpr(updates, static_argnums=0)(
                     extended, tree, state, tree, loss
                 )
-        except _FAILURES:
+        except Exception:  # whatever a user's own update raises
             continue
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
         slow: float = _slow_elements(traced.jaxpr) / max(1, size)
@@ -131,26 +122,29 @@ def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
     return 0.0
 
 
-def _largest(params: Any) -> Any:
-    """The largest leaf and the dictionaries that lead to it, or all if others do."""
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    if not flat:
+def _thinned(params: Any) -> Any:
+    """Parameters without those of layers like others; the same tree, if it is small."""
+    flat, tree = jax.tree_util.tree_flatten_with_path(params)
+    if len(flat) <= _TRACED_LEAVES:
         return params
-    path, tree = max(flat, key=lambda pair: math.prod(pair[1].shape))
-    for key in reversed(path):
-        if not isinstance(key, jax.tree_util.DictKey):
-            return params
-        tree = {key.key: tree}
-    return tree
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for path, leaf in flat:
+        key = re.sub(r"\d+", "#", jax.tree_util.keystr(path)), leaf.shape
+        kept.append(None if key in seen else leaf)
+        seen.add(key)
+    return jax.tree.unflatten(tree, kept)
 
 
 def _slow_elements(jaxpr: Any) -> int:
+    """Of branches, those of the one with most; of loops, those of every turn known."""
     found = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name in _SLOW:
             found += math.prod(equation.outvars[0].aval.shape)
         inner = [_slow_elements(open_jaxpr(x)[0]) for x in inner_jaxprs(equation)]
-        found += max(inner, default=0)
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        found += turns * max(inner, default=0)
     return found
 
 

@@ -57,12 +57,16 @@ def bf16_note(plan: Plan, graph: Graph) -> list[str]:
         graph: the captured loss.
     """
     kinds = [kind for kind in plan.cluster.kinds if kind.widens_bfloat16]
-    if not any(t.dtype == "bfloat16" for t in graph.tensors):
+    products = [op for op in graph.ops if op.matmul is not None]
+    if not any(graph.tensors[op.operands[0]].dtype == "bfloat16" for op in products):
         return []
+    asked = "bf16" in (plan.precision, *dict(plan.precisions).values())
+    remedy = "precision='f16' takes" if asked else "A model that says float16 takes"
     return [
         f"{kind.display_name()} has no units for bfloat16: XLA multiplies in float32 "
         f"there, with {kind.peak_flops('f32') / 1e12:g} instead of "
-        f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. precision='f16' takes its units"
+        f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. {remedy} its units (if it has "
+        f"some for bfloat16, say so: kinds.{kind.name}.flops_per_second.bf16)"
         for kind in kinds
     ]
 

@@ -59,6 +59,9 @@ def test_properties_of_mixed_devices() -> None:
     assert not mixed.is_uniform
     assert mixed.memory_bytes == 16 * 2**30
     assert mixed.slowest.name == "p100-16"
+    turing = cluster("rtx3090:1+v100-32:1")
+    assert turing.slowest_for("float16").name == "rtx3090"
+    assert turing.slowest.name == turing.slowest_for("bfloat16").name == "v100-32"
     assert mixed.platform == "gpu"
 
 
@@ -81,6 +84,7 @@ def test_compilers_by_platform() -> None:
         copies_kernels=True,
         repeats=False,
         widens=True,
+        reduces_at_end=True,
     )
 
 

@@ -28,7 +28,9 @@ HUGE = Sizes(
 def adam(graph: Graph) -> OptimizerBytes:
     """Two moments for every parameter, and a counter."""
     return OptimizerBytes(
-        by_path={t.path: 2 * t.nbytes for t in graph.params}, other_bytes=4
+        by_path={t.path: 2 * t.nbytes for t in graph.params},
+        other_bytes=4,
+        operations=4.0,
     )
 
 

@@ -71,7 +71,7 @@ def kernels() -> list[int]:
     ]
 
 
-def test_the_cpu_turns_every_kernel_but_the_first() -> None:
+def test_the_cpu_turns_kernels_once_and_twice_for_their_inputs() -> None:
     machine = cluster("cpu:1")
     assert machine.compiler.copies_kernels
     profile = dataclasses.replace(machine.compiler, copies_kernels=False)

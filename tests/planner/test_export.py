@@ -39,6 +39,7 @@ def test_a_candidate_is_one_line_and_their_number_no_less_than_none() -> None:
     some = plan.alternatives(3)
     assert repr(some).splitlines() == [str(one) for one in some]
     assert str(plan.alternatives(0)) == "no plans"
+    assert str(some[:1]) == str(some[0])
     with pytest.raises(PlanError, match="n is -1; expected 0 or more"):
         plan.alternatives(-1)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from whalejax import jobs, models
 from whalejax.adapters import adapt
@@ -54,9 +55,12 @@ def test_only_cpus_take_time_for_them() -> None:
     assert counted(optax.adam(0.1), "gpu") == 0
 
 
-def test_nothing_is_counted_of_one_that_cannot_be_called() -> None:
+@pytest.mark.parametrize("error", [ValueError, ZeroDivisionError, OSError])
+def test_nothing_is_counted_of_one_that_cannot_be_called(
+    error: type[Exception],
+) -> None:
     def fails(*_: Any, **__: Any) -> Any:
-        raise ValueError("no update")
+        raise error("no update")
 
     broken = optax.GradientTransformation(optax.adam(0.1).init, fails)
     assert counted(broken) == 0
@@ -67,3 +71,48 @@ def test_a_reference_model() -> None:
     adapter = adapt(jobs.abstract_model(job), job.loss_fn)
     found = optimizer_bytes(adapter, job.optimizer, "cpu")
     assert 4 <= found.operations <= 6
+
+
+def test_masks_that_are_functions_count_what_the_same_trees_do() -> None:
+    def only_wide(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[0].key == "wide", params
+        )
+
+    assert counted(optax.masked(optax.adam(0.1), only_wide)) == 3.9
+
+
+def test_every_turn_of_a_scan_counts() -> None:
+    adam: Any = optax.adam(0.1)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        def one(count: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return count / 2, None
+
+        turned, _ = jax.lax.scan(one, params["wide"]["kernel"], length=10)
+        found, state = adam.update(updates, state, params)
+        found["wide"]["kernel"] += turned
+        return found, state
+
+    # Ten for each of the 128 elements of the kernel, none for the four of the bias.
+    assert counted(optax.GradientTransformation(adam.init, update)) == 13.7
+
+
+def test_of_many_layers_one_is_traced() -> None:
+    many = {f"layer_{i}": {"kernel": jnp.ones((8, 16))} for i in range(200)}
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        parts = [jnp.sum(batch @ layer["kernel"]) for layer in params.values()]
+        return jnp.sum(jnp.stack(parts))
+
+    seen: list[int] = []
+    adam = optax.adam(0.1)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        seen.append(len(jax.tree.leaves(updates)))
+        return adam.update(updates, state, params)
+
+    optimizer = optax.GradientTransformation(adam.init, update)
+    found = optimizer_bytes(adapt(many, loss), optimizer, "cpu")
+    assert round(found.operations, 1) == 4
+    assert seen == [1]
