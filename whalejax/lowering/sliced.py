@@ -27,7 +27,7 @@ from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, by_dtype, on_shards
 from whalejax.lowering.replica import Replica
 from whalejax.lowering.spmd import Program, followers, stepping
-from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated
+from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated, flattened
 from whalejax.meshes.build import partition_spec
 from whalejax.optimizers import owners_of
 from whalejax.planner.plan import Plan, PlanError
@@ -147,9 +147,8 @@ class Slices:
         tree: Any = jax.tree.structure(state)
         step = stepping(program.optimizer, structure, tree, skips=applies is not None)
         others = loss, jnp.asarray(True) if applies is None else applies
-        parts = Parts(
-            step, [*params, *gradients, *self._state, *others], self._followers
-        )
+        values = [*params, *gradients, *self._state, *others]
+        parts = Parts(flattened(step, values), self._followers)
         whole = self.dims.keys() - {part.follower.fresh for part in parts.parts}
         if whole:
             raise PlanError(

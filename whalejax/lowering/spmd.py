@@ -23,7 +23,7 @@ from whalejax.lowering.away import Away
 from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.reported import summands, wide
-from whalejax.lowering.streamed import Follower, streamable, streamed
+from whalejax.lowering.streamed import Follower, flattened, streamable, streamed
 from whalejax.optimizers import owners_of, updates
 from whalejax.planner.layout import Spec
 from whalejax.planner.plan import PlanError
@@ -480,6 +480,7 @@ def followers(
     state: bool,
     params: Collection[int],
     small: bool = False,
+    program: Any = None,
 ) -> list[Follower]:
     """Parameters of which something lies in host memory and is updated in pieces.
 
@@ -491,14 +492,12 @@ def followers(
         state: the optimizer's state of all of them lies there.
         params: numbers of parameters that lie there themselves.
         small: with the state of those that are no matrices too.
+        program: from ``update_program``, where it is known.
 
     Returns:
         Each with its state, by the numbers of ``stepping``; layouts are left open.
     """
-    abstract = [
-        _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
-        for x in jax.tree.leaves(adapter.params)
-    ]
+    abstract = _abstract_params(adapter)
     count = len(abstract)
     structure: Any = jax.tree.structure(adapter.params)
     states = jax.eval_shape(optimizer.init, structure.unflatten(abstract))
@@ -520,11 +519,32 @@ def followers(
         )
         for owner, pairs in held.items()
     ]
+    return streamable(program or update_program(optimizer, adapter), found)
+
+
+def _abstract_params(adapter: Adapter) -> list[Any]:
+    return [
+        _compat.abstract(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        for x in jax.tree.leaves(adapter.params)
+    ]
+
+
+def update_program(
+    optimizer: optax.GradientTransformationExtraArgs, adapter: Adapter
+) -> Any:
+    """The program of ``stepping``, without calls.
+
+    Args:
+        optimizer: the optimizer.
+        adapter: the model, with abstract parameters.
+    """
+    params = _abstract_params(adapter)
+    structure: Any = jax.tree.structure(adapter.params)
+    states = jax.eval_shape(optimizer.init, structure.unflatten(params))
     state_tree: Any = jax.tree.structure(states)
     step = stepping(optimizer, structure, state_tree, skips=False)
     scalars = [_compat.abstract((), jnp.float32), _compat.abstract((), jnp.bool_)]
-    values = [*abstract, *abstract, *jax.tree.leaves(states), *scalars]
-    return streamable(step, values, found)
+    return flattened(step, [*params, *params, *jax.tree.leaves(states), *scalars])
 
 
 def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
@@ -538,11 +558,15 @@ def hosted(adapter: Adapter, optimizer: optax.GradientTransformation) -> Hosted:
     paths = adapter.param_paths
     state = jax.tree.leaves(jax.eval_shape(extended.init, adapter.params))
     first = 2 * len(paths)
-    of_state = followers(extended, adapter, state=True, params=())
+    program = update_program(extended, adapter)
     # Parameters may lie there with their state, or alone.
-    alone, beside = (
-        followers(extended, adapter, state=state, params=range(len(paths)))
-        for state in (False, True)
+    of_state, alone, beside = (
+        followers(extended, adapter, state=state, params=params, program=program)
+        for state, params in (
+            (True, ()),
+            (False, range(len(paths))),
+            (True, range(len(paths))),
+        )
     )
     return Hosted(
         state={

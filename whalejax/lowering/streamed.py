@@ -68,21 +68,30 @@ def streamed(
     Returns:
         The outputs, those that take the place of hosted inputs in host memory.
     """
-    parts = Parts(update, values, followers)
+    parts = Parts(flattened(update, values), followers)
     return Run(parts, values, mesh).outputs()
 
 
-def streamable(
-    update: Update, values: Sequence[Any], followers: Sequence[Follower]
-) -> list[Follower]:
+def streamable(program: Any, followers: Sequence[Follower]) -> list[Follower]:
     """Those of which nothing needs as a whole what lies in host memory.
+
+    Args:
+        program: the step, from ``flattened``.
+        followers: parameters and their state.
+    """
+    return [part.follower for part in Parts(program, followers).parts]
+
+
+def flattened(update: Update, values: Sequence[Any]) -> Any:
+    """An optimizer's step as a program without calls.
 
     Args:
         update: the step.
         values: its inputs, abstract or real.
-        followers: parameters and their state.
     """
-    return [part.follower for part in Parts(update, values, followers).parts]
+    avals = [_compat.abstract(x.shape, x.dtype) for x in values]
+    program = _compat.trace(lambda *xs: list(update(xs)), avals)
+    return _compat.trace(lambda *xs: _inlined(program, xs), avals)
 
 
 def _inlined(program: Any, values: Sequence[Any]) -> list[Any]:
@@ -127,14 +136,11 @@ class Parts:
         parts: one for each follower of which nothing else reads what is hosted.
     """
 
-    def __init__(
-        self, update: Update, values: Sequence[Any], followers: Sequence[Follower]
-    ) -> None:
-        avals = [_compat.abstract(x.shape, x.dtype) for x in values]
-        program = _compat.trace(lambda *xs: list(update(xs)), avals)
-        program = _compat.trace(lambda *xs: _inlined(program, xs), avals)
+    def __init__(self, program: Any, followers: Sequence[Follower]) -> None:
         self.body, self.constants = _compat.open_jaxpr(program)
-        self.maker = {v: e for e in self.body.eqns for v in e.outvars}
+        self.maker = {
+            v: (place, e) for place, e in enumerate(self.body.eqns) for v in e.outvars
+        }
         self.parts = [self._part(f) for f in followers if self._same_form(f)]
         while self._drop_what_others_need():
             pass
@@ -175,18 +181,18 @@ class Parts:
         read: dict[Any, None] = {}
         while open_:
             var = open_.pop()
-            equation = None if _compat.is_literal(var) else self.maker.get(var)
-            if equation is not None and _elementwise(equation, shape):
-                if id(equation) not in inside:
-                    inside[id(equation)] = equation
+            made = None if _compat.is_literal(var) else self.maker.get(var)
+            if made is not None and _elementwise(made[1], shape):
+                place, equation = made
+                if place not in inside:
+                    inside[place] = equation
                     open_ += equation.invars
             elif not _compat.is_literal(var) and var not in held:
                 read[var] = None
-        equations = [e for e in self.body.eqns if id(e) in inside]
         return Part(
             follower,
             places,
-            tuple(equations),
+            tuple(inside[place] for place in sorted(inside)),
             tuple(v for v in read if v.aval.shape == shape),
             tuple(v for v in read if v.aval.shape != shape),
         )
