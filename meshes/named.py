@@ -163,15 +163,17 @@ def _one_device(text: str, guess: bool) -> Device:
     lowered = text.strip().lower().replace("_", "-")
     counted = re.match(r"(\d+)\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
-    name = counted[2] if counted else lowered
+    name = re.sub(r"\b([rg]tx)(?=a?\d)", r"\1 ", counted[2] if counted else lowered)
     card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
     if card is not None:
         return _by_datasheet(text.strip(), name, count, card)
-    family = next((f for f, words in _FAMILIES if any(w in name for w in words)), None)
+    family = next(
+        (f for f, words in _FAMILIES if any(_means(w, name) for w in words)), None
+    )
     if family is None:
         return _unknown(text.strip(), name, count, guess)
     kinds = [one for one in entries().values() if one.kind.family == family]
-    notes: list[str] = []
+    notes = [f"{text.strip()} as {kinds[0].kind.display_name()}"] * ("gb2" in name)
     memory = _memory_of(name, bare=kinds[0].torus is None)
     found = max(kinds, key=lambda one: one.kind.memory_bytes)
     if memory is not None:
@@ -224,6 +226,14 @@ def _by_datasheet(text: str, name: str, count: int | None, card: _Card) -> Devic
 def _is_word(word: str, name: str) -> bool:
     """A name says it, and does not go on with a number, or begin with another word."""
     return re.search(rf"(?<![a-z0-9]){word}(?![0-9])", name) is not None
+
+
+def _means(word: str, name: str) -> bool:
+    """A name has the word, and not as the beginning of one ten times as large."""
+    return (
+        re.search(re.escape(word) + (r"(?!0(?!\d))" * word[-1].isdigit()), name)
+        is not None
+    )
 
 
 def _memory_of(name: str, *, bare: bool = True) -> int | None:

@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.models._names import pick
+from whalejax.models._names import check_options, pick
 
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def job(name: str, **overrides: Any) -> "Job":
     64
     """
     module_name, size = pick(name, _NAMES, "model")
+    check_options(overrides)
     module = importlib.import_module(f"whalejax.models.{module_name}")
     made: Job = module.job(size, **overrides)
     return made

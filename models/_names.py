@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -41,10 +42,21 @@ def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
     )
 
 
-COUNTS: Final = frozenset(
-    ("layers", "embed", "heads", "kv_heads", "mlp", "vocab", "sequence", "experts")
-)
-"""Fields of which a model has some."""
+DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+
+_OF_JOBS: Final[Mapping[str, Any]] = {
+    "batch_size": 1,
+    "learning_rate": 1.0,
+    "warmup_steps": 0,
+    "constant_steps": 0,
+    "seed": 0,
+    "padded": False,
+    "deterministic": False,
+}
+"""Options of jobs, with a value such as they take."""
+
+_DIVIDES: Final = (("heads", "embed"), ("kv_heads", "heads"))
+"""Pairs of fields of which the first divides the second."""
 
 
 def change(
@@ -58,8 +70,8 @@ def change(
         options: what else the caller takes by keyword, to be named in the error.
 
     Raises:
-        WhaleError: the configuration has no field of that name; every such name is
-            listed, with the nearest fields.
+        WhaleError: the configuration has no field of that name, or the value is none
+            for it; all such are listed, with the nearest fields.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shape:
@@ -77,15 +89,55 @@ def change(
                 f"{type(config).__name__} has no option {name!r}"
                 f"{_nearest(name, known)}. Options: {', '.join(known)}."
             )
-        elif name in COUNTS and not _is_count(changes[name]):
-            problems.add(f"{name} is {changes[name]!r}; expected a number, 1 or more.")
+        else:
+            _check(name, changes[name], getattr(config, name), problems)
     problems.raise_if_any(title="model options")
-    return dataclasses.replace(config, **changes)
+    changed = dataclasses.replace(config, **changes)
+    for part, whole in _DIVIDES:
+        few, many = (getattr(changed, name, 0) for name in (part, whole))
+        free = part == "heads" and hasattr(changed, "head_dim")
+        if not free and few and {part, whole} & changes.keys() and many % few:
+            problems.add(f"{part} is {few} and {whole} {many}; {part} must divide it.")
+    problems.raise_if_any(title="model options")
+    return changed
 
 
-def _is_count(value: Any) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and int(value) >= 1
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check what jobs take beside fields of a configuration.
+
+    Args:
+        options: by name; those of no job are left to who takes them.
+
+    Raises:
+        WhaleError: some value is none for its option; all such are listed.
+    """
+    problems = Problems()
+    for name, value in options.items():
+        if value is not None:
+            _check(name, value, _OF_JOBS.get(name), problems)
+    problems.raise_if_any(title="model options")
+
+
+def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
+    """Record a value that is not of the kind that a field or an option has."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    whole = number and isinstance(value, int | np.integer)
+    if isinstance(like, bool):
+        right, expected = isinstance(value, bool | np.bool_), "true or false"
+    elif isinstance(like, int):
+        least = min(1, like)
+        right, expected = whole and value >= least, f"a number, {least} or more"
+    elif isinstance(like, float) and name.endswith(("_rate", "_smoothing")):
+        most = math.inf if name == "learning_rate" else 1.0
+        right = number and 0 <= value < most
+        expected = "a number" if most > 1 else "a number, 0 or more and below 1"
+    elif isinstance(like, float):
+        right, expected = number, "a number"
+    else:
+        right = "dtype" not in name or not isinstance(value, str) or value in DTYPES
+        expected = f"one of {', '.join(DTYPES)}"
+    if not right:
+        problems.add(f"{name} is {value!r}; expected {expected}.")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -5,8 +5,10 @@ Both are poorer than a plan. What they cannot say is refused, not left out.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
@@ -16,6 +18,8 @@ from whalejax.planner.layout import MESH_AXES, STAGE
 
 
 if TYPE_CHECKING:
+    from whalejax.planner.entries import LeafPlan
+    from whalejax.planner.layout import Spec
     from whalejax.planner.plan import Plan
 
 MAXTEXT = {
@@ -29,20 +33,27 @@ MAXTEXT = {
 """Our mesh axes and the word that MaxText's flags have for them."""
 
 
-def flax_rules(plan: Plan) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
+"""Dimensions by name, and the mesh axes that shard them."""
+
+
+def flax_rules(plan: Plan) -> Rules:
     """Logical dimensions and the mesh axes that shard them.
 
     A table of rules has one entry for each dimension, for activations and parameters
-    alike. Parameters that ``fsdp`` stores in shards are named by the dimension that it
-    shards, which no activation may be sharded over at the same time; stacked layers by
-    theirs, which ``stage`` shares out.
+    alike, and the first that finds its axis free counts. Dimensions that the
+    computation shards stand first, so that activations get theirs; then those that
+    ``fsdp`` shards in storage, and stacked layers, which ``stage`` shares out.
 
     Raises:
-        PlanError: two regions, or computation and storage, want different axes.
+        PlanError: two regions, or computation and storage, want different axes; or
+            some parameter would lie otherwise than the plan says; or devices take
+            unequal shares.
     """
     from whalejax.planner.plan import PlanError
 
     _check_alike(plan)
+    _check_even(plan, "a table of rules")
     wanted: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -70,13 +81,60 @@ def flax_rules(plan: Plan) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
             )
             problems.add(f"{role} is sharded over {listed}. Use plan.partition_specs()")
     problems.raise_if_any()
-    return tuple(
-        (
-            role.name,
-            next(iter(wanted[role.name]), None) if role.name in wanted else None,
-        )
-        for role in plan.roles
-    )
+    axes_of = {role: next(iter(meanings)) for role, meanings in wanted.items()}
+    computed = {role for role, m in wanted.items() if ["storage"] not in m.values()}
+    order = [role.name for role in plan.roles]
+    order.sort(key=lambda name: name not in computed)
+    rules = tuple((name, axes_of.get(name)) for name in _before(plan, axes_of, order))
+    for leaf in plan.leaves:
+        names = _names(leaf)
+        if (by_rules := _by_rules(names, rules)) != leaf.param_spec:
+            problems.add(
+                f"{leaf.path} {names} would be stored as {by_rules}, not as "
+                f"{leaf.param_spec}. Use plan.partition_specs()"
+            )
+    problems.raise_if_any()
+    return rules
+
+
+def _names(leaf: LeafPlan) -> tuple[str, ...]:
+    """One name for each dimension."""
+    return tuple(names[0] if names else "" for names in leaf.roles)
+
+
+def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
+    """The layout that Flax gives an array of these dimensions."""
+    found: list[tuple[str, ...]] = [() for _ in names]
+    done = [False for _ in names]
+    for name, axes in rules:
+        place = names.index(name) if name in names else None
+        free = not set(axes or ()) & {a for given in found for a in given}
+        if place is not None and free and not done[place]:
+            found[place], done[place] = axes or (), True
+    return tuple(found)
+
+
+def _before(
+    plan: Plan, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
+) -> list[str]:
+    """The names in an order in which each parameter's sharded ones stand first.
+
+    Where no order serves all parameters, some of those it cannot serve stand as given.
+    """
+    after: dict[str, set[str]] = {name: set() for name in order}
+    for leaf in plan.leaves:
+        names = _names(leaf)
+        layout = [*zip(names, map(set, leaf.param_spec), strict=True)]
+        for (name, axes), (other, others) in itertools.permutations(layout, 2):
+            wished = set(axes_of.get(other, ()))
+            if other and wished & axes and wished != others:
+                after[other].add(name)
+    found: list[str] = []
+    waiting = list(order)
+    while waiting:
+        ready = (n for n in waiting if not after[n].difference(found))
+        found.append(waiting.pop(waiting.index(next(ready, waiting[0]))))
+    return found
 
 
 def maxtext_flags(plan: Plan) -> dict[str, int]:
@@ -91,11 +149,7 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
     from whalejax.planner.plan import PlanError
 
     _check_alike(plan)
-    if plan.shares or plan.pipelines:
-        raise PlanError(
-            "unlike devices take unequal shares of the batch under this plan, and "
-            "MaxText has no flag for that. Plan for devices of one kind"
-        )
+    _check_even(plan, "MaxText's flags")
     if any("tensor" in axes for leaf in plan.batch for axes in leaf.spec[:1]):
         raise PlanError(
             "tensor shards the batch in a part of the model under this plan, which "
@@ -121,6 +175,17 @@ def _check_alike(plan: Plan) -> None:
         raise PlanError(
             "the stages of this plan have layouts of their own, which no one table or "
             "mesh says. Export each of plan.stages.plans"
+        )
+
+
+def _check_even(plan: Plan, form: str) -> None:
+    """Refuse plans whose devices take unlike shares."""
+    from whalejax.planner.plan import PlanError
+
+    if plan.shares or plan.pipelines:
+        raise PlanError(
+            "unlike devices take unequal shares of the batch under this plan, and "
+            f"{form} cannot say that. Plan for devices of one kind"
         )
 
 

@@ -118,7 +118,7 @@ FRAMEWORKS = (
     Framework(
         # Its scaling was measured with PyTorch's own data parallelism, which overlaps.
         name="Megatron-LM of 2020",
-        words=("megatron-lm-2019", "megatron-lm-2020"),
+        words=("megatron-lm-2019", "megatron-lm-2020", "megatron-2020", "shoeybi"),
         tuned=True,
         flash=False,
         remat="full",
@@ -131,6 +131,10 @@ FRAMEWORKS = (
         words=(
             "megatron-lm-a100-2021",
             "megatron-lm-2021",
+            "megatron-lm-2022",
+            "megatron-2021",
+            "megatron-2022",
+            "narayanan",
             "korthikanti",
         ),
         tuned=True,
@@ -262,8 +266,9 @@ UNKNOWN = Framework(
 def framework(source: str, place: str = "") -> Framework:
     """The framework that a row means.
 
-    Its words may stand anywhere in the text, as words. Of several, the last counts
-    (``jax-toolbox-maxtext`` is MaxText), of those that end together the longest.
+    Its words may stand anywhere in the text, as words, their hyphens also as blanks,
+    brackets or nothing. Of several, the last counts (``jax-toolbox-maxtext`` is
+    MaxText), of those that end together the longest.
 
     Args:
         source: the row's ``source``.
@@ -273,14 +278,21 @@ def framework(source: str, place: str = "") -> Framework:
     'Megatron-LM and NeMo'
     >>> framework("table 3", "pytorch/torchtitan:benchmarks/llama3.md").name
     'TorchTitan'
+    >>> framework("Megatron-LM (2021)").name
+    'Megatron-LM of 2021 and 2022'
     """
     for text in (source.strip().lower(), place.strip().lower()):
         found = [
             (match.end(), len(word), number)
             for number, one in enumerate(FRAMEWORKS)
             for word in one.words
-            for match in re.finditer(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z])", text)
+            for match in re.finditer(_pattern(word), text)
         ]
         if found:
             return FRAMEWORKS[max(found)[2]]
     return UNKNOWN
+
+
+def _pattern(word: str) -> str:
+    inner = r"[-_ ()]*".join(map(re.escape, word.split("-")))
+    return rf"(?<![a-z0-9]){inner}(?![a-z])"

@@ -38,7 +38,7 @@ def readings(rows: Sequence[Mapping[str, str]]) -> tuple[Reading, ...]:
             if over <= SLACK:
                 said = f"taken to fit (its estimate is {over:.0%} too large)"
                 notes = (*one.notes, said) if over > 0 else one.notes
-                found[index] = replace(one, notes=notes)
+                found[index] = replace(one, notes=notes, taken=over > 0)
                 del offers[index]
     for index, several in offers.items():
         one = several[-1]

@@ -102,7 +102,10 @@ def decide_mpmd(
         cuts = Cuts(whole=program, cluster=cluster, marked=marked)
         if remat and request.remat is None and program.graph is graph:
             continue
-        for count in _counts(graph, request, piped):
+        before = len(found)
+        for usual, count in _counts(graph, request, piped):
+            if not usual and len(found) > before:
+                break
             ask = _Ask(
                 cluster=cluster,
                 request=request,
@@ -172,14 +175,17 @@ def _remats(request: Request) -> list[Remat]:
     return [(("*", p),) for p in request.policies if p != "none"]
 
 
-def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[int]:
-    """Numbers of micro-batches to weigh."""
+def _counts(graph: Graph, request: Request, piped: Asked) -> Iterator[tuple[bool, int]]:
+    """Numbers of micro-batches to weigh; not the usual ones where those cannot be."""
     if request.num_micro_batches is not None:
-        yield request.num_micro_batches
+        yield True, request.num_micro_batches
         return
     size, stages = graph.batch_size * graph.num_micro_batches, piped.mesh[STAGE]
     found = [n for n in (stages * k for k in COUNTS) if size % n == 0]
-    yield from found or [n for n in divisors(size) if 1 < n <= stages][-1:] or [1]
+    others = [n for n in divisors(size) if n <= COUNTS[-1] * stages and n not in found]
+    found = found or [n for n in others if 1 < n <= stages][-1:] or [1]
+    yield from ((True, n) for n in found)
+    yield from ((False, n) for n in reversed(others) if n not in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
 from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import WhaleError
@@ -44,6 +45,27 @@ def stages_of(text: str, layers: int) -> tuple[StageOf, ...]:
         StageOf(replicas=tuple(map(_replica, group.split(","))), layers=number)
         for group, number in zip(groups, numbers, strict=True)
     )
+
+
+def devices_of(stages: Sequence[StageOf]) -> int:
+    """How many devices the stages name."""
+    return sum(one.tensor for stage in stages for one in stage.replicas)
+
+
+def notes_of(text: str, stages: Sequence[StageOf], count: int) -> Iterator[str]:
+    """What was mapped, of the stages that a text gives.
+
+    Args:
+        text: of the column ``notes``.
+        stages: that it gives.
+        count: devices that the row has.
+    """
+    if not stages:
+        return
+    if devices_of(stages) != count:
+        yield f"num_devices {devices_of(stages)} (of the stages; the row says {count})"
+    for name in re.findall(r"[\[,]\s*([^\[\],]+?)\s*x\s*TP", text, re.IGNORECASE):
+        yield from read_device(name, guess=True).notes
 
 
 def _replica(text: str) -> Replica:

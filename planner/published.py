@@ -20,7 +20,7 @@ from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner import words
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat, framework
-from whalejax.planner.noted import stages_of
+from whalejax.planner.noted import devices_of, notes_of, stages_of
 from whalejax.planner.runs import Run, StageOf
 
 
@@ -84,6 +84,7 @@ class Reading:
             neither the row nor the framework says it, or the row has a name of its own.
         open_micro_batch, open_zero: the row does not give the micro-batch, or what is
             sharded.
+        taken: to fit, though the estimate of its memory is a little too large.
     """
 
     run: Run | None
@@ -91,6 +92,7 @@ class Reading:
     policies: tuple[Remat, ...] = ()
     open_micro_batch: bool = False
     open_zero: bool = False
+    taken: bool = False
 
 
 def read_table(path: str | Path) -> Table:
@@ -223,20 +225,20 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
     ranks = count // (tensor * stages * context)
     zero, fsdp = _sharding(cells, source, ranks, stages)
     inner = fsdp * tensor * stages * context
-    if count % inner:
+    unlike = stages_of(cells.text("notes"), cells.whole("layers") or 1)
+    if count % inner and not unlike:
         raise WhaleError(
             f"num_devices is {count}; fsdp {fsdp} × tp {tensor} × pp {stages} × cp "
             f"{context} = {inner} does not divide it: nothing predicted"
         )
     data = count // inner
-    if cells.whole("dp") != data:
+    if cells.whole("dp") != data and not unlike:
         says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
         cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
     sizes = _sizes(cells, source, tensor, context, device.entry)
-    unlike = stages_of(cells.text("notes"), sizes.layers)
     _note_mix(cells, device, unlike, count)
     if unlike:
-        stages = len(unlike)
+        count, stages = devices_of(unlike), len(unlike)
         data, tensor = len(unlike[0].replicas), unlike[0].replicas[0].tensor
     per_rank, over = divmod(cells.whole("global_batch") or 1, data * fsdp)
     if over or not per_rank:
@@ -260,7 +262,7 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
         stages=stages,
         context=context,
         expert=_expert(cells, sizes, ranks * context),
-        chunks=_chunks(cells, source, sizes, stages, per_rank // micro),
+        chunks=_chunks(cells, source, sizes, stages, per_rank // micro, bool(unlike)),
         zero=zero,
         sequence_parallel=_sequence_parallel(cells, source, tensor),
         micro_batch=micro,
@@ -289,11 +291,18 @@ def _stages(cells: _Cells) -> int:
     return stages
 
 
+def _topk(cells: _Cells, experts: int) -> int:
+    given = cells.or_else("topk", 1, "none given")
+    if given > experts:
+        cells.notes.append(f"topk {experts} (the row says {given})")
+    return min(given, experts)
+
+
 def _expert(cells: _Cells, sizes: Decoder, ranks: int) -> int:
     """Ranks that share the experts; each has as many, and they are among the others."""
-    given = cells.whole("ep") or 1
     if not sizes.experts:
         return 1
+    given = cells.or_else("ep", 1, "none given")
     found = math.gcd(math.gcd(given, sizes.experts), ranks)
     if found != given:
         cells.notes.append(
@@ -347,7 +356,9 @@ def _sharding(
         fsdp = max(1, ranks) if zero >= 3 else 1
         if fsdp > 1:
             cells.notes.append(f"fsdp {fsdp} (ZeRO-3 over all data ranks)")
-    return min(zero, 3), fsdp
+    if zero > MOST_ZERO:
+        cells.notes.append(f"zero_stage {MOST_ZERO} (the row says {zero})")
+    return min(zero, MOST_ZERO), fsdp
 
 
 def _sizes(
@@ -380,7 +391,7 @@ def _sizes(
         vocab=cells.whole("vocab") or 1,
         seq=_padded(cells, cells.whole("seq") or 1, context),
         experts=experts if experts > 1 else 0,
-        topk=min(cells.whole("topk") or 1, experts) if experts > 1 else 0,
+        topk=_topk(cells, experts) if experts > 1 else 0,
         flash=said or (source.flash and device.kind.attention_generation > VOLTA),
         eager=source.eager,
         fused_loss=source.fused_loss,
@@ -443,17 +454,26 @@ def _micro_batch(cells: _Cells, per_rank: int, stages: int, seq: int) -> int:
     return size
 
 
+MOST_ZERO = 3
+
 ROUND = 0.75
 """Of a micro-batch that does not divide: one that does and has so much is taken."""
 
 
 def _chunks(
-    cells: _Cells, source: Framework, sizes: Decoder, stages: int, parts: int
+    cells: _Cells,
+    source: Framework,
+    sizes: Decoder,
+    stages: int,
+    parts: int,
+    unlike: bool,
 ) -> int:
     """Chunks of a stage; a schedule that interleaves takes rounds of the stages."""
-    if stages == 1:
-        return 1
     given = cells.whole("vpp")
+    if unlike and (given or 1) > 1:
+        cells.notes.append(f"vpp 1 (the row says {given}; unlike stages have one part)")
+    if stages == 1 or unlike:
+        return 1
     if given is not None:
         most = math.ceil((sizes.layers + 2) / stages)
         if given > most:
@@ -474,6 +494,8 @@ def _chunks(
 def _sequence_parallel(cells: _Cells, source: Framework, tensor: int) -> bool:
     text = cells.text("sp")
     if text:
+        if not words.known(text):
+            cells.notes.append(f"sp on (for {text!r})")
         return tensor > 1 and words.yes(text)
     if tensor > 1:
         word = "on" if source.sequence_parallel else "off"
@@ -509,15 +531,16 @@ def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> tuple[Remat, boo
 
 def _precision(cells: _Cells, source: Framework, device: Entry) -> str:
     text = cells.text("precision").lower()
+    found = words.precision(text) if text else source.dtype
     if not text:
-        cells.notes.append(f"precision {source.dtype} ({source.name}'s default)")
-        return source.dtype
-    found = words.precision(text)
-    if found not in (text, text.replace("fp", "f")):
+        cells.notes.append(f"precision {found} ({source.name}'s default)")
+    elif found not in (text, text.replace("fp", "f")):
         cells.notes.append(f"precision {found} (for {cells.text('precision')!r})")
     if found == "f8" and "f8" not in dict(device.kind.flops_per_second):
         cells.notes.append(f"{device.kind.display_name()} has no fp8: bf16's peak")
         found = "bf16"
+    if found == "bf16" and device.kind.widens_bfloat16:
+        cells.notes.append(f"{device.kind.display_name()} has no bf16: f16's peak")
     return found
 
 
@@ -525,6 +548,7 @@ def _note_mix(
     cells: _Cells, device: Device, unlike: tuple[StageOf, ...], count: int
 ) -> None:
     """A mix whose stages the row does not give is taken for its slowest part."""
+    cells.notes += notes_of(cells.text("notes"), unlike, count)
     if device.others and not unlike:
         cells.notes.append(
             f"all {count} as {device.entry.kind.display_name()}, the slowest of "

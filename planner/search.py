@@ -65,10 +65,10 @@ from whalejax.planner.scored import Scored as Scored
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.update import (
     combined_gradients,
-    odd_share,
     storage_collectives,
     turning_seconds,
     update_seconds,
+    whole_shares,
 )
 
 
@@ -543,11 +543,11 @@ class Search:
         storage = storage_collectives(self.facts, layouts, s, cast)
         found = [c for cost in costs for c in cost.collectives]
         gradients = [c for c in found if c.what == "gradient"]
-        odd = odd_share(self.facts, layouts, s, cast)
+        whole = whole_shares(self.facts, layouts, s, cast)
         asked = [
             *(c for c in found if c.what != "gradient"),
             *storage.in_micro_batch,
-            *combined_gradients(gradients, zero, s.mesh, s.cluster, odd),
+            *combined_gradients(gradients, zero, s.mesh, s.cluster, *whole),
             *storage.in_update,
         ]
         run = []

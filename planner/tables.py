@@ -48,11 +48,8 @@ def estimate_table(table: Table) -> list[dict[str, str]]:
         prices = runs.price(known)
         for place, (index, run) in enumerate(alike):
             peak = float(prices.peak_bytes[place])
-            found[index] = (
-                float(prices.step_seconds[place]),
-                peak,
-                peak <= run.device.kind.memory_bytes,
-            )
+            fits = read[index].taken or peak <= run.device.kind.memory_bytes
+            found[index] = float(prices.step_seconds[place]), peak, fits
     for index, one in enumerate(read):
         if one.run is not None and one.run.unlike:
             price = price_unlike(one.run, known)
@@ -95,9 +92,11 @@ def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
             f"{source} has the columns {', '.join(taken)} already. Remove them, or "
             "give the table that it was made from"
         )
+    path = Path(target)
+    if path.exists() and path.samefile(source):
+        raise WhaleError(f"{target} is the table itself. Give -o another name")
     added = estimate_table(table)
     text = _csv(table, added)
-    path = Path(target)
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         part.write_text(text, encoding="utf-8")

@@ -113,10 +113,10 @@ def _turning(before: Spec, after: Spec, nbytes: float, s: Setting) -> float:
     return float(s.cluster.slowest.turned_seconds(payload))
 
 
-def odd_share(
+def whole_shares(
     facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
-) -> float:
-    """Which part of sharded gradients the compiler reduces whole, for their tiles.
+) -> tuple[float, float]:
+    """Which parts of the gradients are reduced whole where others are scattered.
 
     Args:
         facts: the parameters.
@@ -125,8 +125,16 @@ def odd_share(
         cast_bytes: bytes of a parameter as computed with, over its stored bytes.
 
     Returns:
-        A fraction of their bytes; see ``CompilerProfile.scatters_odd_tiles``.
+        Of those that storage shards, what the compiler reduces whole for their tiles
+        (see ``CompilerProfile.scatters_odd_tiles``); of all, what storage leaves whole.
     """
+    odd = _odd_share(facts, layouts, s, cast_bytes)
+    return odd, _kept_share(facts, layouts, s)
+
+
+def _odd_share(
+    facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting, cast_bytes: float
+) -> float:
     if s.cluster.compiler.scatters_odd_tiles:
         return 0.0
     sharded = odd = 0.0
@@ -137,6 +145,16 @@ def odd_share(
         sharded += nbytes
         odd += nbytes * _odd(group, layout, s, cast_bytes)
     return odd / max(1.0, sharded)
+
+
+def _kept_share(facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting) -> float:
+    total = kept = 0.0
+    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        nbytes = group.uses * group.nbytes * count / shards(layout.compute, s.mesh)
+        total += nbytes
+        if not _added(layout.compute, layout.gradient):
+            kept += nbytes
+    return kept / max(1.0, total)
 
 
 def _odd(group: LeafGroup, layout: LeafLayout, s: Setting, cast_bytes: float) -> bool:
@@ -191,6 +209,7 @@ def combined_gradients(
     mesh: Mapping[str, int],
     cluster: Cluster,
     odd: float = 0.0,
+    kept: float = 0.0,
 ) -> tuple[Collective, ...]:
     """Gradient reductions as the compiler runs them: one for each set of axes.
 
@@ -203,7 +222,7 @@ def combined_gradients(
         zero: ZeRO level over ``data``.
         mesh: axis sizes.
         cluster: the machine.
-        odd: from ``odd_share``.
+        odd, kept: from ``whole_shares``.
     """
     totals: Counter[tuple[str, ...]] = Counter()
     for c in gradients:
@@ -216,13 +235,17 @@ def combined_gradients(
         if _at_once(axes, compiler) or not (compiler.reduce_scatter and scattered):
             found.append(_reduction("all-reduce", axes, payload))
             continue
-        whole = int(payload * odd)
-        found.append(_reduction("all-reduce", scattered, whole))
-        found.append(_reduction("reduce-scatter", scattered, payload - whole))
         left = tuple(a for a in axes if a not in sharding)
-        parts = math.prod(mesh[a] for a in scattered)
+        unsharded = int(payload * kept)
+        payload -= unsharded
+        whole = int(payload * odd)
+        found.append(_reduction("reduce-scatter", scattered, payload - whole))
         if left:
+            parts = math.prod(mesh[a] for a in scattered)
+            found.append(_reduction("all-reduce", scattered, whole))
             found.append(_reduction("all-reduce", left, payload // parts))
+            whole = 0
+        found.append(_reduction("all-reduce", axes, unsharded + whole))
     return tuple(c for c in found if c.payload_bytes)
 
 

@@ -59,6 +59,16 @@ def yes(text: str) -> bool:
     return lowered not in NO and lowered not in ("1", "1.0")
 
 
+def known(text: str) -> bool:
+    """Whether a cell is a word for yes or no, or a number.
+
+    >>> [known(text) for text in ("on", "8", "None", "maybe")]
+    [True, True, True, False]
+    """
+    lowered = text.strip().lower()
+    return lowered in NO | YES or lowered.replace(".", "", 1).isdigit()
+
+
 def remat(text: str, selective: Remat) -> Remat | None:
     """What is computed again, or None where a table has a name of its own for it.
 

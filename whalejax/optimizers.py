@@ -39,17 +39,19 @@ def updates(
         loss: which it is given as ``value``.
 
     Raises:
-        WhaleError: it takes other arguments.
+        WhaleError: it takes other arguments, or parameters in a form of its own.
     """
     try:
         found: tuple[Any, Any] = optimizer.update(gradients, state, params, value=loss)
-    except TypeError as error:
-        if type(error) is not TypeError or "argument" not in str(error):
+    except (TypeError, AttributeError) as error:
+        if type(error) is not AttributeError and (
+            type(error) is not TypeError or "argument" not in str(error)
+        ):
             raise  # JAX's own are such errors, too.
         raise WhaleError(
             "the optimizer's update fails on gradients, state, parameters and value= "
             f"(the loss), which is all that a step has for it: {error}. Take one that "
-            "needs no line search and no second gradient"
+            "needs no line search, no second gradient and no parameters in its own form"
         ) from error
     return found
 

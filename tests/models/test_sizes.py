@@ -9,6 +9,8 @@ import jax
 import pytest
 from flax import nnx
 
+from whalejax import models
+from whalejax.meshes.problems import WhaleError
 from whalejax.models import bert, gpt, moe, resnet
 
 
@@ -88,3 +90,29 @@ def test_experts_hold_most_of_a_sparse_model() -> None:
     )
     assert of_experts == experts
     assert experts > 0.9 * count(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gpt-test", {"heads": 5}, "heads is 5 and embed 48; heads must divide it"),
+        ("llama-test", {"kv_heads": 3}, "kv_heads is 3 and heads 8"),
+        ("gpt-test", {"dropout_rate": 2}, "dropout_rate is 2; expected a number, 0"),
+        ("gpt-test", {"dropout_rate": "abc"}, "dropout_rate is 'abc'"),
+        ("gpt-test", {"scan_layers": "maybe"}, "expected true or false"),
+        ("gpt-test", {"dtype": "foo"}, "dtype is 'foo'; expected one of float32"),
+        ("gpt-test", {"learning_rate": "fast"}, "learning_rate is 'fast'"),
+        ("gpt-test", {"seed": "one"}, "seed is 'one'; expected a number, 0 or more"),
+        ("resnet50", {"image_size": 0}, "image_size is 0; expected a number, 1 or"),
+    ],
+)
+def test_values_that_no_option_has(
+    name: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(WhaleError) as error:
+        models.job(name, **options)
+    assert words in str(error.value)
+
+
+def test_heads_of_their_own_width_need_not_divide() -> None:
+    assert models.job("t5-test", heads=3).name == "t5-test"

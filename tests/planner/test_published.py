@@ -105,6 +105,10 @@ def test_no_attention_kernel_is_written_for_volta() -> None:
         ("table 3", "pytorch/torchtitan:benchmarks/llama3.md", "TorchTitan"),
         ("alpaca", "", "an unnamed framework"),
         ("alpa-gpt", "", "Alpa"),
+        ("LLM Foundry", "", "LLM Foundry"),
+        ("hugging_face", "", "Hugging Face Transformers"),
+        ("Megatron-LM (2021)", "", "Megatron-LM of 2021 and 2022"),
+        ("Megatron-LM 0.11 (2025)", "", "Megatron-LM and NeMo"),
         ("mine", "", "an unnamed framework"),
     ],
 )
@@ -468,3 +472,45 @@ def test_a_sequence_is_padded_for_the_ranks_that_share_it() -> None:
     long = {"seq": "2049", "cp": "4", "tp": "2", "pp": "1"}
     assert read(**long).sizes.seq == 2052
     assert "seq 2052 (cp 4 does not divide 2049)" in note(**long)
+
+
+def test_what_is_not_as_the_row_says_is_said() -> None:
+    assert "zero_stage 3 (the row says 7)" in note(zero_stage="7", pp="1")
+    assert "topk 8 (the row says 9)" in note(experts="8", topk="9")
+    assert "topk 1 (none given)" in note(experts="8")
+    assert "ep 1 (none given)" in note(experts="8")
+    assert "sp on (for 'maybe')" in note(sp="maybe")
+    assert "V100-32 has no bf16: f16's peak" in note(device="V100-32GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("RTX4090", "rtx3090-4090"),
+        ("RTX 4090", "rtx3090-4090"),
+        ("A10080GB", "a100-80"),
+        ("GB200", "b200"),
+    ],
+)
+def test_names_without_blanks(text: str, kind: str) -> None:
+    assert read_device(text).entry.kind.name == kind
+
+
+def test_what_only_looks_like_a_name_is_none() -> None:
+    with pytest.raises(WhaleError, match="'A1000' names no family"):
+        read_device("A1000")
+    assert read_device("GB200 NVL72", guess=True).notes == ("GB200 NVL72 as B200",)
+
+
+UNLIKE = "stages [V100-16xTP2] -> [T4xTP1]; profile-layers per stage 6|4"
+
+
+def test_unlike_stages_have_the_devices_that_they_name() -> None:
+    found = read_row({**ROW, "notes": UNLIKE, "num_devices": "2", "tp": "1"})
+    assert found.run is not None
+    assert (found.run.num_devices, found.run.chunks) == (3, 1)
+    assert "num_devices 3 (of the stages; the row says 2)" in found.notes
+    vpp = note(notes=UNLIKE, vpp="2")
+    assert "vpp 1 (the row says 2; unlike stages have one part)" in vpp
+    unknown = note(notes=UNLIKE.replace("T4", "Foo9"))
+    assert "device 'Foo9' is unknown: as a100-80" in unknown

@@ -82,3 +82,33 @@ def test_a_target_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -
     with pytest.raises(WhaleError, match="cannot be written there"):
         estimate_file(source, tmp_path / "none" / "out.csv")
     assert [p.name for p in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_a_framework_that_interleaves_has_unlike_stages_too(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    row = f'Megatron-LM,gpt,8,1024,16,2048,64,V100-16,8,2,2,,"{STAGES}"'
+    source.write_text(f"{HEADER}\n{row}\n")
+    assert estimate_file(source, target) == (1, 1)
+
+
+def test_what_is_taken_to_fit_fits(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    rows = [
+        f"nemo,llama,{layers},4096,32,2048,256,TPU v5e,32,1,1,,"
+        for layers in (16, 24, 32, 40)
+    ]
+    source.write_text("\n".join([HEADER, *rows]) + "\n")
+    estimate_file(source, target)
+    with target.open() as file:
+        found = list(csv.DictReader(file))
+    taken = [row for row in found if "taken to fit" in row["note"]]
+    assert taken
+    assert {row["fits"] for row in taken} == {"yes"}
+
+
+def test_the_table_is_not_written_over(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text(TABLE)
+    with pytest.raises(WhaleError, match="is the table itself. Give -o another"):
+        estimate_file(source, tmp_path / "." / "in.csv")
+    assert source.read_text() == TABLE

@@ -146,3 +146,15 @@ def test_what_is_cut_afterwards_is_reduced_alone() -> None:
 def test_each_use_of_a_parameter_has_a_gradient_of_its_own() -> None:
     found = memory(looked_up(4096, 256), zero=0)
     assert found.gradients_bytes == found.working_bytes == 2 * 4 * 4096 * 256
+
+
+def test_gradients_that_storage_leaves_whole_are_reduced_whole() -> None:
+    p = Program()
+    x = p.einsum("bi,ij->bj", p.batch("x", 16, 64), p.param("w", 64, 128))
+    odd = p.einsum("bi,ij->bj", p.batch("y", 16, 33), p.param("odd", 33, 35))
+    graph = p.graph(p.add(p.einsum("bj->", x), p.einsum("bj->", odd)))
+    found = plan_of(graph, "h100:4", mesh={"fsdp": 4}, num_micro_batches=1)
+    gradients = {
+        c.kind: c.payload_bytes for c in found.collectives if c.what == "gradient"
+    }
+    assert gradients == {"reduce-scatter": 4 * 64 * 128, "all-reduce": 4 * 33 * 35}

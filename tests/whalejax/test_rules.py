@@ -1,0 +1,75 @@
+"""A plan's table of rules, as Flax itself reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flax.linen.spmd import logical_to_mesh_axes
+
+import whalejax as wh
+from whalejax import jobs, models
+
+
+pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it
+
+
+def planned(name: str, mesh: dict[str, int], **options: Any) -> wh.Plan:
+    job = models.job(name, annotated=False, **options)
+    model = jobs.abstract_model(job)
+    return wh.plan(
+        job.loss_fn,
+        model,
+        job.batch_at(0, 128),
+        optimizer=job.optimizer,
+        cluster="h100:8",
+        mesh=mesh,
+    )
+
+
+def laid_out(names: tuple[str | None, ...], plan: wh.Plan) -> tuple[Any, ...]:
+    """Mesh axes of each dimension, by Flax."""
+    found = logical_to_mesh_axes(names, plan.flax_rules())
+    assert found is not None
+    whole = (*found, *[None] * (len(names) - len(found)))
+    return tuple(
+        () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for axes in whole
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("gpt-test", {"fsdp": 8}, {"scan_layers": True, "layers": 4}),
+        ("gpt-test", {"fsdp": 2, "tensor": 4}, {"scan_layers": True, "layers": 4}),
+        ("moe-test", {"fsdp": 8}, {}),
+        ("bert-test", {"data": 2, "tensor": 4}, {}),
+    ],
+)
+def test_flax_lays_parameters_out_as_planned(
+    name: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    plan = planned(name, mesh, **options)
+    for leaf in plan.leaves:
+        names = tuple(roles[0] if roles else None for roles in leaf.roles)
+        assert laid_out(names, plan) == leaf.param_spec, leaf.path
+
+
+def test_the_batch_takes_its_axis_before_what_storage_shards() -> None:
+    plan = planned("gpt-test", {"fsdp": 8}, scan_layers=True, layers=4)
+    stored = [
+        roles[0]
+        for leaf in plan.leaves
+        for roles, axes in zip(leaf.roles, leaf.param_spec, strict=True)
+        if axes
+    ]
+    for dimension in set(stored):
+        assert laid_out(("batch", dimension), plan) == (("fsdp",), ())
+
+
+def test_stacks_whose_dimension_has_no_name_are_refused() -> None:
+    plan = planned("gpt-test", {"stage": 4, "data": 2}, scan_layers=True, layers=4)
+    with pytest.raises(wh.PlanError, match=r"would be stored as .*stage") as error:
+        plan.flax_rules()
+    assert "Use plan.partition_specs()" in str(error.value)
