@@ -200,8 +200,15 @@ def row_seconds(
 
 def _turned_bytes(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any]:
     """What a compiler that copies kernels turns round, forward and backward."""
-    if row.kind != CONVOLUTION or not s.cluster.compiler.copies_kernels:
+    if not s.cluster.compiler.copies_kernels:
         return 0.0, 0.0
+    if row.kind != CONVOLUTION:
+        turned = None if row.product is None else row.product.turned
+        if turned is None or not any(
+            x.weight and x.differentiable for x in row.operands
+        ):
+            return 0.0, 0.0
+        return 0.0, local_bytes(row.slots[turned], hits, s)
     image, kernel = row.operands
     ahead, behind = (turns * local_bytes(kernel, hits, s) for turns in KERNEL_TURNS)
     seen = sum(local_bytes(x, hits, s) for x in (image, *row.results))

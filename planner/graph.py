@@ -380,6 +380,35 @@ class Graph:
                     found[t] = found[t] and op.kind in ("dot_general", CONVOLUTION)
         return tuple(f and r for f, r in zip(found, read, strict=True))
 
+    def turned(self) -> dict[int, int]:
+        """What is turned round for the gradient of each product's weight.
+
+        That gradient has the weight's first dimension as its rows, and contracts what
+        is first in both of its operands: the one that has the rows is turned.
+
+        Returns:
+            Number of an operation to a slot: an operand, or the result, of whose shape
+            the cotangent is.
+        """
+        source = {t.id: t.id for t in self.tensors if t.kind == "param"}
+        found: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if op.kind in ("transpose", "convert_element_type", "copy") and op.operands:
+                if op.operands[0] in source:
+                    source[op.results[0]] = source[op.operands[0]]
+            if op.kind != "dot_general" or op.matmul is None:
+                continue
+            sides = [t in source for t in op.operands[:2]]
+            if sum(sides) != 1:
+                continue
+            mine = sides.index(True)
+            param = self.tensors[source[op.operands[mine]]]
+            m, k, n, _ = op.matmul
+            rows = param.shape[0] if param.shape else 0
+            by_result = rows == (m, n)[mine] and rows != k
+            found[index] = len(op.operands) if by_result else 1 - mine
+        return found
+
     def weight_tensors(self) -> tuple[bool, ...]:
         """For every tensor: it depends on parameters and on nothing else."""
         weight = [t.kind == "param" for t in self.tensors]

@@ -8,12 +8,12 @@ span they are not told apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.cost import Setting
+from whalejax.planner.cost import RowCost, Setting
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout, summed_over
 from whalejax.planner.memory import kept_bytes
@@ -21,6 +21,12 @@ from whalejax.planner.moments import Moments
 from whalejax.planner.plan import MemoryTerms
 from whalejax.planner.terms import FETCHED
 from whalejax.planner.update import reduced_whole
+
+
+GATHER_COPIES = 2
+"""Copies of a gathered value that stand beside it on CPU, whose readers want it lying
+otherwise: of logits that a BERT's tensor ranks gather, two beside the two priced
+anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +143,13 @@ def _then(*rows: np.ndarray, last: Sequence[float]) -> tuple[np.ndarray, ...]:
     return tuple(np.append(row, end) for row, end in zip(rows, last, strict=True))
 
 
+def largest_gather(costs: Iterable[RowCost]) -> float:
+    """Bytes of the largest value that is gathered on its way to its readers."""
+    found = (c for cost in costs for c in cost.collectives if c.what == "border")
+    sizes = (float(c.payload_bytes) for c in found if c.kind == "all-gather")
+    return max(sizes, default=0.0)
+
+
 def peak_of(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
@@ -149,6 +162,7 @@ def peak_of(
     accumulates: bool,
     away: Sequence[int],
     in_flight: float = 1.0,
+    gathered: float = 0.0,
 ) -> MemoryTerms:
     """Memory on one device at the fullest moment of a step.
 
@@ -163,6 +177,7 @@ def peak_of(
         accumulates: gradients of several micro-batches are summed.
         away: of each group, how many lie in host memory.
         in_flight: micro-batches whose activations are kept at once.
+        gathered: bytes of the largest value that is gathered along the sequence.
     """
     leaves = _leaves(facts, layouts, found, tables, s, cast_bytes, away)
     kinds = np.array(kept_bytes(found.kinds, tables, s) or [0.0])
@@ -185,6 +200,8 @@ def peak_of(
     earlier = working + before > making + born
     born = np.where(earlier, before, born)
     working = np.where(earlier, working, making) + leaves.casts
+    if s.cluster.compiler.reduces_at_end:
+        working += GATHER_COPIES * gathered
     if accumulates:
         working, born = working + born, np.full(len(born), leaves.summed)
     if any(away):

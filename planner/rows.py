@@ -49,6 +49,8 @@ class Product:
         left_gradient, right_gradient: that operand needs a gradient, which is one
             more product of the same FLOPs in the backward pass.
         share: part of it that is done, below 1 where a mask hides some.
+        turned: slot of what is turned round for its weight's gradient; see
+            ``Graph.turned``.
         zigzag: of attention in blocks: rows are dealt out in zig-zag order.
     """
 
@@ -64,6 +66,7 @@ class Product:
     left_gradient: bool
     right_gradient: bool
     share: float = 1.0
+    turned: int | None = None
     zigzag: bool = False
 
 

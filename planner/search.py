@@ -53,7 +53,7 @@ from whalejax.planner.leaves import (
 )
 from whalejax.planner.memory import Residents, residents
 from whalejax.planner.moments import Moments, moments
-from whalejax.planner.peaks import peak_of
+from whalejax.planner.peaks import largest_gather, peak_of
 from whalejax.planner.pins import pinned_axes
 from whalejax.planner.prices import Prices
 from whalejax.planner.program import Program
@@ -446,8 +446,7 @@ class Search:
         def memory(place: int) -> MemoryTerms:
             key = counts[place], offload
             if key not in case.memories:
-                s = self.setting(case.mesh, counts[place])
-                case.memories[key] = self._memory(case.layouts, case.tables, s, offload)
+                case.memories[key] = self._memory(case, counts[place], offload)
             return case.memories[key]
 
         last = len(counts) - 1
@@ -461,29 +460,30 @@ class Search:
         return counts[last], memory(last)
 
     def _memory(
-        self,
-        layouts: Sequence[LeafLayout],
-        tables: Mapping[int, Table],
-        s: Setting,
-        offload: tuple[str, ...],
+        self, case: _Case | Scored, count: int, offload: tuple[str, ...]
     ) -> MemoryTerms:
-        request = self.request
+        request, layouts, s = self.request, case.layouts, self.setting(case.mesh, count)
+        costs: Sequence[RowCost] = ()
+        if self.cluster.compiler.reduces_at_end and isinstance(case, _Case):
+            self._case_time(case, count)
+            costs = case.costs[count]
         found = peak_of(
             self.facts,
             layouts,
             self._apart if "activations" in offload else self.moments,
-            tables,
+            case.tables,
             s,
             state_bytes=request.state_bytes,
             cast_bytes=request.cast_bytes,
             accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
             away=self.hosting.away(layouts, offload),
             in_flight=request.in_flight,
+            gathered=largest_gather(costs),
         )
         moved = self.hosting.state_bytes(layouts, s.mesh, offload)
         return dataclasses.replace(
             found,
-            batch_bytes=self._batch_bytes(tables, s.mesh),
+            batch_bytes=self._batch_bytes(case.tables, s.mesh),
             optimizer_bytes=found.optimizer_bytes - moved,
             host_bytes=found.host_bytes + moved,
         )
@@ -495,10 +495,9 @@ class Search:
             scored: one of this search.
             in_flight: how many.
         """
-        s = self.setting(scored.mesh, scored.num_micro_batches)
         asked = self.request
         self.request = dataclasses.replace(asked, in_flight=in_flight)
-        found = self._memory(scored.layouts, scored.tables, s, scored.offload)
+        found = self._memory(scored, scored.num_micro_batches, scored.offload)
         self.request = asked
         return found
 

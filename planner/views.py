@@ -77,6 +77,7 @@ class Views:
         self.home: list[int | None] = [None] * count
         self.whole = frozenset(graph.whole)
         self.again = graph.runs_again()
+        self.turned = graph.turned()
         self.multiplied = graph.only_multiplied()
         self.fusing = [self._fuses(op) for op in graph.ops]
         self._read()
@@ -207,7 +208,7 @@ class Views:
             count=0,
             operands=operands,
             results=results,
-            product=self._product(op, operands, results),
+            product=self._product(index, op, operands, results),
             reads=self._reads(op),
             writes=self._writes(op),
             transcendental=op.kind in TRANSCENDENTAL,
@@ -217,7 +218,11 @@ class Views:
         )
 
     def _product(
-        self, op: Op, operands: tuple[Slot, ...], results: tuple[Slot, ...]
+        self,
+        index: int,
+        op: Op,
+        operands: tuple[Slot, ...],
+        results: tuple[Slot, ...],
     ) -> Product | None:
         if op.matmul is None:
             return None
@@ -255,6 +260,7 @@ class Views:
             left_gradient=operands[0].differentiable,
             right_gradient=operands[1].differentiable,
             share=op.share,
+            turned=self.turned.get(index),
         )
 
     def _reads(self, op: Op) -> tuple[int, ...]:
