@@ -9,18 +9,22 @@ import pytest
 from tests.planner.graphs import Program
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.cost import Setting
+from whalejax.planner.collectives import CollectiveKind
+from whalejax.planner.cost import Collective, RowCost, Setting, row_seconds
 from whalejax.planner.dimensions import analyse
 from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph
 from whalejax.planner.leaves import LeafFacts, OptimizerBytes, lay_out
+from whalejax.planner.peaks import largest_gather
 from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.rows import Row
 from whalejax.planner.update import (
     CUT_TURNS,
     GATHER_TURNS,
     turning_seconds,
     update_seconds,
 )
+from whalejax.planner.views import build_rows
 
 
 DEVICES = 4
@@ -158,3 +162,44 @@ def test_gradients_that_storage_leaves_whole_are_reduced_whole() -> None:
         c.kind: c.payload_bytes for c in found.collectives if c.what == "gradient"
     }
     assert gradients == {"reduce-scatter": 4 * 64 * 128, "all-reduce": 4 * 33 * 35}
+
+
+def test_the_operand_with_the_rows_of_a_weight_is_turned_for_its_gradient() -> None:
+    plain, tied = multiplied(7, 64), looked_up(511, 32)
+    assert [*plain.turned().values()] == [0, 0]
+    (slot,) = tied.turned().values()
+    assert slot == 2  # the cotangent of the logits: the table's rows are their columns
+
+
+def test_turning_it_takes_time_on_cpus() -> None:
+    graph = multiplied(8, 64)
+    dims, slow = analyse(graph), machine()
+    mesh = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+    profile = dataclasses.replace(slow.compiler, copies_kernels=False)
+    plain = dataclasses.replace(slow, compiler=profile)
+    first, second = (r for r in build_rows(graph, dims).ops if r.product is not None)
+
+    def behind(row: Row, on: Cluster) -> float:
+        s = Setting(mesh, 1, on, dims)
+        return float(row_seconds(row, {}, s, on.slowest)[1])
+
+    for row, width in ((first, 3), (second, 8)):
+        turned = behind(row, slow) - behind(row, plain)
+        assert turned == pytest.approx(4 * 16 * width / RATE)
+
+
+def test_what_is_gathered_stands_in_memory_several_times() -> None:
+    def border(kind: CollectiveKind, nbytes: int) -> RowCost:
+        found = Collective(
+            kind=kind,
+            axes=("tensor",),
+            phase="backward",
+            what="border",
+            payload_bytes=nbytes,
+            count=1,
+        )
+        return RowCost(compute_seconds=0.0, collectives=(found,))
+
+    costs = [border("all-gather", 5), border("all-gather", 9), border("all-to-all", 99)]
+    assert largest_gather(costs) == 9
+    assert largest_gather([]) == 0
