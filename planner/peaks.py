@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.cost import RowCost, Setting
+from whalejax.planner.cost import Collective, Setting
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout, summed_over
 from whalejax.planner.memory import kept_bytes
@@ -143,10 +143,10 @@ def _then(*rows: np.ndarray, last: Sequence[float]) -> tuple[np.ndarray, ...]:
     return tuple(np.append(row, end) for row, end in zip(rows, last, strict=True))
 
 
-def largest_gather(costs: Iterable[RowCost]) -> float:
+def largest_gather(collectives: Iterable[Collective]) -> float:
     """Bytes of the largest value that is gathered on its way to its readers."""
-    found = (c for cost in costs for c in cost.collectives if c.what == "border")
-    sizes = (float(c.payload_bytes) for c in found if c.kind == "all-gather")
+    found = (c for c in collectives if c.what == "border" and c.kind == "all-gather")
+    sizes = (float(c.payload_bytes) for c in found)
     return max(sizes, default=0.0)
 
 

@@ -446,7 +446,9 @@ class Search:
         def memory(place: int) -> MemoryTerms:
             key = counts[place], offload
             if key not in case.memories:
-                case.memories[key] = self._memory(case, counts[place], offload)
+                waits = self.cluster.compiler.reduces_at_end
+                run = self._case_time(case, key[0])[1] if waits else ()
+                case.memories[key] = self._memory(case, *key, run)
             return case.memories[key]
 
         last = len(counts) - 1
@@ -460,25 +462,23 @@ class Search:
         return counts[last], memory(last)
 
     def _memory(
-        self, case: _Case | Scored, count: int, offload: tuple[str, ...]
+        self,
+        case: _Case | Scored,
+        count: int,
+        offload: tuple[str, ...],
+        collectives: Sequence[Collective],
     ) -> MemoryTerms:
         request, layouts, s = self.request, case.layouts, self.setting(case.mesh, count)
-        costs: Sequence[RowCost] = ()
-        if self.cluster.compiler.reduces_at_end and isinstance(case, _Case):
-            self._case_time(case, count)
-            costs = case.costs[count]
         found = peak_of(
-            self.facts,
-            layouts,
+            *(self.facts, layouts),
             self._apart if "activations" in offload else self.moments,
-            case.tables,
-            s,
+            *(case.tables, s),
             state_bytes=request.state_bytes,
             cast_bytes=request.cast_bytes,
             accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
             away=self.hosting.away(layouts, offload),
             in_flight=request.in_flight,
-            gathered=largest_gather(costs),
+            gathered=largest_gather(collectives),
         )
         moved = self.hosting.state_bytes(layouts, s.mesh, offload)
         return dataclasses.replace(
@@ -497,7 +497,8 @@ class Search:
         """
         asked = self.request
         self.request = dataclasses.replace(asked, in_flight=in_flight)
-        found = self._memory(scored, scored.num_micro_batches, scored.offload)
+        given = scored, scored.num_micro_batches, scored.offload, scored.collectives
+        found = self._memory(*given)
         self.request = asked
         return found
 

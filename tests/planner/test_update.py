@@ -10,7 +10,7 @@ from tests.planner.graphs import Program
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.collectives import CollectiveKind
-from whalejax.planner.cost import Collective, RowCost, Setting, row_seconds
+from whalejax.planner.cost import Collective, Setting, row_seconds
 from whalejax.planner.dimensions import analyse
 from whalejax.planner.fused import reading
 from whalejax.planner.graph import Graph
@@ -189,8 +189,8 @@ def test_turning_it_takes_time_on_cpus() -> None:
 
 
 def test_what_is_gathered_stands_in_memory_several_times() -> None:
-    def border(kind: CollectiveKind, nbytes: int) -> RowCost:
-        found = Collective(
+    def border(kind: CollectiveKind, nbytes: int) -> Collective:
+        return Collective(
             kind=kind,
             axes=("tensor",),
             phase="backward",
@@ -198,8 +198,7 @@ def test_what_is_gathered_stands_in_memory_several_times() -> None:
             payload_bytes=nbytes,
             count=1,
         )
-        return RowCost(compute_seconds=0.0, collectives=(found,))
 
-    costs = [border("all-gather", 5), border("all-gather", 9), border("all-to-all", 99)]
-    assert largest_gather(costs) == 9
+    found = [border("all-gather", 5), border("all-gather", 9), border("all-to-all", 99)]
+    assert largest_gather(found) == 9
     assert largest_gather([]) == 0
