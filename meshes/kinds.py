@@ -307,15 +307,15 @@ class DeviceKind:
             dtype = "tf32"
         if dtype_name(dtype) == "bf16" and self.widens_bfloat16:
             dtype = "f32"
-        found = self._flops_per_second(dtype, m, k, n, batch)
+        if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
+            found = self._flops_per_second(dtype, m, k, n, batch)
+            return found if np.ndim(found) else float(found)
         # A narrow one takes no longer than if it were filled up with zeros.
-        for least in FILLED:
-            rows, depth, columns = (np.maximum(size, least) for size in (m, k, n))
-            part = (m * k * n) / (rows * depth * columns)
-            if np.all(part == 1.0):
-                continue
-            filled = part * self._flops_per_second(dtype, rows, depth, columns, batch)
-            found = np.maximum(found, filled)
+        fills = np.array((0, *FILLED)).reshape(-1, *np.ndim(m * k * n * batch) * (1,))
+        rows, depth, columns = (np.maximum(side, fills) for side in (m, k, n))
+        part = (m * k * n) / (rows * depth * columns)
+        rate = self._flops_per_second(dtype, rows, depth, columns, batch)
+        found = np.max(part * rate, axis=0)
         return found if np.ndim(found) else float(found)
 
     def _flops_per_second(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:

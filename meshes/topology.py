@@ -115,6 +115,8 @@ class CompilerProfile:
         widens: computes what is of 16 bits in float32, and keeps it so.
         reduces_at_end: reduces gradients when all are there, each into memory of its
             own; all at once, or one by one where they are cut into shards afterwards.
+        gathers_first: gathers all parameters before it computes with any, each in every
+            form in which it is read.
         narrow_products: multiplies float32 as bfloat16, as JAX's default precision lets
             it, and moves and keeps what only products read in that type.
         lanes: memory holds arrays in tiles, of which one side is this long; 1 where
@@ -139,6 +141,7 @@ class CompilerProfile:
     repeats: bool = True
     widens: bool = False
     reduces_at_end: bool = False
+    gathers_first: bool = False
     narrow_products: bool = False
     lanes: int = 1
     scatters_whole_torus: bool = True
@@ -221,5 +224,6 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         repeats=False,
         widens=True,
         reduces_at_end=True,
+        gathers_first=True,
     ),
 }

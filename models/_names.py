@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -47,7 +47,7 @@ DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 _OF_JOBS: Final[Mapping[str, Any]] = {
     "batch_size": 1,
     "learning_rate": 1.0,
-    "warmup_steps": 0,
+    "warmup_steps": 1,
     "constant_steps": 0,
     "seed": 0,
     "padded": False,
@@ -120,7 +120,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
     """Record a value that is not of the kind that a field or an option has."""
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    number = _is_number(value)
     whole = number and isinstance(value, int | np.integer)
     if isinstance(like, bool):
         right, expected = isinstance(value, bool | np.bool_), "true or false"
@@ -130,14 +130,39 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
     elif isinstance(like, float) and name.endswith(("_rate", "_smoothing")):
         most = math.inf if name == "learning_rate" else 1.0
         right = number and 0 <= value < most
-        expected = "a number" if most > 1 else "a number, 0 or more and below 1"
+        expected = "a number, 0 or more" + " and below 1" * (most == 1)
     elif isinstance(like, float):
-        right, expected = number, "a number"
+        right, expected = number or isinstance(value, float), "a number"
+    elif isinstance(like, tuple) and like and isinstance(like[0], int):
+        right = isinstance(value, Sequence) and all(
+            isinstance(n, int | np.integer) and n >= 1 for n in value
+        )
+        expected = "whole numbers of at least 1"
     else:
-        right = "dtype" not in name or not isinstance(value, str) or value in DTYPES
+        right = "dtype" not in name or _is_dtype(value)
         expected = f"one of {', '.join(DTYPES)}"
     if not right:
         problems.add(f"{name} is {value!r}; expected {expected}.")
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number, or an array of one."""
+    if isinstance(value, bool | np.bool_ | str):
+        return False
+    if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+        return False
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _is_dtype(value: Any) -> bool:
+    """What a model can compute in: a name, a type of numpy or JAX, or its default."""
+    if value is None or isinstance(value, type):
+        return True
+    name = value if isinstance(value, str) else getattr(value, "dtype", value)
+    return str(name) in DTYPES
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

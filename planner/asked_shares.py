@@ -42,14 +42,16 @@ def check_shares(
             f"shares is {list(asked)!r:.80}; expected whole numbers of micro-batches, "
             f"0 or more, one for each {one}"
         )
-    if num_devices % (len(asked) * stages) or data not in (None, len(asked)):
-        equal = f"equal {one}s" if stages == 1 else f"{one}s of {stages} equal stages"
+    equal = f"equal {one}s" if stages == 1 else f"{one}s of {stages} equal stages"
+    wrong = ""
+    if data not in (None, len(asked)):
+        wrong = f"mesh asks for data {data}"
+    elif num_devices % (len(asked) * stages):
+        wrong = f"{num_devices} devices make no {len(asked)} {equal}"
+    if wrong:
         raise PlanError(
-            f"shares has {len(asked)} entries; {num_devices} devices make no "
-            f"{len(asked)} {equal}"
-            + ("" if data is None else f", and mesh asks for data {data}")
-            + f". Give one number for each {one}, or leave them to the planner "
-            "(shares=None)"
+            f"shares has {len(asked)} entries; {wrong}. Give one number for each "
+            f"{one}, or leave them to the planner (shares=None)"
         )
     total = sum(asked)
     if total == 0 or size % total or count not in (None, total):

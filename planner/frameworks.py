@@ -84,6 +84,9 @@ class Framework:
     attention_generation: int = 8
 
 
+MEGATRON = "megatron"
+"""Word of the one whose years and authors tell apart."""
+
 FRAMEWORKS = (
     Framework(
         name="Megatron-DeepSpeed",
@@ -164,14 +167,14 @@ FRAMEWORKS = (
     ),
     Framework(
         name="InternEvo",
-        words=("internevo", "internlm"),
+        words=("intern-evo", "internlm"),
         overlaps_gradients=False,
         attention_generation=7,
         zero=1,
     ),
     Framework(
         name="TorchTitan",
-        words=("torchtitan", "pytorch-fsdp"),
+        words=("torch-titan", "pytorch-fsdp"),
         compiled=True,
         sequence_parallel=True,
         zero=3,
@@ -189,7 +192,7 @@ FRAMEWORKS = (
     ),
     Framework(
         name="AXLearn",
-        words=("axlearn",),
+        words=("ax-learn",),
         compiled=True,
         flash=False,
         zero=3,
@@ -198,7 +201,7 @@ FRAMEWORKS = (
     ),
     Framework(
         name="MaxText",
-        words=("maxtext",),
+        words=("max-text",),
         compiled=True,
         zero=3,
         remat="full",
@@ -207,7 +210,7 @@ FRAMEWORKS = (
     Framework(
         # ZeRO-3 overlaps what it exchanges; its own examples compute in float16.
         name="DeepSpeed",
-        words=("deepspeed", "zero-infinity", "zero-offload"),
+        words=("deep-speed", "zero-infinity", "zero-offload"),
         zero=3,
         fused_loss=False,
         dtype="f16",
@@ -267,8 +270,9 @@ def framework(source: str, place: str = "") -> Framework:
     """The framework that a row means.
 
     Its words may stand anywhere in the text, as words, their hyphens also as blanks,
-    brackets or nothing. Of several, the last counts (``jax-toolbox-maxtext`` is
-    MaxText), of those that end together the longest.
+    brackets, commas or nothing. Of several, the last counts (``jax-toolbox-maxtext`` is
+    MaxText), of those that end together the longest. Megatron-LM is that of the year or
+    of the authors that stand anywhere beside it.
 
     Args:
         source: the row's ``source``.
@@ -280,6 +284,8 @@ def framework(source: str, place: str = "") -> Framework:
     'TorchTitan'
     >>> framework("Megatron-LM (2021)").name
     'Megatron-LM of 2021 and 2022'
+    >>> framework("Shoeybi et al., Megatron-LM").name
+    'Megatron-LM of 2020'
     """
     for text in (source.strip().lower(), place.strip().lower()):
         found = [
@@ -289,10 +295,24 @@ def framework(source: str, place: str = "") -> Framework:
             for match in re.finditer(_pattern(word), text)
         ]
         if found:
-            return FRAMEWORKS[max(found)[2]]
+            last = FRAMEWORKS[max(found)[2]]
+            beside = _beside(text) if MEGATRON in last.words else None
+            return beside or last
     return UNKNOWN
 
 
+def _beside(text: str) -> Framework | None:
+    """The Megatron whose other words stand in a text that names one."""
+    if MEGATRON not in text:
+        return None
+    for one in FRAMEWORKS:
+        for word in one.words if one.name.startswith("Megatron") else ():
+            others = {*word.split("-")} - {MEGATRON, "lm"}
+            if others and all(re.search(_pattern(part), text) for part in others):
+                return one
+    return None
+
+
 def _pattern(word: str) -> str:
-    inner = r"[-_ ()]*".join(map(re.escape, word.split("-")))
+    inner = r"[-_ ()\[\],:/]*".join(map(re.escape, word.split("-")))
     return rf"(?<![a-z0-9]){inner}(?![a-z])"

@@ -287,6 +287,7 @@ class _Alike:
         self.graph = graph
         self.members = members
         self.second: dict[int, int] = {}
+        self.signatures = [_signature(graph.ops[i]) for i in members[1]]
         self.made: dict[int, tuple[int, int, int]] = {}
         for layer, indices in members.items():
             for place, index in enumerate(indices):
@@ -297,12 +298,13 @@ class _Alike:
         """Whether a layer is as the second."""
         here, there = self.members[layer], self.members[1]
         return len(here) == len(there) and all(
-            self._op(self.graph.ops[a], self.graph.ops[b], layer)
-            for a, b in zip(here, there, strict=True)
+            _signature(self.graph.ops[a]) == signature
+            and self._op(self.graph.ops[a], self.graph.ops[b], layer)
+            for a, b, signature in zip(here, there, self.signatures, strict=True)
         )
 
     def _op(self, here: Op, there: Op, layer: int) -> bool:
-        same = _signature(here) == _signature(there) and all(
+        same = all(
             self._operand(a, b, layer)
             for a, b in zip(here.operands, there.operands, strict=True)
         )

@@ -69,7 +69,8 @@ class LeafGroup:
         turns: of these, those after which XLA's CPU compiler turns the result round, if
             it lies along the last dimension; convolutions turn what their backward pass
             reads themselves, and tables that are looked up are read as they lie.
-        uses: how many operations read it; each has a gradient of its own for it.
+        uses: how often operations read all of it, slices in proportion; each has a
+            gradient of its own for what it reads.
         multiplied: they are float32, and products alone read them.
         narrowed: bytes of one of them as it is read, over its stored bytes, where only
             some TaskGraphs compute in 16 bits; else 1.
@@ -87,7 +88,7 @@ class LeafGroup:
     pinned: int | None
     gathers: int
     turns: int
-    uses: int
+    uses: float
     multiplied: bool
     nbytes: int
     optimizer_bytes: int
@@ -182,7 +183,7 @@ class LeafFacts:
                     pinned=pinned,
                     gathers=gathers[t.id],
                     turns=_turns(readers[t.id], gathers[t.id]),
-                    uses=max(1, len(readers[t.id])),
+                    uses=_uses(readers[t.id]),
                     multiplied=multiplied[t.id],
                     nbytes=t.nbytes,
                     optimizer_bytes=optimizer.by_path.get(t.path, 0),
@@ -318,22 +319,40 @@ def _gathers(graph: Graph, weight: Sequence[bool]) -> Counter[int]:
     return Counter({t.id: max(1, found[t.id]) for t in graph.params})
 
 
-def _readers(graph: Graph, weight: Sequence[bool]) -> dict[int, list[str]]:
-    """Kinds of the operations that read each parameter, through casts and the like."""
-    found: defaultdict[int, list[str]] = defaultdict(list)
+def _readers(
+    graph: Graph, weight: Sequence[bool]
+) -> dict[int, list[tuple[str, float]]]:
+    """What reads each parameter, through casts, slices and the like.
+
+    Returns:
+        For each tensor the kind of every operation, and the part of it that is read.
+    """
+    found: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)
     for op in reversed(graph.ops):
+        if op.kind in LOOPS:
+            continue
         made = bool(op.results) and all(weight[t] for t in op.results)
-        kinds = [kind for t in op.results for kind in found[t]] if made else [op.kind]
-        for t in {t for t in op.operands if weight[t]} if op.kind not in LOOPS else ():
-            found[t] += kinds
+        for t in {t for t in op.operands if weight[t]}:
+            size = max(1, graph.tensors[t].size)
+            if not made:
+                found[t].append((op.kind, 1.0))
+            for r in op.results if made else ():
+                part = min(1.0, graph.tensors[r].size / size)
+                found[t] += [(kind, part * of) for kind, of in found[r]]
     return found
 
 
-def _turns(readers: Sequence[str], gathers: int) -> int:
+def _uses(readers: Sequence[tuple[str, float]]) -> float:
+    """See ``LeafGroup.uses``."""
+    return max(1.0, round(sum(part for _, part in readers), 3))
+
+
+def _turns(readers: Sequence[tuple[str, float]], gathers: int) -> int:
     """See ``LeafGroup.turns``."""
-    if CONVOLUTION in readers:
+    kinds = {kind for kind, _ in readers}
+    if CONVOLUTION in kinds:
         return 1
-    return 0 if LOOKUPS.intersection(readers) else gathers
+    return 0 if LOOKUPS & kinds else gathers
 
 
 def _role_names(tensor: Tensor, dims: Dimensions) -> tuple[tuple[str, ...], ...]:

@@ -69,7 +69,7 @@ def notes_of(text: str, stages: Sequence[StageOf], count: int) -> Iterator[str]:
 
 
 def _replica(text: str) -> Replica:
-    match = re.fullmatch(r"\s*(.+?)\s*x\s*TP\s*(\d+)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(.+?)\s*x\s*TP\s*([1-9]\d*)\s*", text, re.IGNORECASE)
     if match is None:
         raise WhaleError(f"notes: {text.strip()!r} is no KINDxTPn")
     return Replica(device=read_device(match[1], guess=True).entry, tensor=int(match[2]))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost import Collective, Setting
 from whalejax.planner.layout import Table, shards
 from whalejax.planner.leaves import LeafFacts, LeafLayout, summed_over
@@ -109,33 +110,73 @@ def _leaves(
         host=host,
         fetched=fetched,
         updating=updating,
-        reduced=_reduced(facts, layouts, tables, s),
+        reduced=_reduced(facts, layouts, turns, tables, s),
     )
 
 
 def _reduced(
     facts: LeafFacts,
     layouts: Sequence[LeafLayout],
+    turns: np.ndarray,
     tables: Mapping[int, Table],
     s: Setting,
 ) -> tuple[float, float]:
     """See ``_Leaves.reduced``.
 
-    What is cut into shards after it is reduced comes alone, for each parameter.
+    What is cut into shards after it is reduced comes alone, for each parameter; what is
+    cut in a loop, for each of its turns.
     """
     before = whole = largest = 0.0
     if not s.cluster.compiler.reduces_at_end:
         return before, whole
-    for (group, count), layout in zip(facts.groups, layouts, strict=True):
+    for (group, count), layout, times in zip(facts.groups, layouts, turns, strict=True):
         table = tables[group.home]
         if summed_over(group, layout, table, s.mesh, facts.common):
             one = group.uses * group.nbytes / shards(layout.compute, s.mesh)
+            if layout.compute != layout.gradient:
+                one /= times
             before += count * one
             if layout.compute == layout.optimizer:
                 whole += count * one
             else:
                 largest = max(largest, one)
     return before, whole + largest
+
+
+def _fuller(
+    found: Moments, leaves: _Leaves, working: np.ndarray, making: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients and what works in each span, before it makes its own or meanwhile.
+
+    What a span makes is not there yet while it works with what follows; loops hold all
+    of theirs from the start.
+    """
+    born = found.gradients @ leaves.gradients
+    alone = found.gradients @ (leaves.gradients * (found.turns == 1))
+    before, half = born - alone, len(born) // 2
+    before[half:-1] += alone[half + 1 :]
+    earlier = working + before > making + born
+    return np.where(earlier, before, born), np.where(earlier, working, making)
+
+
+def _gathered_first(
+    facts: LeafFacts,
+    leaves: _Leaves,
+    found: Moments,
+    away: Sequence[int],
+    compiler: CompilerProfile,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is gathered before anything is computed with it, outside loops.
+
+    Returns:
+        For each group, bytes of one parameter in one form; and of all of them what
+        waits for the backward pass in each span, and last what there is at first.
+    """
+    one = leaves.gathered * (found.turns == 1) * compiler.gathers_first
+    forms = np.array([group.gathers for group, _ in facts.groups])
+    here = np.array([count for _, count in facts.groups]) - np.array(away)
+    waiting = np.maximum(0.0, here - found.gradients) @ (one * (forms > 1))
+    return one, np.append(waiting, here @ (one * forms))
 
 
 def _then(*rows: np.ndarray, last: Sequence[float]) -> tuple[np.ndarray, ...]:
@@ -187,19 +228,19 @@ def peak_of(
         np.array([(rows @ kinds).max() if found.kinds else 0.0 for rows in several])
         for several in (found.working, found.making)
     )
-    held = found.held * leaves.gathered
+    gathered_first, ready = _gathered_first(
+        facts, leaves, found, away, s.cluster.compiler
+    )
+    held = found.held * (leaves.gathered - gathered_first)
     fetched = found.held @ leaves.fetched
     working += held.max(axis=1, initial=0.0) + fetched
     making += (held + found.made * leaves.fresh).max(axis=1, initial=0.0) + fetched
-    # What a span makes is not there yet while it works with what follows; loops hold
-    # all of theirs from the start.
-    born = found.gradients @ leaves.gradients
-    alone = found.gradients @ (leaves.gradients * (found.turns == 1))
-    before, half = born - alone, len(born) // 2
-    before[half:-1] += alone[half + 1 :]
-    earlier = working + before > making + born
-    born = np.where(earlier, before, born)
-    working = np.where(earlier, working, making) + leaves.casts
+    born, working = _fuller(found, leaves, working, making)
+    working += leaves.casts
+    if gathered_first.any():
+        # As many as have no gradient yet wait for the backward pass.
+        working += ready[:-1]
+        saved, born, working = _then(saved, born, working, last=(0.0, 0.0, ready[-1]))
     if s.cluster.compiler.reduces_at_end:
         working += GATHER_COPIES * gathered
     if accumulates:

@@ -296,11 +296,15 @@ class Pricer:
             found.setdefault(key, []).append(index)
         return [tuple(group) for group in found.values()]
 
-    def add(self, column: Column, rows: Array, values: Any) -> None:
-        """Add to a column at some cells."""
+    def cells(self, column: Column) -> Array:
+        """A column, to add to."""
         if column not in self.columns:
             self.columns[column] = np.zeros(self.number)
-        self.columns[column][rows] += values
+        return self.columns[column]
+
+    def add(self, column: Column, rows: Array, values: Any) -> None:
+        """Add to a column at some cells."""
+        self.cells(column)[rows] += values
 
     def where(self, spot: int) -> tuple[int, int]:
         """TaskGraph and place of a spot."""
@@ -336,29 +340,40 @@ class Pricer:
         for slot in row.slots:
             present |= slot.roles
         home, place = self.where(spot)
-        attention = self.links.meets_itself(row, self.variants[0].spots[0]["context"])
+        timed = [self._timed(row, kind) for kind in range(len(self.cluster.kinds))]
+        launched = self.cells(Column("launches", home, place))
         for group in self.alike(self.alike_in_hits(spot, present)):
             rows, s = self.setting(group)
             hits = self.hits(spot, present)[group[0]]
             launches = 0.0
-            for kind, device in enumerate(self.cluster.kinds):
+            for device, (forward, backward) in zip(
+                self.cluster.kinds, timed, strict=True
+            ):
                 ahead, behind, launches = row_seconds(row, hits, s, device)
                 ahead = ahead * row.count
                 behind = behind * row.count + ahead * row.remat
-                self.add(Column("forward", home, place, kind), rows, ahead)
-                self.add(Column("backward", home, place, kind), rows, behind)
-                if row.product is None or not _weighs(row):
-                    self.add(Column("again", home, place, kind), rows, ahead)
-                if attention:
-                    for phase, seconds in (("forward", ahead), ("backward", behind)):
-                        column = Column("attention", kind=kind, phase=phase)
-                        self.add(column, rows, seconds)
+                for column in forward:
+                    column[rows] += ahead
+                for column in backward:
+                    column[rows] += behind
             if alone:
                 continue
-            self.add(Column("launches", home, place), rows, launches * row.count)
+            launched[rows] += launches * row.count
             for c in gradients_of(row, hits, s):
-                column = Column("gradient", 0, place, axes=c.axes)
-                self.add(column, rows, c.payload_bytes * float(c.count))
+                column = self.cells(Column("gradient", 0, place, axes=c.axes))
+                column[rows] += c.payload_bytes * float(c.count)
+
+    def _timed(self, row: Row, kind: int) -> tuple[list[Array], list[Array]]:
+        """Columns that an operation's seconds count in, forward and backward."""
+        home, place = self.where(row.task_graph)
+        forward = [Column("forward", home, place, kind)]
+        backward = [Column("backward", home, place, kind)]
+        if row.product is None or not _weighs(row):
+            forward.append(Column("again", home, place, kind))
+        if self.links.meets_itself(row, self.variants[0].spots[0]["context"]):
+            forward.append(Column("attention", kind=kind, phase="forward"))
+            backward.append(Column("attention", kind=kind, phase="backward"))
+        return [*map(self.cells, forward)], [*map(self.cells, backward)]
 
     def _flow_signatures(self, flow: Flow) -> Iterator[list[int]]:
         """What decides the collectives of a flow under a variant, but for sizes."""

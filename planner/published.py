@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from whalejax.meshes.catalogue import Entry
@@ -18,6 +18,7 @@ from whalejax.meshes.kinds import VOLTA
 from whalejax.meshes.named import Device, read_device
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner import words
+from whalejax.planner.cells import Cells
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat, framework
 from whalejax.planner.noted import devices_of, notes_of, stages_of
@@ -161,36 +162,13 @@ def _check_cells(row: Mapping[str, str], line: int, problems: Problems) -> None:
             )
 
 
-@dataclass(slots=True)
-class _Cells:
-    """One row on its way to a run."""
-
-    row: Mapping[str, str]
-    notes: list[str] = field(default_factory=list)
-
-    def text(self, column: str) -> str:
-        return (self.row.get(column) or "").strip()
-
-    def whole(self, column: str) -> int | None:
-        text = self.text(column)
-        return int(float(text)) if text else None
-
-    def or_else(self, column: str, value: int, why: str) -> int:
-        """The cell, or a value that is noted."""
-        found = self.whole(column)
-        if found is not None:
-            return found
-        self.notes.append(f"{column} {value} ({why})")
-        return value
-
-
 def read_row(row: Mapping[str, str]) -> Reading:
     """The run that a row describes, with what was inferred.
 
     Args:
         row: column to cell, as ``read_table`` gives them.
     """
-    cells = _Cells(row)
+    cells = Cells(row)
     missing = [name for name in NEEDED if cells.whole(name) is None]
     if missing:
         return Reading(run=None, notes=(f"no {', '.join(missing)}: nothing predicted",))
@@ -213,33 +191,27 @@ def read_row(row: Mapping[str, str]) -> Reading:
     )
 
 
-def _run(cells: _Cells) -> tuple[Run, bool]:
+def _run(cells: Cells) -> tuple[Run, bool]:
     """The run, and whether what it computes again has a name of the row's own."""
     source = framework(cells.text("source"), cells.text("url_or_repo_path"))
     device = read_device(cells.text("device"), guess=True)
     cells.notes += device.notes
     count = cells.whole("num_devices") or 1
-    tensor = cells.or_else("tp", 1, "none given")
-    stages = _stages(cells)
-    context = _context(cells, tensor)
-    ranks = count // (tensor * stages * context)
-    zero, fsdp = _sharding(cells, source, ranks, stages)
-    inner = fsdp * tensor * stages * context
     unlike = stages_of(cells.text("notes"), cells.whole("layers") or 1)
-    if count % inner and not unlike:
-        raise WhaleError(
-            f"num_devices is {count}; fsdp {fsdp} × tp {tensor} × pp {stages} × cp "
-            f"{context} = {inner} does not divide it: nothing predicted"
-        )
-    data = count // inner
-    if cells.whole("dp") != data and not unlike:
-        says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
-        cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
-    sizes = _sizes(cells, source, tensor, context, device.entry)
     _note_mix(cells, device, unlike, count)
     if unlike:
-        count, stages = devices_of(unlike), len(unlike)
-        data, tensor = len(unlike[0].replicas), unlike[0].replicas[0].tensor
+        count, stages, context = devices_of(unlike), len(unlike), 1
+        ranks, tensor = len(unlike[0].replicas), unlike[0].replicas[0].tensor
+        zero, fsdp = _whole_stages(cells, source)
+        data = ranks
+    else:
+        tensor = cells.or_else("tp", 1, "none given")
+        stages = _stages(cells)
+        context = _context(cells, tensor)
+        ranks = count // (tensor * stages * context)
+        zero, fsdp = _sharding(cells, source, ranks, stages)
+        data = _data(cells, count, fsdp, tensor, stages, context)
+    sizes = _sizes(cells, source, tensor, context, device.entry)
     per_rank, over = divmod(cells.whole("global_batch") or 1, data * fsdp)
     if over or not per_rank:
         cells.notes.append(
@@ -276,7 +248,24 @@ def _run(cells: _Cells) -> tuple[Run, bool]:
     return found, own_name
 
 
-def _padded(cells: _Cells, seq: int, context: int) -> int:
+def _data(
+    cells: Cells, count: int, fsdp: int, tensor: int, stages: int, context: int
+) -> int:
+    """Replicas: what is left of the devices."""
+    inner = fsdp * tensor * stages * context
+    if count % inner:
+        raise WhaleError(
+            f"num_devices is {count}; fsdp {fsdp} × tp {tensor} × pp {stages} × cp "
+            f"{context} = {inner} does not divide it: nothing predicted"
+        )
+    data = count // inner
+    if cells.whole("dp") != data:
+        says = f"; the row says {cells.text('dp')}" * (cells.whole("dp") is not None)
+        cells.notes.append(f"dp {data} (num_devices over the other axes{says})")
+    return data
+
+
+def _padded(cells: Cells, seq: int, context: int) -> int:
     """Tokens of a sample until ranks divide them."""
     found = math.ceil(seq / context) * context
     if found != seq:
@@ -284,21 +273,22 @@ def _padded(cells: _Cells, seq: int, context: int) -> int:
     return found
 
 
-def _stages(cells: _Cells) -> int:
+def _stages(cells: Cells) -> int:
     stages, layers = cells.or_else("pp", 1, "none given"), cells.whole("layers") or 1
     if stages > layers:
         raise WhaleError(f"pp {stages} of {layers} layers: nothing predicted")
     return stages
 
 
-def _topk(cells: _Cells, experts: int) -> int:
+def _topk(cells: Cells, experts: int) -> int:
     given = cells.or_else("topk", 1, "none given")
-    if given > experts:
-        cells.notes.append(f"topk {experts} (the row says {given})")
-    return min(given, experts)
+    found = max(1, min(given, experts))
+    if found != given:
+        cells.notes.append(f"topk {found} (the row says {given})")
+    return found
 
 
-def _expert(cells: _Cells, sizes: Decoder, ranks: int) -> int:
+def _expert(cells: Cells, sizes: Decoder, ranks: int) -> int:
     """Ranks that share the experts; each has as many, and they are among the others."""
     if not sizes.experts:
         return 1
@@ -312,7 +302,7 @@ def _expert(cells: _Cells, sizes: Decoder, ranks: int) -> int:
     return found
 
 
-def _frozen(cells: _Cells, sizes: Decoder) -> bool:
+def _frozen(cells: Cells, sizes: Decoder) -> bool:
     """Whether only adapters are trained.
 
     A row says so, or counts fewer FLOPs for a token than the six of each parameter that
@@ -339,8 +329,22 @@ FEWER = 0.8
 """Of a training step's products, below which parameters are not trained."""
 
 
+def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
+    """The same for stages of devices of their own, which hold their parameters whole.
+
+    What a row says otherwise is noted.
+    """
+    for column in ("fsdp", "zero_stage", "cp"):
+        given = cells.whole(column) or 1
+        if given > 1:
+            why = f"the row says {given}; unlike stages are not sharded so"
+            cells.notes.append(f"{column} 1 ({why})")
+    zero = cells.whole("zero_stage")
+    return min(1, source.zero if zero is None else zero), 1
+
+
 def _sharding(
-    cells: _Cells, source: Framework, ranks: int, stages: int
+    cells: Cells, source: Framework, ranks: int, stages: int
 ) -> tuple[int, int]:
     """ZeRO level and the size of the fsdp axis."""
     fsdp = cells.whole("fsdp")
@@ -362,7 +366,7 @@ def _sharding(
 
 
 def _sizes(
-    cells: _Cells, source: Framework, tensor: int, context: int, device: Entry
+    cells: Cells, source: Framework, tensor: int, context: int, device: Entry
 ) -> Decoder:
     hidden = cells.whole("hidden") or 1
     heads = cells.or_else("heads", max(1, hidden // 128), "128 wide")
@@ -403,7 +407,7 @@ def _sizes(
     return replace(sizes, vocab=_shared(vocab, tensor, source))
 
 
-def _gated(cells: _Cells, plain: Decoder, llama: Decoder) -> bool:
+def _gated(cells: Cells, plain: Decoder, llama: Decoder) -> bool:
     """Whether the feed-forward has a gate: by name, by parameters, by width."""
     if cells.whole("ffn") is None:
         cells.notes.append(f"ffn {plain.ffn} (4 × hidden, no gate)")
@@ -432,7 +436,7 @@ def _shared(vocab: int, tensor: int, source: Framework) -> int:
     return math.ceil(vocab / (128 * tensor)) * 128 * tensor
 
 
-def _micro_batch(cells: _Cells, per_rank: int, stages: int, seq: int) -> int:
+def _micro_batch(cells: Cells, per_rank: int, stages: int, seq: int) -> int:
     given = cells.whole("micro_batch")
     if given is None:
         most = 1 if stages > 1 else max(1, LARGEST_TOKENS // seq)
@@ -461,7 +465,7 @@ ROUND = 0.75
 
 
 def _chunks(
-    cells: _Cells,
+    cells: Cells,
     source: Framework,
     sizes: Decoder,
     stages: int,
@@ -491,10 +495,10 @@ def _chunks(
     return chunks
 
 
-def _sequence_parallel(cells: _Cells, source: Framework, tensor: int) -> bool:
+def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
     text = cells.text("sp")
     if text:
-        if not words.known(text):
+        if tensor > 1 and not words.known(text):
             cells.notes.append(f"sp on (for {text!r})")
         return tensor > 1 and words.yes(text)
     if tensor > 1:
@@ -503,7 +507,7 @@ def _sequence_parallel(cells: _Cells, source: Framework, tensor: int) -> bool:
     return source.sequence_parallel and tensor > 1
 
 
-def _context(cells: _Cells, tensor: int) -> int:
+def _context(cells: Cells, tensor: int) -> int:
     """Ranks that share a sequence; a number of those without tensor ranks is that."""
     degree = words.degree(cells.text("sp"))
     if cells.whole("cp") is None and tensor == 1 and degree > 1:
@@ -512,7 +516,7 @@ def _context(cells: _Cells, tensor: int) -> int:
     return cells.or_else("cp", 1, "none given")
 
 
-def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool]:
+def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool]:
     """What is computed again, and whether the row has a name of its own for it."""
     text = cells.text("remat").lower()
     if not text:
@@ -529,7 +533,7 @@ def _remat(cells: _Cells, source: Framework, sizes: Decoder) -> tuple[Remat, boo
     return policy, found is None
 
 
-def _precision(cells: _Cells, source: Framework, device: Entry) -> str:
+def _precision(cells: Cells, source: Framework, device: Entry) -> str:
     text = cells.text("precision").lower()
     found = words.precision(text) if text else source.dtype
     if not text:
@@ -545,7 +549,7 @@ def _precision(cells: _Cells, source: Framework, device: Entry) -> str:
 
 
 def _note_mix(
-    cells: _Cells, device: Device, unlike: tuple[StageOf, ...], count: int
+    cells: Cells, device: Device, unlike: tuple[StageOf, ...], count: int
 ) -> None:
     """A mix whose stages the row does not give is taken for its slowest part."""
     cells.notes += notes_of(cells.text("notes"), unlike, count)
@@ -559,7 +563,7 @@ def _note_mix(
 HOST = 8  # chips of a TPU's host; a slice of several hosts has more
 
 
-def _per_node(cells: _Cells, device: Entry, count: int) -> int:
+def _per_node(cells: Cells, device: Entry, count: int) -> int:
     most = device.torus.max_chips if device.torus is not None else device.node_devices
     given = cells.whole("devices_per_node")
     if device.torus is not None and given is not None and given <= HOST < count:
@@ -579,7 +583,7 @@ def measured_seconds(row: Mapping[str, str], run: Run) -> float | None:
 
     FLOP/s are read in the convention of the framework.
     """
-    cells = _Cells(row)
+    cells = Cells(row)
 
     def positive(column: str) -> float | None:
         text = cells.text(column)

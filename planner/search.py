@@ -18,11 +18,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.planner.between import Split, shared_roles
 from whalejax.planner.choices import (
     NOTHING_TO_SPLIT,
@@ -34,7 +32,6 @@ from whalejax.planner.cost import (
     Collective,
     RowCost,
     Setting,
-    as_run,
     row_flops,
     row_hits,
 )
@@ -62,14 +59,8 @@ from whalejax.planner.regions import weight_homes
 from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Request as Request
 from whalejax.planner.scored import Scored as Scored
+from whalejax.planner.step_time import step_time
 from whalejax.planner.terms import MemoryTerms, TimeTerms
-from whalejax.planner.update import (
-    combined_gradients,
-    storage_collectives,
-    turning_seconds,
-    update_seconds,
-    whole_shares,
-)
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -369,8 +360,15 @@ class Search:
         if count not in case.times:
             s, costs = self.setting(case.mesh, count), case.costs
             costs[count] = costs.get(count) or self.prices.of(case.tables, s)
-            given = case.layouts, case.zero, count, costs[count], s
-            case.times[count] = self._time(*given)
+            case.times[count] = step_time(
+                self.facts,
+                case.layouts,
+                costs[count],
+                s,
+                zero=case.zero,
+                count=count,
+                cast_bytes=self.request.cast_bytes,
+            )
         return case.times[count]
 
     def _scored(self, case: _Case, offload: tuple[str, ...]) -> Scored:
@@ -470,9 +468,11 @@ class Search:
     ) -> MemoryTerms:
         request, layouts, s = self.request, case.layouts, self.setting(case.mesh, count)
         found = peak_of(
-            *(self.facts, layouts),
+            self.facts,
+            layouts,
             self._apart if "activations" in offload else self.moments,
-            *(case.tables, s),
+            case.tables,
+            s,
             state_bytes=request.state_bytes,
             cast_bytes=request.cast_bytes,
             accumulates=s.num_micro_batches * self.graph.num_micro_batches > 1,
@@ -530,56 +530,6 @@ class Search:
             return
         parts = max(self.options.batch_parts(t, mesh) for t in tables.values())
         yield from divisors(self.graph.batch_size // parts)
-
-    def _time(
-        self,
-        layouts: tuple[LeafLayout, ...],
-        zero: int,
-        count: int,
-        costs: tuple[RowCost, ...],
-        s: Setting,
-    ) -> tuple[TimeTerms, tuple[Collective, ...]]:
-        cast = self.request.cast_bytes
-        storage = storage_collectives(self.facts, layouts, s, cast)
-        found = [c for cost in costs for c in cost.collectives]
-        gradients = [c for c in found if c.what == "gradient"]
-        whole = whole_shares(self.facts, layouts, s, cast)
-        asked = [
-            *(c for c in found if c.what != "gradient"),
-            *storage.in_micro_batch,
-            *combined_gradients(gradients, zero, s.mesh, s.cluster, *whole),
-            *storage.in_update,
-        ]
-        run = []
-        seconds: dict[str, float] = defaultdict(float)
-        for collective in asked:
-            c, once = as_run(collective, s)
-            run.append(c)
-            seconds[c.what] += once * c.times(count) / c.count
-        seconds["parameter"] += turning_seconds(self.facts, layouts, s, cast, count)
-        # On the CPU all devices share the cores, and nothing hides.
-        hidden = constants().platforms.get(self.cluster.platform, WHOLE)
-        launches = sum(cost.launches for cost in costs) * count
-        terms = TimeTerms(
-            compute_seconds=sum(cost.compute_seconds for cost in costs) * count,
-            launch_seconds=launches * self.cluster.slowest.launch_seconds,
-            gradient_seconds=seconds["gradient"] * (1 - hidden.overlap_gradients),
-            parameter_seconds=seconds["parameter"] * (1 - hidden.overlap_parameters),
-            activation_seconds=seconds["activation"]
-            + self._exposed(seconds["ring"], costs, count),
-            border_seconds=seconds["border"],
-            update_seconds=update_seconds(self.facts, layouts, self.cluster, s),
-        )
-        return terms, tuple(run)
-
-    def _exposed(
-        self, ring_seconds: float, costs: Sequence[RowCost], count: int
-    ) -> float:
-        """What of a ring's rounds takes longer than what is computed meanwhile."""
-        if self.cluster.platform == "cpu":
-            return ring_seconds
-        covered = sum(cost.covers_seconds for cost in costs) * count
-        return max(0.0, ring_seconds - covered)
 
     def product_flops(self, scored: Scored) -> int:
         """FLOPs of matrix products on one device in one step."""

@@ -93,6 +93,8 @@ def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
             "give the table that it was made from"
         )
     path = Path(target)
+    if path.is_dir():
+        raise WhaleError(f"{target} is a folder. Give -o the name of a file")
     if path.exists() and path.samefile(source):
         raise WhaleError(f"{target} is the table itself. Give -o another name")
     added = estimate_table(table)

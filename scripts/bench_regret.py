@@ -2,9 +2,10 @@
 
 Calibrates this machine's eight virtual devices, then trains gpt, bert, resnet50 and moe
 for a few steps under every mesh and ZeRO level that is feasible, all of them in turn,
-round by round. Printed for each are
-the predicted and the measured step time; per model the regret (the chosen plan's time
-over the best one's, less one) and Kendall's tau of the two orders.
+round by round. Layouts that compile to one program are one layout of several names.
+Printed for each are the predicted and the measured step time and how far its fastest
+and slowest steps lie apart; per model the regret (the chosen plan's time over the best
+one's, less one) and Kendall's tau of the two orders.
 
     python scripts/bench_regret.py [--models gpt,moe] [--steps 3] [--rounds 2]
 
@@ -18,6 +19,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -52,6 +54,11 @@ class Layout:
     seconds: list[float]
 
     @property
+    def spread(self) -> float:
+        """The slowest step over the fastest, less one."""
+        return max(self.seconds) / min(self.seconds) - 1
+
+    @property
     def measured(self) -> float:
         """Median seconds of a step."""
         return statistics.median(self.seconds)
@@ -59,8 +66,8 @@ class Layout:
     def __str__(self) -> str:
         predicted, measured = self.predicted * 1e3, self.measured * 1e3
         return (
-            f"{self.words:44} predicted {predicted:8.1f} ms  measured "
-            f"{measured:8.1f} ms"
+            f"{self.words:54} predicted {predicted:8.1f} ms  measured "
+            f"{measured:8.1f} ms  spread {self.spread:4.0%}"
         )
 
 
@@ -92,6 +99,7 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     chosen = wh.plan(job.loss_fn, model, batch, **common)
     found: dict[str, Layout] = {}
     compiled: dict[str, Any] = {}
+    programs: dict[str, str] = {}
     for mesh, zero in layouts():
         try:
             plan = wh.plan(job.loss_fn, model, batch, mesh=mesh, zero=zero, **common)
@@ -100,30 +108,41 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
         words = words_of(plan)
         if words in found:
             continue
-        compiled[words] = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
+        step = wh.compile(plan, job.loss_fn, model, optimizer=job.optimizer)
+        first = programs.setdefault(program_of(step), words)
+        if first != words:
+            print(f"{words}: the same program as {first}")
+            found[words] = found[first]
+            continue
+        compiled[words] = step
         found[words] = Layout(words, plan.time.step_seconds, [])
     # In turns, so that a slow minute of the machine meets all layouts alike.
     for _ in range(rounds):
         for words, step in compiled.items():
             found[words].seconds += timed(step, job, steps)
             gc.collect()
-    for layout in found.values():
+    order = [found[words] for words in compiled]
+    for layout in order:
         print(layout, flush=True)
-    best = min(found.values(), key=lambda x: x.measured)
-    order = list(found.values())
+    best = min(order, key=lambda x: x.measured)
     tau = kendalltau([x.predicted for x in order], [x.measured for x in order])
     own = found[words_of(chosen)]
-    print(f"{name}: chosen {own.words}; best {best.words}; {len(found)} layouts")
+    print(f"{name}: chosen {own.words}; best {best.words}; {len(order)} layouts")
     return {
         f"regret_{name}": round(own.measured / best.measured - 1, 4),
         f"tau_{name}": round(float(np.asarray(tau)[0]), 3),
-        f"layouts_{name}": len(found),
+        f"layouts_{name}": len(order),
     }
 
 
 def words_of(plan: Any) -> str:
     """The layout of a plan in words."""
     return next(c.layout for c in plan.candidates if c.verdict == "chosen")
+
+
+def program_of(step: Any) -> str:
+    """The compiled program of a step, without what only says where it comes from."""
+    return re.sub(r", metadata={[^}]*}", "", step.lower().compile().as_text())
 
 
 def timed(step: Any, job: Any, steps: int) -> list[float]:
@@ -160,6 +179,8 @@ def main() -> None:
         # Calibrated now: the machine may have been faster or slower when last it was.
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"WHALEJAX_CACHE": cache}
+            # What is compiled to be compared is not compiled again to be run.
+            environment["JAX_COMPILATION_CACHE_DIR"] = cache
             done = subprocess.run(
                 command, env=environment, stdout=subprocess.PIPE, text=True, check=True
             )

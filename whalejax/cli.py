@@ -199,6 +199,10 @@ def _show(command: ShowCommand) -> None:
     from whalejax.planner.plan import Plan
     from whalejax.progress import make_console
 
+    if command.json and command.describe:
+        raise WhaleError(
+            "--describe and --json are two ways to print; give one of them"
+        )
     plan = Plan.load(command.plan)
     if command.json:
         print(json.dumps(plan.document()))

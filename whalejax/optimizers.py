@@ -43,15 +43,15 @@ def updates(
     """
     try:
         found: tuple[Any, Any] = optimizer.update(gradients, state, params, value=loss)
-    except (TypeError, AttributeError) as error:
-        if type(error) is not AttributeError and (
-            type(error) is not TypeError or "argument" not in str(error)
-        ):
+    except (TypeError, AttributeError, ValueError) as error:
+        told = {AttributeError: "", TypeError: "argument", ValueError: "be provided"}
+        if told.get(type(error), "\0") not in str(error):
             raise  # JAX's own are such errors, too.
         raise WhaleError(
             "the optimizer's update fails on gradients, state, parameters and value= "
-            f"(the loss), which is all that a step has for it: {error}. Take one that "
-            "needs no line search, no second gradient and no parameters in its own form"
+            f"(the loss), which is all that a step has for it: {error}. Where it needs "
+            "a line search, a second gradient or parameters in a form of its own, take "
+            "another"
         ) from error
     return found
 
@@ -67,6 +67,9 @@ def optimizer_bytes(
         adapter: the model.
         optimizer: an optax transformation.
         platform: that runs it. On ``"cpu"`` roots and the like are counted, too.
+
+    Raises:
+        WhaleError: it is none, or takes other parameters or arguments than a step has.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), adapter.params
@@ -86,9 +89,10 @@ def optimizer_bytes(
             other += nbytes
         else:
             by_path[owner] += nbytes
-    operations = _operations(params, optimizer) if platform == "cpu" else 0.0
     return OptimizerBytes(
-        by_path=dict(by_path), other_bytes=other, operations=operations
+        by_path=dict(by_path),
+        other_bytes=other,
+        operations=_operations(params, optimizer, counted=platform == "cpu"),
     )
 
 
@@ -99,13 +103,24 @@ _TRACED_LEAVES = 128
 """Of models with more parameters, one of those that differ in a number is traced."""
 
 
-def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
+def _operations(
+    params: Any, optimizer: optax.GradientTransformation, *, counted: bool
+) -> float:
     """Slow operations that an update evaluates for each element of a parameter.
 
-    None are counted of an optimizer that fails: who calls it next says so.
+    None are counted of an optimizer whose own error it is: who calls it next says so.
+
+    Args:
+        params: shapes.
+        optimizer: an optax transformation.
+        counted: otherwise it is only seen whether steps can call it.
+
+    Raises:
+        WhaleError: no step can call it.
     """
+    unfit: WhaleError | None = None
     extended = optax.with_extra_args_support(optimizer)
-    for tree in (_thinned(params), params):
+    for tree in (params,) if counted else (_thinned(params), params):
         try:
             state = jax.eval_shape(extended.init, tree)
             loss = jax.ShapeDtypeStruct((), np.float32)
@@ -116,11 +131,16 @@ def _operations(params: Any, optimizer: optax.GradientTransformation) -> float:
                 traced = jax.make_jaxpr(updates, static_argnums=0)(
                     extended, tree, state, tree, loss
                 )
-        except Exception:  # whatever a user's own update raises
+        except Exception as error:  # whatever a user's own update raises
+            unfit = error if isinstance(error, WhaleError) else None
             continue
+        if not counted:
+            return 0.0
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
         slow: float = _slow_elements(traced.jaxpr) / max(1, size)
         return slow
+    if unfit is not None:
+        raise unfit
     return 0.0
 
 

@@ -85,6 +85,7 @@ def test_compilers_by_platform() -> None:
         repeats=False,
         widens=True,
         reduces_at_end=True,
+        gathers_first=True,
     )
 
 

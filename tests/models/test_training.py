@@ -35,10 +35,17 @@ SHALLOW: Final[dict[str, dict[str, Any]]] = {
     "gnmt-test": {"layers": 2},
 }
 STEPS: Final = 12
+SLOW: Final = ("m6-test", "t5-test")
 
 
 @pytest.mark.relaxed_promotion  # optax promotes its step count
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name in SLOW else [])
+        for name in FAMILIES
+    ],
+)
 def test_the_loss_falls(name: str, on_one_device: Callable[..., Any]) -> None:
     job = models.job(name, **FAMILIES[name])
     batches = [job.batch_at(i % 2) for i in range(STEPS)]

@@ -478,6 +478,7 @@ def test_what_is_not_as_the_row_says_is_said() -> None:
     assert "zero_stage 3 (the row says 7)" in note(zero_stage="7", pp="1")
     assert "topk 8 (the row says 9)" in note(experts="8", topk="9")
     assert "topk 1 (none given)" in note(experts="8")
+    assert "topk 1 (the row says 0)" in note(experts="8", topk="0")
     assert "ep 1 (none given)" in note(experts="8")
     assert "sp on (for 'maybe')" in note(sp="maybe")
     assert "V100-32 has no bf16: f16's peak" in note(device="V100-32GB")
@@ -512,5 +513,23 @@ def test_unlike_stages_have_the_devices_that_they_name() -> None:
     assert "num_devices 3 (of the stages; the row says 2)" in found.notes
     vpp = note(notes=UNLIKE, vpp="2")
     assert "vpp 1 (the row says 2; unlike stages have one part)" in vpp
+    wrong = read_row({**ROW, "notes": UNLIKE.replace("TP1", "TP0")})
+    assert wrong.run is None and "'T4xTP0' is no KINDxTPn" in wrong.notes[0]
     unknown = note(notes=UNLIKE.replace("T4", "Foo9"))
     assert "device 'Foo9' is unknown: as a100-80" in unknown
+
+
+def test_unlike_stages_hold_their_parameters_whole() -> None:
+    given = {"notes": UNLIKE, "fsdp": "4", "zero_stage": "3", "cp": "2"}
+    found = read_row({**ROW, **given})
+    assert found.run is not None
+    run = found.run
+    assert (run.fsdp, run.zero, run.context, run.data) == (1, 1, 1, 1)
+    for words in (
+        "fsdp 1 (the row says 4",
+        "zero_stage 1 (the row says 3",
+        "cp 1 (the",
+    ):
+        assert any(one.startswith(words) for one in found.notes)
+    usual = read(notes=UNLIKE, source="torchtitan", zero_stage="", num_devices="3")
+    assert (usual.fsdp, usual.zero) == (1, 1)

@@ -112,3 +112,5 @@ def test_the_table_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(WhaleError, match="is the table itself. Give -o another"):
         estimate_file(source, tmp_path / "." / "in.csv")
     assert source.read_text() == TABLE
+    with pytest.raises(WhaleError, match="is a folder"):
+        estimate_file(source, tmp_path)

@@ -120,6 +120,8 @@ def test_why_prints_json(two_plans: tuple[str, str], capsys: Captured) -> None:
 def test_describe_is_a_command(two_plans: tuple[str, str], capsys: Captured) -> None:
     assert cli.main(["show", two_plans[0], "--describe"]) == 0
     assert capsys.readouterr().out.split() == pages.spmd().describe().split()
+    assert cli.main(["show", two_plans[0], "--describe", "--json"]) != 0
+    assert "--describe and --json" in capsys.readouterr().err
 
 
 def test_a_plan_of_a_newer_version_is_refused(

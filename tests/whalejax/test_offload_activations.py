@@ -151,6 +151,7 @@ def test_parameters_and_what_no_region_is_around_stay() -> None:
     assert puts(one) == [3 * tokens * 64 * 4]  # the stream between layers, no more
 
 
+@pytest.mark.full
 def test_it_goes_with_the_optimizers_state() -> None:
     job = models.job("llama-test", layers=3)
     step, plain = (

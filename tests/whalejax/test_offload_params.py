@@ -64,7 +64,7 @@ def one_device(name: str, parts: int) -> OneDevice:
 @pytest.mark.parametrize(
     "case",
     [
-        "tensor",
+        pytest.param("tensor", marks=pytest.mark.full),
         "all three",
         "micro-batches",
         pytest.param("ring", marks=pytest.mark.full),

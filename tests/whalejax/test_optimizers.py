@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import whalejax as wh
 from whalejax import jobs, models
 from whalejax.adapters import adapt
 from whalejax.meshes.kinds import Platform
@@ -19,9 +20,18 @@ PARAMS = {"wide": {"kernel": jnp.ones((8, 16))}, "bias": jnp.ones((4,))}
 IS_WIDE = {"wide": {"kernel": True}, "bias": False}
 
 
+MANY = {f"layer_{i}": {"kernel": jnp.ones((8, 16))} for i in range(200)}
+
+
 def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
     """Any."""
     return jnp.sum(batch @ params["wide"]["kernel"]) + jnp.sum(params["bias"])
+
+
+def layered(params: Any, batch: jax.Array) -> jax.Array:
+    """Of ``MANY``."""
+    parts = [jnp.sum(batch @ layer["kernel"]) for layer in params.values()]
+    return jnp.sum(jnp.stack(parts))
 
 
 def counted(
@@ -66,6 +76,33 @@ def test_nothing_is_counted_of_one_that_cannot_be_called(
     assert counted(broken) == 0
 
 
+def test_layers_may_be_trained_unlike() -> None:
+    def label(params: Any) -> Any:
+        low = {f"layer_{i}" for i in range(100)}
+        return {name: "still" if name in low else "adam" for name in params}
+
+    kinds: dict[Any, Any] = {"still": optax.set_to_zero(), "adam": optax.adam(0.1)}
+    optimizer = optax.multi_transform(kinds, label)
+    assert (
+        round(optimizer_bytes(adapt(MANY, layered), optimizer, "cpu").operations) == 2
+    )
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (optax.lbfgs(), "missing 2 required keyword-only"),
+        (optax.contrib.sophia(0.1), "obj_fn must be provided"),
+    ],
+)
+def test_one_that_wants_more_than_a_step_has_is_refused(
+    optimizer: optax.GradientTransformation, text: str, platform: Platform
+) -> None:
+    with pytest.raises(wh.WhaleError, match=text):
+        counted(optimizer, platform)
+
+
 def test_a_reference_model() -> None:
     job = models.job("gpt-test")
     adapter = adapt(jobs.abstract_model(job), job.loss_fn)
@@ -98,13 +135,10 @@ def test_every_turn_of_a_scan_counts() -> None:
     assert counted(optax.GradientTransformation(adam.init, update)) == 13.7
 
 
-def test_of_many_layers_one_is_traced() -> None:
-    many = {f"layer_{i}": {"kernel": jnp.ones((8, 16))} for i in range(200)}
-
-    def loss(params: Any, batch: jax.Array) -> jax.Array:
-        parts = [jnp.sum(batch @ layer["kernel"]) for layer in params.values()]
-        return jnp.sum(jnp.stack(parts))
-
+@pytest.mark.parametrize(("platform", "layers"), [("cpu", 200), ("gpu", 1)])
+def test_of_many_layers_one_is_traced_where_none_is_counted(
+    platform: Platform, layers: int
+) -> None:
     seen: list[int] = []
     adam = optax.adam(0.1)
 
@@ -113,6 +147,6 @@ def test_of_many_layers_one_is_traced() -> None:
         return adam.update(updates, state, params)
 
     optimizer = optax.GradientTransformation(adam.init, update)
-    found = optimizer_bytes(adapt(many, loss), optimizer, "cpu")
-    assert round(found.operations, 1) == 4
-    assert seen == [1]
+    found = optimizer_bytes(adapt(MANY, layered), optimizer, platform)
+    assert round(found.operations, 1) == (4 if platform == "cpu" else 0)
+    assert seen == [layers]

@@ -39,8 +39,8 @@ def _full(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("layers", "mesh", "options"),
     [
-        ((2, 2, 1, 1), {"stage": 4}, {}),
-        _full((2, 1), {"stage": 2}, {"remat": "full"}),
+        _full((2, 2, 1, 1), {"stage": 4}, {}),
+        ((2, 1), {"stage": 2}, {"remat": "full"}),
         _full((2, 1), {**INSIDE}, {"sequence_parallel": True}),
     ],
     ids=["four", "remat", "sequence"],
