@@ -330,17 +330,17 @@ FEWER = 0.8
 
 
 def _whole_stages(cells: Cells, source: Framework) -> tuple[int, int]:
-    """The same for stages of devices of their own, which hold their parameters whole.
-
-    What a row says otherwise is noted.
-    """
+    """ZeRO level and fsdp of stages on devices of their own, which shard nothing."""
     for column in ("fsdp", "zero_stage", "cp"):
         given = cells.whole(column) or 1
         if given > 1:
             why = f"the row says {given}; unlike stages are not sharded so"
             cells.notes.append(f"{column} 1 ({why})")
     zero = cells.whole("zero_stage")
-    return min(1, source.zero if zero is None else zero), 1
+    if zero is None:
+        zero = min(1, source.zero)
+        cells.notes.append(f"zero_stage {zero} ({source.name}'s default)")
+    return min(1, zero), 1
 
 
 def _sharding(

@@ -531,5 +531,7 @@ def test_unlike_stages_hold_their_parameters_whole() -> None:
         "cp 1 (the",
     ):
         assert any(one.startswith(words) for one in found.notes)
-    usual = read(notes=UNLIKE, source="torchtitan", zero_stage="", num_devices="3")
-    assert (usual.fsdp, usual.zero) == (1, 1)
+    given = {"notes": UNLIKE, "source": "torchtitan", "zero_stage": "", "fsdp": ""}
+    usual = read_row({**ROW, **given})
+    assert usual.run is not None and (usual.run.fsdp, usual.run.zero) == (1, 1)
+    assert "zero_stage 1 (TorchTitan's default)" in usual.notes
