@@ -57,6 +57,7 @@ def test_scanned_layers_give_the_same_loss() -> None:
     )
 
 
+@pytest.mark.full
 def test_scanned_experts_give_the_same_loss_and_load() -> None:
     job = moe.job("test", logical_names=False)
     plain = job.make_model(jax.random.key(0))

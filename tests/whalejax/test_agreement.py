@@ -74,16 +74,25 @@ else:
             ),
         ),
         ("optimizer", ("processes 1 have another optimizer than process 0 (",)),
-        ("rate", ("processes 1 have another optimizer than process 0 (",)),
-        (
+        pytest.param(
+            "rate",
+            ("processes 1 have another optimizer than process 0 (",),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             "versions",
             (
                 "processes 1 have another whalejax than process 0 (0.0.9, not",
                 "processes 1 have another jaxlib than process 0 (0.0.8, not",
             ),
+            marks=pytest.mark.full,
         ),
         ("absent", ("processes 1 did not come to the first step in 2 s",)),
-        ("ended", ("processes 1 ended before the first step. Look for",)),
+        pytest.param(
+            "ended",
+            ("processes 1 ended before the first step. Look for",),
+            marks=pytest.mark.full,
+        ),
         ("none", ("went through",)),
     ],
 )

@@ -48,10 +48,9 @@ NOT_EXACT: Final = {
 
 NAMES: Final = [
     "mlp",
-    "gpt",
     *(
         pytest.param(name, marks=pytest.mark.full)
-        for name in ("moe-switch", "bert", "linen", "resnet")
+        for name in ("gpt", "moe-switch", "bert", "linen", "resnet")
     ),
 ]
 

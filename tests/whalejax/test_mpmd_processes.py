@@ -153,7 +153,11 @@ except wh.WhaleError as error:
     ("what", "texts"),
     [
         ("schedule", ("schedule (1f1b, not gpipe)", "plan.save")),
-        ("precision", ("precision (bf16, not f32)", "plan.save")),
+        pytest.param(
+            "precision",
+            ("precision (bf16, not f32)", "plan.save"),
+            marks=pytest.mark.full,
+        ),
         ("optimizer", ("processes 1 have another optimizer than process 0",)),
     ],
 )

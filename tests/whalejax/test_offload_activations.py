@@ -69,6 +69,7 @@ def test_it_computes_the_same(name: str, remat: str, layout: str) -> None:
     assert moved
 
 
+@pytest.mark.full
 def test_each_micro_batch_waits_on_its_own() -> None:
     with jax.enable_x64(True):
         outcome = check(
@@ -82,6 +83,7 @@ def test_each_micro_batch_waits_on_its_own() -> None:
     assert outcome.plan.memory.host_bytes == sum(moved) // 8 // 2 > 0
 
 
+@pytest.mark.full
 def test_attention_that_goes_round() -> None:
     with jax.enable_x64(True):
         outcome = check(

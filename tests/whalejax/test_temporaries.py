@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from whalejax.meshes import Cluster
 
 
 WIDTH: Final = 256
@@ -72,7 +73,7 @@ def test_gradients_that_wait_to_be_reduced(loss: Loss, layers: Any) -> None:
         params,
         BATCH,
         optimizer=optimizer,
-        cluster=wh.cluster("local"),
+        cluster=Cluster.detect(calibrate=False),
         mesh={"data": 8},
         zero=0,
     )

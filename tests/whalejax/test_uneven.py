@@ -332,7 +332,9 @@ def test_marks_that_no_replica_can_obey() -> None:
         ("a100-80:4x8+v100-32:4x8", {}),
         ("h100:2x8+a100-80:4x8", {}),
         pytest.param("v100-32:8+t4:8", {}, marks=pytest.mark.full),
-        ("a100-80:8+v100-32:8", {"default": wh.split()}),
+        pytest.param(
+            "a100-80:8+v100-32:8", {"default": wh.split()}, marks=pytest.mark.full
+        ),
         pytest.param(
             "a100-80:8+v100-32:8", {"offload": "optimizer"}, marks=pytest.mark.full
         ),
