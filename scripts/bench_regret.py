@@ -6,8 +6,7 @@ round by round. Layouts that compile to one program are one layout of several na
 Printed for each are the predicted and the measured step time and how far its fastest
 and slowest steps lie apart; per model the regret (the chosen plan's time over the best
 one's, less one), Kendall's tau of the two orders and, as ``tau_of_rounds``, that of the
-first and the last round's: no prediction can be expected to agree better with what was
-measured than that agrees with itself.
+first and the last round's: how far the order can be measured; null with one round.
 
     python scripts/bench_regret.py [--models gpt,moe] [--steps 3] [--rounds 2]
 
@@ -128,14 +127,18 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
         print(layout, flush=True)
     best = min(order, key=lambda x: x.measured)
     tau = kendalltau([x.predicted for x in order], [x.measured for x in order])
-    rounds_of = [(x.seconds[:steps], x.seconds[-steps:]) for x in order]
-    medians = zip(*([*map(statistics.median, pair)] for pair in rounds_of), strict=True)
+    again = kendalltau(
+        [statistics.median(x.seconds[:steps]) for x in order],
+        [statistics.median(x.seconds[-steps:]) for x in order],
+    )
     own = found[words_of(chosen)]
     print(f"{name}: chosen {own.words}; best {best.words}; {len(order)} layouts")
     return {
         f"regret_{name}": round(own.measured / best.measured - 1, 4),
         f"tau_{name}": round(float(np.asarray(tau)[0]), 3),
-        f"tau_of_rounds_{name}": round(float(np.asarray(kendalltau(*medians))[0]), 3),
+        f"tau_of_rounds_{name}": (
+            round(float(np.asarray(again)[0]), 3) if rounds > 1 else None
+        ),
         f"layouts_{name}": len(order),
     }
 
