@@ -7,20 +7,24 @@ device's peak memory never goes down again. On accelerators the GPTs have 125 mi
 
     python scripts/bench_device.py [--models gpt-small,resnet50] [--batches 1,4]
                                    [--remat none,full] [--steps 5] [--rows FILE.json]
+                                   [--seconds 480] [--seed 0]
     python scripts/bench_device.py --topology h100:1
 
-With --topology nothing is run and nothing timed: the real compiler of hardware that
+Cases run in an order drawn with --seed, and none is begun after --seconds; how many
+were left out is said. With --topology nothing is run and nothing timed: the real compiler of hardware that
 need not be here says what memory it needs (``whalejax verify --setup-gpu`` once, or the
 extra tpu-compile). Memory that was measured is what the device says it held at most;
 where a device does not say, as a CPU, what its compiler says. --rows writes down all
 rows. The last line is one JSON object: time_mean, time_max, memory_mean and memory_max
-(errors relative to what was measured), false_fits (predicted to fit, and did not).
+(errors relative to what was measured), false_fits (predicted to fit, and did not),
+left_out (cases that --seconds did not reach).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -239,6 +243,7 @@ def cases(arguments: argparse.Namespace) -> list[list[str]]:
                 found.append(
                     ["--models", model, "--batches", str(batch), "--remat", remat]
                 )
+    random.Random(arguments.seed).shuffle(found)
     return found
 
 
@@ -265,6 +270,8 @@ def main() -> None:
         "--remat", type=lambda text: text.split(","), default=list(POLICIES)
     )
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topology", default="", metavar="h100:1")
     parser.add_argument("--rows", type=Path, metavar="FILE.json")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -276,9 +283,14 @@ def main() -> None:
         print(json.dumps(asdict(one(arguments))))
         return
     print("\n".join(HEADER))
-    rows = []
+    started = time.perf_counter()
+    rows: list[Row] = []
     options = ["--steps", str(arguments.steps), "--topology", arguments.topology]
+    left_out = 0
     for case in cases(arguments):
+        if time.perf_counter() - started > arguments.seconds:
+            left_out += 1
+            continue
         command = [sys.executable, __file__, "--one", *case, *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(Row(**json.loads(done.stdout.splitlines()[-1])))
@@ -286,7 +298,7 @@ def main() -> None:
         if arguments.rows:
             text = json.dumps([asdict(row) for row in rows], indent=1)
             arguments.rows.write_text(text + "\n", encoding="utf-8")
-    print(json.dumps(results(rows)))
+    print(json.dumps({**results(rows), "left_out": left_out}))
 
 
 if __name__ == "__main__":
