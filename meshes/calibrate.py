@@ -256,9 +256,10 @@ def _memory_points(found: Seconds) -> tuple[BandwidthPoint, ...]:
 
 def _transcendentals_per_second(kind: DeviceKind, found: Seconds) -> float | None:
     """The rate that explains what exp took beyond its memory; None if nothing did."""
-    seconds = found[Elementwise("exp", EXP_BYTES)]
-    extra = seconds - kind.elementwise_seconds(2 * EXP_BYTES)
-    return EXP_BYTES / 4 / extra if extra > 0 else None
+    nbytes = EXP_BYTES[kind.platform == "cpu"]
+    seconds = found[Elementwise("exp", nbytes)]
+    extra = seconds - kind.elementwise_seconds(2 * nbytes)
+    return nbytes / 4 / extra if extra > 0 else None
 
 
 def _fresh_bytes_per_second(kind: DeviceKind, found: Seconds) -> float | None:

@@ -110,6 +110,8 @@ class CompilerProfile:
             ``KERNEL_TURNS``.
         fuses_products: computes what a product reads inside it, so that the results of
             elementwise operations before it need not stand in memory.
+        fuses_normalizations: makes one kernel of a softmax or a norm of rows, so that
+            what its passes hand each other does not cross memory.
         repeats: computes what is elementwise and cheap again in every fusion that reads
             it, rather than keep its result.
         widens: computes what is of 16 bits in float32, and keeps it so.
@@ -138,6 +140,7 @@ class CompilerProfile:
     reduces_in_parts: bool = True
     copies_kernels: bool = False
     fuses_products: bool = False
+    fuses_normalizations: bool = False
     repeats: bool = True
     widens: bool = False
     reduces_at_end: bool = False
@@ -216,7 +219,9 @@ COMPILERS: Mapping[Platform, CompilerProfile] = {
         gathers_whole_torus=False,
         scatters_odd_tiles=False,
     ),
-    "gpu": CompilerProfile(merge_partials=True, reduce_scatter=True),
+    "gpu": CompilerProfile(
+        merge_partials=True, reduce_scatter=True, fuses_normalizations=True
+    ),
     "cpu": CompilerProfile(
         merge_partials=False,
         reduce_scatter=False,

@@ -182,7 +182,9 @@ def row_seconds(
         return block_seconds(local_product(row.product, hits, s), row.product, kind)
     if row.product is None:
         ahead = kind.elementwise_seconds(forward, _transcendentals(row, hits, s))
-        launches = float(bool(row.writes)) * (2 if _gradient(row) else 1)
+        launches = float(bool(row.crossing(s.cluster.compiler)[1])) * (
+            2 if _gradient(row) else 1
+        )
         return ahead, kind.elementwise_seconds(backward), launches
     one = _product_seconds(row.product, hits, s, kind)
     if row.kind == CONVOLUTION and kind.convolution_share is not None:
@@ -236,14 +238,15 @@ def memory_traffic(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, 
         # What is read is what is written; backward it is filled or added to.
         some = local_bytes(row.results[0], hits, s)
         return 2 * some, 2 * some if row.results[0].differentiable else 0.0
-    read = sum((local_bytes(slots[i], hits, s) for i in row.reads), 0.0)
-    written = sum((local_bytes(slots[i], hits, s) for i in row.writes), 0.0)
+    reads, writes = row.crossing(s.cluster.compiler)
+    read = sum((local_bytes(slots[i], hits, s) for i in reads), 0.0)
+    written = sum((local_bytes(slots[i], hits, s) for i in writes), 0.0)
     if not _gradient(row):
         return read + written, 0.0
     # The backward pass reads the cotangents of what was written and writes those of
     # what was read, which it reads again where the operation is not linear in it.
     back = written + sum(
-        local_bytes(slots[i], hits, s) for i in row.reads if slots[i].differentiable
+        local_bytes(slots[i], hits, s) for i in reads if slots[i].differentiable
     )
     return read + written, back if row.kind in LINEAR else back + read
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.dimensions import Layout, roles_of
 from whalejax.planner.fused import Fused, Reading
 
@@ -81,6 +82,8 @@ class Row:
         operands, results: what it reads and writes.
         product: the matrix product, or None.
         reads, writes: slots that cross main memory when elementwise neighbours fuse.
+        reads_in_kernel, writes_in_kernel: the same where a compiler also makes one
+            kernel of a normalization of rows.
         transcendental: every element of its result costs an exp, tanh or the like.
         remat: it runs again in the backward pass.
         fused: it is part of a kernel that computes it again for the backward pass.
@@ -95,6 +98,8 @@ class Row:
     product: Product | None
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    reads_in_kernel: tuple[int, ...]
+    writes_in_kernel: tuple[int, ...]
     transcendental: bool
     remat: bool
     fused: bool
@@ -104,6 +109,14 @@ class Row:
     def slots(self) -> tuple[Slot, ...]:
         """Operands, then results."""
         return self.operands + self.results
+
+    def crossing(
+        self, compiler: CompilerProfile
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots that a compiler's kernels read from memory, and those they write."""
+        if compiler.fuses_normalizations:
+            return self.reads_in_kernel, self.writes_in_kernel
+        return self.reads, self.writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from whalejax.planner.dimensions import Dimensions, Layout
 from whalejax.planner.fused import Fused, reading
 from whalejax.planner.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
+from whalejax.planner.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.rows import Flow, Product, Row, Rows, Slot, Use
 
 
@@ -81,6 +82,13 @@ class Views:
         self.multiplied = graph.only_multiplied()
         self.fusing = [self._fuses(op) for op in graph.ops]
         self._read()
+        self.own_kernels = [op.kernel for op in graph.ops]
+        self.kernels = self.own_kernels
+        if fuses:
+            flow = Dataflow(
+                graph=graph, maker=self.maker, readers=self.readers, again=self.again
+            )
+            self.kernels = normalization_kernels(flow)
         self.slots = [self._slot(t, dims.layouts[t]) for t in range(count)]
         self.present = [self._present(i) for i in range(len(graph.ops))]
         self._rows: dict[Row, int] = {}
@@ -209,8 +217,10 @@ class Views:
             operands=operands,
             results=results,
             product=self._product(index, op, operands, results),
-            reads=self._reads(op),
-            writes=self._writes(op),
+            reads=self._reads(op, self.own_kernels),
+            writes=self._writes(op, self.own_kernels),
+            reads_in_kernel=self._reads(op, self.kernels),
+            writes_in_kernel=self._writes(op, self.kernels),
             transcendental=op.kind in TRANSCENDENTAL,
             remat=self.again[index],
             fused=op.kernel is not None,
@@ -263,32 +273,34 @@ class Views:
             turned=self.turned.get(index),
         )
 
-    def _reads(self, op: Op) -> tuple[int, ...]:
+    def _reads(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
         """Operands that come from memory: not those fused in from a neighbour."""
         return tuple(
             slot
             for slot, tensor in enumerate(op.operands)
-            if self._in_memory(tensor) and self._reads_first(op, tensor)
+            if self._in_memory(tensor, kernels)
+            and self._reads_first(op, tensor, kernels)
         )
 
-    def _reads_first(self, op: Op, tensor: int) -> bool:
+    def _reads_first(self, op: Op, tensor: int, kernels: Sequence[int | None]) -> bool:
         """Whether no earlier operation of its kernel has read the value."""
-        if op.kernel is None:
+        readers = [index for index, _ in self.readers[tensor]]
+        ops = self.graph.ops
+        index = next((i for i in readers if ops[i] is op), None)
+        if index is None or kernels[index] is None:
             return True
-        ops = (self.graph.ops[index] for index, _ in self.readers[tensor])
-        first = next(r for r in ops if r.kernel == op.kernel)
-        return first.position == op.position
+        return index == next(i for i in readers if kernels[i] == kernels[index])
 
-    def _writes(self, op: Op) -> tuple[int, ...]:
+    def _writes(self, op: Op, kernels: Sequence[int | None]) -> tuple[int, ...]:
         """Results that go to memory: not those that only elementwise readers fuse."""
         count = len(op.operands)
         return tuple(
             count + slot
             for slot, tensor in enumerate(op.results)
-            if self._in_memory(tensor)
+            if self._in_memory(tensor, kernels)
         )
 
-    def _in_memory(self, tensor: int) -> bool:
+    def _in_memory(self, tensor: int, kernels: Sequence[int | None]) -> bool:
         """Whether a value is ever written: it stays on chip between fused neighbours.
 
         A fusion has one result, so a value with several readers is written for them.
@@ -297,10 +309,8 @@ class Views:
         readers = {index for index, _ in self.readers[tensor]}
         if maker is None or not readers:
             return True
-        op = self.graph.ops[maker]
-        if op.kernel is not None and all(
-            self.graph.ops[i].kernel == op.kernel for i in readers
-        ):
+        op, kernel = self.graph.ops[maker], kernels[maker]
+        if kernel is not None and all(kernels[i] == kernel for i in readers):
             return False
         if not (self.fuses and op.elementwise) or len(readers) > 1:
             return True

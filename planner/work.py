@@ -136,8 +136,13 @@ def _analysed(sizes: Decoder, samples: int, compiled: bool, itemsize: int) -> _A
 
 @functools.cache
 def _profile() -> Cluster:
-    """Any machine whose compiler merges and scatters: frameworks do it by hand."""
-    return cluster("h100:8")
+    """Any machine whose compiler merges and scatters: frameworks do it by hand.
+
+    Which operations are one kernel a decoder's graph says itself.
+    """
+    found = cluster("h100:8")
+    apart = dataclasses.replace(found.compiler, fuses_normalizations=False)
+    return dataclasses.replace(found, compiler=apart)
 
 
 def work_of(run: Run) -> Work:

@@ -11,13 +11,13 @@ device's peak memory never goes down again. On accelerators the GPTs have 125 mi
     python scripts/bench_device.py --topology h100:1
 
 Cases run in an order drawn with --seed, and none is begun after --seconds; how many
-were left out is said. With --topology nothing is run and nothing timed: the real compiler of hardware that
-need not be here says what memory it needs (``whalejax verify --setup-gpu`` once, or the
-extra tpu-compile). Memory that was measured is what the device says it held at most;
-where a device does not say, as a CPU, what its compiler says. --rows writes down all
-rows. The last line is one JSON object: time_mean, time_max, memory_mean and memory_max
-(errors relative to what was measured), false_fits (predicted to fit, and did not),
-left_out (cases that --seconds did not reach).
+were left out is said. With --topology nothing is run and nothing timed: the real
+compiler of hardware that need not be here says what memory it needs (``whalejax verify
+--setup-gpu`` once, or the extra tpu-compile). Memory that was measured is what the
+device says it held at most; where a device does not say, as a CPU, what its compiler
+says. --rows writes down all rows. The last line is one JSON object: time_mean,
+time_max, memory_mean and memory_max (errors relative to what was measured), false_fits
+(predicted to fit, and did not), left_out (cases that --seconds did not reach).
 """
 
 from __future__ import annotations

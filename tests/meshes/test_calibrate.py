@@ -158,7 +158,7 @@ def test_time_left_over_is_spent_on_a_second_look(
 
     machine, found = _measured(monkeypatch, 1000.0, faster_each_time)
     assert len(machine.done) == len(found)
-    assert all(found[p] < 1e-3 / 3 / probes._operations_in(p) for p in found)
+    assert all(found[p] < 1e-3 / 3 / probes._operations_in(p, True) for p in found)
     shapes = {(p.m, p.k, p.n) for p in found if isinstance(p, Product)}
     assert min(min(s) for s in shapes) == 32
     assert max(s[0] for s in shapes) == 4096
@@ -200,8 +200,8 @@ def test_times_become_a_cluster(
     assert kind.peak_flops("f64") == pytest.approx(1e9)
     assert kind.elementwise_seconds(1e6) == pytest.approx(1e-4)
     assert kind.elementwise_seconds(
-        2 * EXP_BYTES, transcendentals=EXP_BYTES / 4
-    ) == pytest.approx(costs(Elementwise("exp", EXP_BYTES)))
+        2 * EXP_BYTES[True], transcendentals=EXP_BYTES[True] / 4
+    ) == pytest.approx(costs(Elementwise("exp", EXP_BYTES[True])))
     assert kind.op_overhead_seconds == pytest.approx(1e-6)
     assert kind.matmul_seconds("f32", 128, 32, 128, count=9) == pytest.approx(
         9 * 2 * 128 * 32 * 128 / 5e8
@@ -285,7 +285,7 @@ def _found(*more: Probe) -> probes.Seconds:
         Product("f32", 64, 64, 64),
         Product("bf16", 64, 64, 64),
         Elementwise("add", 2**20),
-        Elementwise("exp", EXP_BYTES),
+        Elementwise("exp", EXP_BYTES[False]),
         Chain(),
         *more,
     ]
@@ -317,10 +317,25 @@ def test_one_device_alone_has_a_level_without_latency() -> None:
         calibrate._cluster(devices, _found(), {}, "2026-11-20")
     devices = [_Silent()]
     machine = calibrate._machine(devices)
-    found = _found() | {Elementwise("exp", EXP_BYTES): 1e-6}
+    found = _found() | {Elementwise("exp", EXP_BYTES[False]): 1e-6}
     one = calibrate._cluster(devices, found, machine, "2026-11-20")
     assert one.levels[0].latency_seconds == 0.0
     assert one.num_devices == 1
     assert ", 1 device, " in one.nodes[0].kind.sources[-1].title
     # exp took no longer than its memory: nothing to charge for it.
     assert one.nodes[0].kind.transcendentals_per_second is None
+
+
+def test_an_accelerator_does_more_in_a_turn_of_a_loop() -> None:
+    small = Product("f32", 64, 64, 64)
+    for probe in (small, Elementwise("add", 2**20), Chain()):
+        on_cpu = probes._operations_in(probe, True)
+        assert probes._operations_in(probe, False) == measure.REPEATED * on_cpu
+    assert measure._repeated([_Silent()]) == measure.REPEATED
+    assert measure._repeated(jax.local_devices()) == 1
+
+
+def test_what_a_loop_repeats_is_done_each_time() -> None:
+    mesh = measure._everywhere(jax.local_devices()[:1])
+    run = measure._looped(lambda x, y: x + y, mesh, [np.zeros(2), np.ones(2)], 8)
+    np.testing.assert_array_equal(np.asarray(run(3))[0], [24.0, 24.0])

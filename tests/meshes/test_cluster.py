@@ -77,7 +77,9 @@ def test_compilers_by_platform() -> None:
         gathers_whole_torus=False,
         scatters_odd_tiles=False,
     )
-    assert cluster("h100:8").compiler == PROFILE
+    assert cluster("h100:8").compiler == dataclasses.replace(
+        PROFILE, fuses_normalizations=True
+    )
     assert cluster("cpu:8").compiler == CompilerProfile(
         merge_partials=False,
         reduce_scatter=False,

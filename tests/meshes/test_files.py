@@ -115,6 +115,7 @@ def _clusters(draw: st.DrawFn) -> Cluster:
         reduces_in_parts=draw(st.booleans()),
         copies_kernels=draw(st.booleans()),
         fuses_products=draw(st.booleans()),
+        fuses_normalizations=draw(st.booleans()),
         narrow_products=draw(st.booleans()),
         lanes=draw(st.sampled_from((1, 128))),
     )
