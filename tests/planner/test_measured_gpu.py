@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ ROWS = json.loads((MEASURED / "h200.json").read_text(encoding="utf-8"))["rows"]
 SMALL = [row for row in ROWS if row["model"] == "gpt-small"]
 
 
-def _check(row: dict[str, object]) -> None:
-    job = models.job(str(row["model"]), annotated=False)
+def _check(row: dict[str, Any]) -> None:
+    job = models.job(row["model"], annotated=False)
     plan = wh.plan(
         job.loss_fn,
         jobs.abstract_model(job),
@@ -40,7 +41,7 @@ def _check(row: dict[str, object]) -> None:
 
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row['batch']}-{row['remat']}")
-def test_steps_of_a_small_gpt_as_measured(row: dict[str, object]) -> None:
+def test_steps_of_a_small_gpt_as_measured(row: dict[str, Any]) -> None:
     _check(row)
 
 
@@ -51,5 +52,5 @@ def test_steps_of_a_small_gpt_as_measured(row: dict[str, object]) -> None:
     [row for row in ROWS if row not in SMALL],
     ids=lambda row: f"{row['model']}-{row['batch']}-{row['remat']}",
 )
-def test_steps_of_large_gpts_as_measured(row: dict[str, object]) -> None:
+def test_steps_of_large_gpts_as_measured(row: dict[str, Any]) -> None:
     _check(row)
