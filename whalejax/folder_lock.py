@@ -7,6 +7,7 @@ holds it, however that ends. It needs no JAX, so that a command can ask at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -50,6 +51,7 @@ class FolderLock:
         """
         self.folder = folder
         self._opened = -1
+        self._is_new = False
 
     def __enter__(self) -> FolderLock:
         """Take the folder.
@@ -59,6 +61,7 @@ class FolderLock:
                 written.
         """
         try:
+            self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._opened = self._taken()
             text = json.dumps(_who()).encode()
@@ -79,9 +82,11 @@ class FolderLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._opened >= 0:
+        with contextlib.suppress(OSError):
             # While it is held: whoever takes it next makes a file of its own.
-            (self.folder / LOCK).unlink(missing_ok=True)
+            (self.folder / LOCK).unlink()
+            if self._is_new:
+                self.folder.rmdir()  # Only where nothing was written there.
         self._let_go()
 
     def _taken(self) -> int:
