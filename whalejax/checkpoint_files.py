@@ -46,7 +46,8 @@ _REMEDIES: Final = {
     errno.ENAMETOOLONG: "Give a shorter path",
 }
 _REMEDY: Final = "Save to another path, or mend the file system"
-_OS_ERROR: Final = re.compile(r"OS error (\d+)")
+_OS_ERROR: Final = re.compile(r"os_error_code='(\d+)'")
+"""How Orbax's writers name an error of the system among other words."""
 
 _rounds = itertools.count()
 """All processes exchange texts as often, and in one order."""

@@ -149,8 +149,8 @@ class Feed:
         if not hasattr(iterator, "get_state"):
             raise WhaleError(
                 f"a {type(iterator).__name__} cannot say where it stands: it has "
-                "no get_state. Give Feed(..., first_sample=state.samples), which reads the "
-                "source again up to there, or samples by number"
+                "no get_state. Give Feed(..., first_sample=state.samples), which reads "
+                "the source again up to there, or samples by number"
             )
         return {
             "step": self.step,

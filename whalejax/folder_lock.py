@@ -68,7 +68,7 @@ class FolderLock:
             os.ftruncate(self._opened, 0)
             os.pwrite(self._opened, text, 0)
         except OSError as error:
-            self._let_go()
+            self._give_up()
             raise WhaleError(
                 f"{self.folder}: checkpoints cannot be written here "
                 f"({error.strerror or error}). Give another directory, free some space "
@@ -82,12 +82,19 @@ class FolderLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Let the folder go, if it is held."""
+        if self._opened < 0:
+            return
         with contextlib.suppress(OSError):
             # While it is held: whoever takes it next makes a file of its own.
             (self.folder / LOCK).unlink()
             if self._is_new:
                 self.folder.rmdir()  # Only where nothing was written there.
-        self._let_go()
+        os.close(self._opened)
+        self._opened = -1
 
     def _taken(self) -> int:
         """The lock's file, held by this process; that of a dead process is used on."""
@@ -130,11 +137,6 @@ class FolderLock:
             "checkpoints. Give another directory, or wait for that run or end it. If "
             f"it is known to have ended, remove {self.folder / LOCK}"
         )
-
-    def _let_go(self) -> None:
-        if self._opened >= 0:
-            os.close(self._opened)
-        self._opened = -1
 
 
 def _who() -> dict[str, Any]:

@@ -169,7 +169,7 @@ def test_streams_and_numbered_samples_go_on_alike(given: int) -> None:
 
 @pytest.mark.parametrize("done", [3, 13, 14])
 def test_what_a_feed_says_of_itself_holds_for_another_batch_size(done: int) -> None:
-    """Of 50 samples, batches of 4 leave 2 of an epoch out and batches of 20 leave 10."""
+    """Of 50 samples, batches of 4 leave 2 of an epoch out and those of 20 leave 10."""
     for source in sources():
         before = wh.Feed(source, 4, seed=None, epochs=2)
         seen = [numbers(batch) for batch in itertools.islice(before, done)]
