@@ -205,7 +205,7 @@ def restore(
         (saved[leaf.place], array.sharding if mesh is None else dealt(leaf.shape, mesh))
         for leaf, array in wanted
     ]
-    values = _read(target, entries)
+    values = _read(target, record, entries)
     if mesh is not None:
         pairs = zip(values, wanted, strict=True)
         values = [collected(x, array.sharding, mesh) for x, (_, array) in pairs]
@@ -250,7 +250,7 @@ def restore_model(
         (saved[leaf.place], None if on_host else _on_device(array.sharding))
         for leaf, array in wanted
     ]
-    values = _read(target, entries)
+    values = _read(target, record, entries)
     tree: Any = jax.tree.structure(parts)
     params, rest, number, rng = tree.unflatten(values)
     step = int(number)
@@ -408,7 +408,9 @@ def _write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
         checkpointer.save(path, args=ocp.args.StandardSave(arrays))
 
 
-def _read(target: Path, entries: Sequence[tuple[Leaf, Any]]) -> list[Any]:
+def _read(
+    target: Path, record: Record, entries: Sequence[tuple[Leaf, Any]]
+) -> list[Any]:
     """Leaves of a checkpoint, each in a layout; NumPy arrays where that is None."""
     ocp = _orbax()
     requests = _nested([(leaf, _request(leaf, place)) for leaf, place in entries])
@@ -431,9 +433,12 @@ def _read(target: Path, entries: Sequence[tuple[Leaf, Any]]) -> list[Any]:
                 ),
             )
     except Exception as error:  # of unreadable numbers Orbax tells by this very class
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise DamagedCheckpoint(
-            f"{target}: this checkpoint cannot be read ({reason[:_LONGEST_REASON]}). "
-            "Restore another one"
+        first = (str(error).splitlines() or [""])[0] or type(error).__name__
+        reason = f"{target}: this checkpoint cannot be read ({first[:_LONGEST_REASON]})"
+        if record.file_sha256 is None:
+            raise DamagedCheckpoint(f"{reason}. Restore another one") from error
+        raise WhaleError(
+            f"{reason}, though its files are as they were written. See that there is "
+            "memory for it, or restore it under a plan that shards more"
         ) from error
     return [_typed(leaf, found, place) for leaf, place in entries]

@@ -186,6 +186,11 @@ def read_record(target: Path) -> Record:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         version, is_whole = record["whalejax_checkpoint"], _is_whole(record)
         read = _record_of(record) if version == FORMAT and is_whole else None
+    except PermissionError as error:
+        raise WhaleError(
+            f"{target}: {error.strerror}. Ask for leave to read it, or restore another "
+            "one"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         said = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DamagedCheckpoint(

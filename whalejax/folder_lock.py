@@ -89,8 +89,10 @@ class FolderLock:
         if self._opened < 0:
             return
         with contextlib.suppress(OSError):
-            # While it is held: whoever takes it next makes a file of its own.
-            (self.folder / LOCK).unlink()
+            # While it is held: whoever takes it next makes a file of its own. Where
+            # somebody removed ours, another run's may stand there.
+            if _is_at(self._opened, self.folder / LOCK):
+                (self.folder / LOCK).unlink()
             if self._is_new:
                 self.folder.rmdir()  # Only where nothing was written there.
         os.close(self._opened)
@@ -112,11 +114,8 @@ class FolderLock:
                     raise
                 return self._without_locks(path, holder)
             # Between opening and locking, the one before may have removed the file.
-            try:
-                if os.path.samestat(os.fstat(opened), path.stat()):
-                    return opened
-            except FileNotFoundError:
-                pass
+            if _is_at(opened, path):
+                return opened
             os.close(opened)
 
     def _without_locks(self, path: Path, holder: dict[str, Any]) -> int:
@@ -137,6 +136,14 @@ class FolderLock:
             "checkpoints. Give another directory, or wait for that run or end it. If "
             f"it is known to have ended, remove {self.folder / LOCK}"
         )
+
+
+def _is_at(opened: int, path: Path) -> bool:
+    """An open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(opened), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _who() -> dict[str, Any]:

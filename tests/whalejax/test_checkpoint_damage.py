@@ -183,6 +183,40 @@ def test_no_damaged_checkpoint_is_believed(copy: Path, seed: int, count: int) ->
     assert believed < count / 10
 
 
+def test_what_orbax_cannot_read_is_no_damage_where_hashes_are_right(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as too little memory: another checkpoint would not help."""
+    import orbax.checkpoint as ocp
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
+    with pytest.raises(wh.WhaleError) as caught:
+        shared_step().restore(copy)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert str(caught.value) == (
+        f"{copy}: this checkpoint cannot be read (RESOURCE_EXHAUSTED: out of memory), "
+        "though its files are as they were written. See that there is memory for it, or"
+        " restore it under a plan that shards more"
+    )
+
+
+def test_a_record_that_may_not_be_read_is_no_damage(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(
+        wh.WhaleError, match="Permission denied. Ask for leave"
+    ) as caught:
+        shared_step().restore(copy)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
 # Checkpoints without hashes.
 
 

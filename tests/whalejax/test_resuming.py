@@ -358,6 +358,22 @@ def test_a_lock_that_is_removed_meanwhile_is_made_anew(
         FolderLock(tmp_path).__enter__()
 
 
+def test_a_lock_that_somebody_removed_is_anothers_then(tmp_path: Path) -> None:
+    with FolderLock(tmp_path):
+        (tmp_path / LOCK).unlink()
+        with FolderLock(tmp_path):
+            kept = (tmp_path / LOCK).read_text()
+            FolderLock(tmp_path)._give_up()
+            assert (tmp_path / LOCK).read_text() == kept
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    with first:
+        (tmp_path / LOCK).unlink()
+        second.__enter__()
+    assert (tmp_path / LOCK).exists()
+    second.__exit__(None, None, None)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_file_systems_without_locks_go_by_what_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
 ) -> None:
