@@ -524,6 +524,11 @@ def told_by(key: str, wait_seconds: float) -> str | None:
     return str(found)
 
 
+def forget_told(key: str) -> None:
+    """Remove a text that this process left, when all have read it."""
+    _coordination().key_value_delete(key)
+
+
 def _coordination() -> Any:
     """The client of the service that joined the processes."""
     client: Any = distributed.global_state.client

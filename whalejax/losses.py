@@ -111,7 +111,8 @@ class Job:
         make_model: builds the model; takes a key or nothing.
         batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
             dimension 0 is walked through, over and over; shapes without values are
-            enough to plan.
+            enough to plan. A run that is resumed with another size takes the function
+            to give samples ``step * size`` to ``(step + 1) * size - 1``.
         optimizer: an optax gradient transformation.
         batch_size: samples in a global batch, unless the command line says otherwise.
         name: what reports call it.

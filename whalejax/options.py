@@ -100,7 +100,7 @@ class TrainCommand:
     save_every: int = 100
     """steps between checkpoints; there is one after the last step too"""
     resume: bool = False
-    """go on from the latest checkpoint in the directory of --save, if there is one"""
+    """go on from the latest whole checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None

@@ -44,6 +44,8 @@ class Origin:
     jax.tree_util.register_dataclass,
     data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],
     meta_fields=["origin"],
+    # A program that the number is traced in would be compiled for each number.
+    drop_fields=["samples"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
@@ -60,6 +62,9 @@ class TrainState:
         rng: the run's random key, from which each step folds its own, or None.
         loss_scale: how losses are scaled where float16 computes, or None.
         origin: tells which step it belongs to.
+        samples: that the steps done took, whatever their batch size was then. It stands
+            beside the arrays: a function of your own that returns another state loses
+            it (None), and ``dataclasses.replace`` keeps it.
     """
 
     params: Any
@@ -69,6 +74,7 @@ class TrainState:
     rng: Any
     loss_scale: LossScale | None
     origin: Origin
+    samples: int | None = None
 
     @property
     def model(self) -> Any:

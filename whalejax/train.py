@@ -7,9 +7,10 @@ and hands the state back in the user's own types.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -105,7 +106,7 @@ class TrainStep:
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 
-        return self._runner.born(build, self._key(rng))
+        return self._begun(self._runner.born(build, self._key(rng)), 0)
 
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
@@ -124,7 +125,20 @@ class TrainStep:
         # Arrays may live on any device, or be shared with the user: go by the host so
         # that a donated buffer is never one of theirs.
         values = jax.tree.map(host_copy, (params, rest))
+        return self._begun(self._born_from(values, key), 0)
+
+    def _born_from(self, values: tuple[Any, Any], key: Any) -> TrainState:
+        """A state of (params, rest), with fresh optimizer state."""
         return self._runner.born(lambda tree, key: (*tree, key), values, key)
+
+    def _begun(self, state: TrainState, samples: int | None) -> TrainState:
+        return dataclasses.replace(state, samples=samples)
+
+    @property
+    def _batch_size(self) -> int:
+        """Samples of a global batch; one that has no batch dimension is one sample."""
+        sizes = zip(self.plan.batch, self.batch_axes, strict=True)
+        return next((x.shape[axis] for x, axis in sizes if axis is not None), 1)
 
     def _key(self, rng: Any) -> Any:
         return typed_key(rng, for_loss=self.adapter.takes_rng)
@@ -153,7 +167,11 @@ class TrainStep:
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.plan and wh.compile to train"
             )
-        return self._runner.advance(state, self._layout.place(batch))
+        new, metrics = self._runner.advance(state, self._layout.place(batch))
+        seen = state.samples
+        return self._begun(
+            new, None if seen is None else seen + self._batch_size
+        ), metrics
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """The loss and metrics of a batch, without a gradient; nothing changes.
@@ -296,25 +314,54 @@ class TrainStep:
         Args:
             path: a directory that does not exist yet.
             state: is kept.
+
+        Raises:
+            WhaleError: it cannot be written there, with what to do about it, or the
+                state was consumed. Nothing is left of what was written.
         """
         from whalejax.checkpoint import save
 
+        if not isinstance(state, TrainState):
+            raise WhaleError(
+                f"state is {state!r:.60}; expected the TrainState that a step "
+                "returned: step.save(path, state)"
+            )
         check_alive(state)
-        save(path, state, self.plan)
+        save(path, state, self.plan, self._batch_size)
 
-    def restore(self, path: str | os.PathLike[str]) -> TrainState:
+    def restore(
+        self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
+    ) -> TrainState:
         """Read a checkpoint into this plan's layout, whatever plan wrote it.
+
+        Before anything is used, the files are compared with the hashes that were
+        written with them.
 
         Args:
             path: what ``save`` wrote.
+            only: ``"model"`` takes parameters and what else belongs to the model, the
+                run's random key and the numbers of steps and samples; the optimizer's
+                state and the loss scale begin anew. So a model is trained on with
+                another optimizer or schedule, or evaluated.
 
         Raises:
-            WhaleError: no checkpoint is there, or it is another model's.
+            WhaleError: no checkpoint is there, it is damaged, or it is another model's.
         """
-        from whalejax.checkpoint import restore
+        from whalejax.checkpoint import restore, restore_model
 
-        state: TrainState = restore(path, self.abstract_state(), self.plan)
-        return state
+        if only not in (None, "model"):
+            raise WhaleError(
+                f"only is {only!r:.40}; expected 'model', or None for the whole state"
+            )
+        given = path, self.abstract_state(), self.plan, self._batch_size
+        if only is None:
+            state: TrainState = restore(*given)
+            return state
+        on_host = not isinstance(self._runner, OneProgram)
+        found = restore_model(*given, on_host=on_host)
+        born = self._born_from((found.params, found.rest), found.rng)
+        number = jax.device_put(np.int32(found.step), born.step.sharding)
+        return self._begun(dataclasses.replace(born, step=number), found.samples)
 
 
 def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
