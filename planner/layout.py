@@ -34,6 +34,15 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // d for d in low)})
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most so large.
+
+    >>> largest_divisor(96, 10)
+    8
+    """
+    return max((d for d in divisors(number) if d <= most), default=1)
+
+
 def replicas(mesh: Mapping[str, int]) -> int:
     """Devices that compute with the same shards of parameters, on a mesh of all axes.
 

@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -29,6 +30,7 @@ from tyro import conf
 
 from whalejax import __version__
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.texts import quoted
 from whalejax.options import (
     CalibrateCommand,
     Command,
@@ -293,6 +295,16 @@ def _lasting(model: str) -> str:
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
 
 
+def _is_file(model: str) -> bool:
+    """Whether a model's name is that of a file, and no reference model's."""
+    return ":" in model or model.endswith(".py")
+
+
+def _set_words(words: Sequence[str]) -> list[str]:
+    """Options of a model as a shell takes them."""
+    return ["--set", *map(shlex.quote, words)] if words else []
+
+
 def _check_output(output: Path | None) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         raise WhaleError(
@@ -325,6 +337,13 @@ def _verify(command: VerifyCommand) -> int:
             f"{command.plan} does not say which model it is for, because it was made "
             "from Python. Name the model with --model (and --set), or call "
             "plan.verify(...) where the plan is made"
+        )
+    if command.model is None and _is_file(source[0]):
+        raise WhaleError(
+            f"{command.plan} says that its model is made by {quoted(source[0])}. A "
+            "plan file does not choose which code runs: if that file is yours, name "
+            f"it, with --model {shlex.quote(source[0])}"
+            + "".join(f" {word}" for word in _set_words(source[1:]))
         )
     question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
     with Working("verifying", quiet=command.quiet):
@@ -446,7 +465,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     'mlp'
     """
     path, colon, function = name.rpartition(":")
-    if colon or name.endswith(".py"):
+    if _is_file(name):
         return _job_from_file(Path(path or name), function if colon else "", options)
     from whalejax import models
 
