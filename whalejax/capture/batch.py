@@ -15,6 +15,10 @@ from whalejax.adapters_leaves import dotted
 from whalejax.meshes.problems import Problems, WhaleError
 
 
+MOST_SAMPLES = 2**40
+"""Of a global batch: more than any data set has, and what can still be divided up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLeaf:
     """One leaf of the batch as it is traced."""
@@ -132,6 +136,12 @@ def _check_sizes(
         )
         return
     size = next(iter(sizes.values()))
+    if size > MOST_SAMPLES:
+        problems.add(
+            f"the batch has {size} samples; expected at most {MOST_SAMPLES}. Is that "
+            "dimension the samples? batch_axes= says which is"
+        )
+        return
     if size == 0 or size % num_micro_batches:
         lower = size - size % num_micro_batches
         near = f"{lower} or " if lower else ""
