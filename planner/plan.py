@@ -32,6 +32,7 @@ from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.micro_batches import noted
 from whalejax.planner.pictured import Pictured
 from whalejax.planner.roles import starred
 from whalejax.planner.terms import Chosen as Chosen
@@ -353,13 +354,14 @@ class Plan(Pictured):
                 ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
                 ``remat``, ``offload``, ``sequence_parallel``, ``attention``,
                 ``loss_chunks``, ``shares``, ``allow_idle`` and ``runnable``; what is
-                not given stays as it was asked for.
+                not given stays as it was asked for. A number of micro-batches that
+                was fixed may mean other sizes on another ``cluster``; a note says so.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        return self._asked("what_if").again(**changes)
+        return noted(self, self._asked("what_if").again(**changes), changes)
 
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0

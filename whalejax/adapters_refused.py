@@ -1,9 +1,9 @@
 """Training states that are given in place of a model: refused by what they are.
 
-A Flax ``TrainState``, an ``nnx.Optimizer`` or a (params, optimizer state) pair are trees
-of arrays like any model. Taken for one, the moments of the optimizer would be trained
-and counted as parameters. What they are is read off their fields, so that nothing is
-imported for it.
+A Flax ``TrainState``, an ``nnx.Optimizer`` or a pair of parameters and an optimizer's
+state is a tree of arrays like any model. Taken for one, the moments of the optimizer
+would be trained and counted as parameters. What they are is read off their fields, so
+that nothing is imported for it.
 """
 
 from __future__ import annotations

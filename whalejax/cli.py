@@ -159,12 +159,7 @@ def _plan(command: PlanCommand) -> None:
     from whalejax.progress import Working, make_console
 
     _check_output(command.output)
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    _check_counts(command)
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
@@ -172,7 +167,7 @@ def _plan(command: PlanCommand) -> None:
         plan = jobs.make_plan(
             job,
             jobs.abstract_model(job),
-            job.batch_at(0, command.batch),
+            jobs.first_batch(job, command.batch),
             jobs.machine(command.cluster),
             mesh=mesh,
             micro_batches=command.micro_batches,
@@ -218,12 +213,7 @@ def _search(command: SearchCommand) -> None:
     from whalejax import jobs, show
     from whalejax.progress import Working, make_console
 
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    _check_counts(command)
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     given, asked = prices(command.price), by_task_graph(command)
@@ -293,6 +283,20 @@ def _lasting(model: str) -> str:
     """A model's name that holds in other folders too: files by their whole path."""
     path, colon, function = model.rpartition(":")
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
+
+
+def _check_counts(command: PlanCommand | SearchCommand) -> None:
+    from whalejax.planner.micro_batches import MOST_SAMPLES
+
+    for name, value in (
+        ("--batch", command.batch),
+        ("--micro-batches", command.micro_batches),
+    ):
+        if value is not None and value < 1:
+            raise WhaleError(f"{name} is {value}; expected 1 or more")
+        if value is not None and value > MOST_SAMPLES:
+            given = quoted(value)
+            raise WhaleError(f"{name} is {given}; expected at most {MOST_SAMPLES}")
 
 
 def _is_file(model: str) -> bool:

@@ -243,13 +243,15 @@ def shared() -> Plan:
     )
     axes = (("data", 4), ("tensor", 8))
     once = dataclasses.replace(plan.collectives[0], phase="update")
-    return dataclasses.replace(
+    changed = dataclasses.replace(
         plan,
         cluster=mixed,
         axes=axes,
+        num_micro_batches=62,
         shares=(21, 21, 10, 10),
         collectives=(once, *plan.collectives[1:]),
     )
+    return _stored(changed)
 
 
 def alone() -> Plan:
@@ -260,16 +262,18 @@ def alone() -> Plan:
         leaf(one.path, one.shape, *whole[len(one.shape) == 1], summed=())
         for one in plan.leaves
     )
-    return dataclasses.replace(
+    changed = dataclasses.replace(
         plan,
         cluster=cluster(1, 1),
         axes=(),
         compute=plan.compute[:1],
         leaves=leaves,
+        batch=(dataclasses.replace(plan.batch[0], spec=((), ())),),
         collectives=(),
         candidates=(),
         notes=(),
     )
+    return _stored(changed)
 
 
 def many() -> Plan:

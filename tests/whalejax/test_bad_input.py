@@ -202,6 +202,17 @@ def test_micro_batches_smaller_than_the_data_axis() -> None:
     )
 
 
+@pytest.mark.parametrize("samples", [10**26, 2**40 + 8])
+def test_a_batch_of_more_samples_than_anybody_has(samples: int) -> None:
+    text = refused(batch=batch(samples))
+    assert f"the batch has {samples} samples; expected at most {2**40}" in text
+
+
+def test_a_batch_as_large_as_may_be() -> None:
+    """Its divisors are found from its factors, not by trying all numbers."""
+    assert refused(batch=batch(2**40)).startswith("no plan fits: the nearest")
+
+
 # Annotations.
 
 

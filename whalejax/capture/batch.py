@@ -13,10 +13,7 @@ import jax
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
 from whalejax.meshes.problems import Problems, WhaleError
-
-
-MOST_SAMPLES = 2**40
-"""Of a global batch: more than any data set has, and what can still be divided up."""
+from whalejax.planner.micro_batches import MOST_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
