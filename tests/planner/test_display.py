@@ -198,7 +198,7 @@ def test_only_what_changed_is_listed() -> None:
     assert [term.what for term in diff.time_terms] == ["compute", "parameter"]
     assert [(t.what, t.more) for t in diff.memory_terms] == [
         ("activations", -20_600_000_000),
-        ("params", 1_052_770_304),
+        ("params", 134_217_728),
     ]
     text = str(diff)
     assert "remat   dots → full" in text and "precision" not in text

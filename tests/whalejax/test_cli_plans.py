@@ -297,7 +297,9 @@ def hostile(tmp_path: Path) -> tuple[Path, Path]:
     """A plan that names a file of code as its model, and what that file would write."""
     written = tmp_path / "written"
     code = tmp_path / "it is; evil.py"
-    code.write_text(f"open({str(written)!r}, 'w')\ndef make():\n    raise OSError\n")
+    code.write_text(
+        f"open({str(written)!r}, 'w').close()\ndef make():\n    raise OSError\n"
+    )
     plan = dataclasses.replace(pages.spmd(), source=(f"{code}:make", "layers=2"))
     plan.save(tmp_path / "plan.json")
     return tmp_path / "plan.json", written
