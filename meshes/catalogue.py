@@ -19,6 +19,7 @@ from typing import Any
 from whalejax.meshes.fitted import constants
 from whalejax.meshes.kinds import DeviceKind, Source
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.texts import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ def unknown_kind(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"unknown device kind {name.strip()!r}. {hint}Known: "
+        f"unknown device kind {quoted(name.strip())}. {hint}Known: "
         f"{', '.join(kind_names())}. Any other kind can be described in a TOML file"
     )
 

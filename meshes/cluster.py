@@ -18,8 +18,9 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.meshes.displays import Shown
-from whalejax.meshes.kinds import DeviceKind, Platform
+from whalejax.meshes.kinds import MOST_NUMBER, DeviceKind, Platform, check_name
 from whalejax.meshes.problems import Problems
+from whalejax.meshes.texts import quoted
 from whalejax.meshes.topology import COMPILERS as COMPILERS
 from whalejax.meshes.topology import CompilerProfile as CompilerProfile
 from whalejax.meshes.topology import Level as Level
@@ -368,19 +369,28 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
         level: the level.
         problems: where to record it.
     """
-    where = f"levels.{index} ({level.name})"
+    where = f"levels.{index} ({quoted(level.name, str)})"
+    check_name(f"levels.{index}.name", level.name, problems)
     if level.size < 1:
         problems.add(f"{where}.size: got {level.size}, expected at least 1")
     speed = level.bandwidth_bytes_per_second
-    if not (speed > 0 and math.isfinite(speed)):
+    if not 0 < speed <= MOST_NUMBER:
         problems.add(
             f"{where}.bandwidth_bytes_per_second: got {speed}, expected a number "
             f"above zero"
         )
     wait = level.latency_seconds
-    if not (wait >= 0 and math.isfinite(wait)):
+    if not 0 <= wait <= MOST_NUMBER:
         problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
-    if level.peers and (level.peers < level.size - 1 or level.torus or level.shared):
+    for collective, factor in level.slowdown:
+        check_name(f"levels.{index}.slowdown", collective, problems)
+        if not 0 < factor <= MOST_NUMBER:
+            problems.add(
+                f"{where}.slowdown.{quoted(collective, str)}: got {factor}, expected a "
+                "factor above zero"
+            )
+    joined_to_all = level.peers >= level.size - 1
+    if level.peers and (not joined_to_all or level.torus or level.shared):
         problems.add(
             f"{where}.peers: got {level.peers}, expected at least {level.size - 1}, so "
             "that each member has a link to every other, and neither torus nor shared; "
@@ -409,7 +419,7 @@ def _check_links(cluster: Cluster, problems: Problems) -> None:
         problems.add(f"links: expected {count} rows of {count} numbers, or none")
         return
     for a, row in enumerate(links):
-        bad = [b for b, x in enumerate(row) if a != b and not 0 < x < math.inf]
+        bad = [b for b, x in enumerate(row) if a != b and not 0 < x <= MOST_NUMBER]
         if bad:
             problems.add(
                 f"links.{a}.{bad[0]}: got {row[bad[0]]}, expected bytes per second "

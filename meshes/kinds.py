@@ -17,6 +17,7 @@ import numpy as np
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.fitted import constants, pace_of, shape_share
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -25,6 +26,14 @@ PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 VOLTA = 7
 """The last generation of GPUs for which no attention kernel is written."""
+
+MOST_MEMORY_BYTES = 2**50
+"""Of one device and of its share of a host; the largest hosts have a thirtieth."""
+
+MOST_NUMBER = 1e24
+"""Of a rate, a time or a price: beyond it products of them are no numbers."""
+
+MOST_CORES = 10**6
 
 KEPT_BYTES = 2**25
 """Largest block of memory that glibc's malloc may keep when it is freed, where the
@@ -419,19 +428,66 @@ class DeviceKind:
         return seconds
 
 
+def check_name(where: str, name: str, problems: Problems) -> None:
+    """Record a name that cannot be shown as it is.
+
+    Args:
+        where: the parameter, for the message.
+        name: of a kind, a level or whatever else reaches terminals and charts.
+        problems: where to record it.
+    """
+    if not isinstance(name, str) or not is_shown_as_written(name):
+        problems.add(
+            f"{where}: got {as_json(name)}, expected text without control characters "
+            "and marks of direction"
+        )
+    elif len(name) > MOST_NAME:
+        problems.add(
+            f"{where}: got {quoted(name)}, expected at most {MOST_NAME} characters"
+        )
+
+
 def _check(kind: DeviceKind) -> None:
-    """Raise if a number of a kind cannot be one."""
-    problems = Problems(f"device kind {kind.name!r}")
+    """Raise if a name or a number of a kind cannot be one."""
+    problems = Problems(f"device kind {quoted(kind.name)}")
+    _check_names(kind, problems)
+    for path, value in _positive_numbers(kind).items():
+        most = MOST_MEMORY_BYTES if path in _MEMORIES else MOST_NUMBER
+        if value is None or 0 < value <= most:
+            continue
+        if math.inf > value > most:
+            limit = f"{most}" if path in _MEMORIES else f"{most:g}"
+            problems.add(
+                f"{path}: got {quoted(value)}, expected a number above zero, "
+                f"at most {limit}"
+            )
+        else:
+            problems.add(f"{path}: got {value}, expected a number above zero")
+    _check_rates(kind, problems)
+    problems.raise_if_any()
+
+
+def _check_names(kind: DeviceKind, problems: Problems) -> None:
+    for field_name in ("name", "label"):
+        check_name(field_name, getattr(kind, field_name), problems)
+    for place, source in enumerate(kind.sources):
+        for part in ("field", "url", "title", "date"):
+            check_name(f"sources.{place}.{part}", getattr(source, part), problems)
+    for place, timed in enumerate(kind.timed_models):
+        for part in ("weights", "title"):
+            check_name(f"timed_models.{place}.{part}", getattr(timed, part), problems)
     if kind.platform not in PLATFORMS:
         problems.add(
-            f"platform: got {kind.platform!r}, expected one of {', '.join(PLATFORMS)}"
+            f"platform: got {quoted(kind.platform)}, expected one of "
+            f"{', '.join(PLATFORMS)}"
         )
     if kind.curve and kind.curve not in constants().platforms:
         known = ", ".join(constants().platforms)
-        problems.add(f"curve: got {kind.curve!r}, expected one of {known}, or nothing")
-    for path, value in _positive_numbers(kind).items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number above zero")
+        given = quoted(kind.curve)
+        problems.add(f"curve: got {given}, expected one of {known}, or nothing")
+
+
+def _check_rates(kind: DeviceKind, problems: Problems) -> None:
     known = ", ".join(DTYPES)
     if not kind.flops_per_second:
         problems.add(f"flops_per_second: got none, expected at least one of {known}")
@@ -439,16 +495,23 @@ def _check(kind: DeviceKind) -> None:
     named += [("matmul_points", p.dtype) for p in kind.matmul_points]
     for path, dtype in named:
         if dtype not in DTYPES:
-            problems.add(f"{path}: got {dtype!r}, expected one of {known}")
+            problems.add(f"{path}: got {quoted(dtype)}, expected one of {known}")
     if not 0 < kind.efficiency <= 1:
         problems.add(
             f"efficiency: got {kind.efficiency}, expected a fraction above 0, at most 1"
         )
     for path in ("op_overhead_seconds", "matmul_half_size"):
         value = getattr(kind, path)
-        if not (value >= 0 and math.isfinite(value)):
+        if not 0 <= value <= MOST_NUMBER:
             problems.add(f"{path}: got {value}, expected a number of at least zero")
-    problems.raise_if_any()
+    if not 0 <= kind.cores <= MOST_CORES:
+        problems.add(
+            f"cores: got {quoted(kind.cores)}, expected 0 to {MOST_CORES}; leave it "
+            "out where tiles of a product do not matter"
+        )
+
+
+_MEMORIES = frozenset(("memory_bytes", "host_memory_bytes"))
 
 
 def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:

@@ -15,13 +15,13 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.planner import documents
 from whalejax.planner.compared import program_data
 from whalejax.planner.cost import Collective
+from whalejax.planner.documents import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
 from whalejax.planner.entries import Candidate as Candidate
@@ -32,9 +32,9 @@ from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.micro_batches import noted
 from whalejax.planner.pictured import Pictured
 from whalejax.planner.roles import starred
-from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
 from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat
@@ -43,9 +43,6 @@ from whalejax.planner.terms import TimeTerms as TimeTerms
 
 if TYPE_CHECKING:
     from whalejax.planner.differences import PlanDiff
-
-PLAN_VERSION = 14
-"""Version of the file format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,13 +354,14 @@ class Plan(Pictured):
                 ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
                 ``remat``, ``offload``, ``sequence_parallel``, ``attention``,
                 ``loss_chunks``, ``shares``, ``allow_idle`` and ``runnable``; what is
-                not given stays as it was asked for.
+                not given stays as it was asked for. A number of micro-batches that
+                was fixed may mean other sizes on another ``cluster``; a note says so.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        return self._asked("what_if").again(**changes)
+        return noted(self, self._asked("what_if").again(**changes), changes)
 
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0
@@ -496,8 +494,8 @@ class Plan(Pictured):
         return build_mesh(self.axes, devices, order=self.device_order)
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain JSON data, with its hash for checking."""
-        return {"whalejax_plan": PLAN_VERSION, "hash": self.hash, **encode(self)}
+        """The plan as plain JSON data, with hashes for checking."""
+        return documents.document_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file appears whole or not at all.
@@ -505,18 +503,7 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
-        target = Path(path)
-        # Not a temporary file of the library's: those only their owner can read.
-        part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            part.write_text(json.dumps(self.document(), indent=1))
-            os.replace(part, target)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise PlanError(
-                f"{path}: the plan cannot be written there ({error.strerror}). Give a "
-                "file name in an existing folder that you may write to"
-            ) from error
+        documents.write(self, path)
 
     @classmethod
     def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
@@ -527,59 +514,16 @@ class Plan(Pictured):
             name: what errors call it.
 
         Raises:
-            PlanError: it is no plan, is damaged, was edited, or was written by a newer
-                version.
+            PlanError: it is no plan, is damaged, was edited, or has another format.
         """
-        return _read(cls, dict(document), name)
+        return documents.from_document(cls, document, name)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan.
+        """Read a plan. Nothing that the file names is run or imported.
 
         Raises:
-            PlanError: the file is no plan, is damaged, was edited, or was written by a
-                newer version.
+            PlanError: the file is no plan, is damaged, was edited, or has another
+                format.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError as error:
-            raise PlanError(
-                f"{path}: there is no such plan file. Make one with whalejax plan, or "
-                "plan.save"
-            ) from error
-        except OSError as error:
-            raise PlanError(
-                f"{path} cannot be read as a plan ({error.strerror})"
-            ) from error
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PlanError(
-                f"{path} is not a plan: it is not JSON ({error}). "
-                "Make it again with whalejax plan"
-            ) from error
-        return _read(cls, data, str(path))
-
-
-def _read(cls: type[Plan], data: Any, path: str) -> Plan:
-    if not isinstance(data, dict) or "whalejax_plan" not in data:
-        raise PlanError(f"{path} is not a plan: it has no entry 'whalejax_plan'")
-    version = data.pop("whalejax_plan")
-    if version != PLAN_VERSION:
-        newer = isinstance(version, int) and version > PLAN_VERSION
-        upgrade = "Upgrade whalejax, or make" if newer else "Make"
-        raise PlanError(
-            f"{path} has plan format {version!r}; this WhaleJAX reads {PLAN_VERSION}. "
-            f"{upgrade} the plan again with whalejax plan"
-        )
-    stated = data.pop("hash", None)
-    try:
-        plan: Plan = decode(cls, data)
-    except (DataError, WhaleError, KeyError, TypeError) as error:
-        raise PlanError(
-            f"{path} is a damaged plan: {error}. Make it again with whalejax plan"
-        ) from error
-    if plan.hash != stated:
-        raise PlanError(
-            f"{path} was changed by hand or damaged: its content has hash {plan.hash}, "
-            f"the file says {stated}. Make it again with whalejax plan"
-        )
-    return plan
+        return documents.read(cls, path)

@@ -30,6 +30,7 @@ from whalejax.adapters_leaves import (
 )
 from whalejax.adapters_leaves import dotted as dotted
 from whalejax.adapters_metadata import fixed_axes, read_metadata
+from whalejax.adapters_refused import refuse_training_states
 from whalejax.adapters_trees import (
     BoxedForm,
     Boxes,
@@ -274,6 +275,7 @@ def _form_of(
             f"model is the class {model.__name__}; expected an instance of it, real or "
             "abstract. For an NNX module: nnx.eval_shape(lambda: make_model(...))"
         )
+    refuse_training_states(model)
     if _holds_nnx(model):
         from whalejax.adapters_nnx import nnx_form
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import visible
 
 
 Path = tuple[Any, ...]
@@ -33,8 +34,8 @@ def dotted(path: Path) -> str:
 def _key_text(key: Any) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+            return visible(str(getattr(key, attribute)))
+    return visible(str(key))
 
 
 def paths_of(tree: Any) -> tuple[str, ...]:

@@ -102,12 +102,14 @@ class Found(Sequence[Plan]):
         names: of each, the cluster as it was asked for.
         refused: clusters on which there is no plan, those that lack least first.
         weighed: every plan that was weighed and is remembered, on all clusters.
+        notes: what keeps the plans from being compared as they are.
     """
 
     plans: tuple[Plan, ...]
     names: tuple[str, ...]
     refused: tuple[Refused, ...] = ()
     weighed: tuple[Weighed, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...
@@ -198,6 +200,7 @@ class Found(Sequence[Plan]):
                 }
                 for one in self.refused
             ],
+            "notes": list(self.notes),
         }
 
     def __iter__(self) -> Iterator[Plan]:
@@ -212,6 +215,8 @@ class Found(Sequence[Plan]):
         lines = table(self.head(), self.rows(), width)
         for one in self.refused:
             lines += paragraph("no plan", [f"on {one.name}: {one.reason}"], width)
+        for note in self.notes:
+            lines += paragraph("note", [note], width)
         return lines
 
     def __str__(self) -> str:

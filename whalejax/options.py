@@ -252,7 +252,8 @@ class VerifyCommand:
     topology: OptionalText = None
     """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
     model: OptionalText = None
-    """the model, where the plan was not made by whalejax plan: gpt, file.py:function"""
+    """the model: gpt, or file.py:function. Only a reference model is taken from the
+    plan itself: a file of code is run if it is named here"""
     set: Settings = ()
     """options of --model"""
     timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 1800.0

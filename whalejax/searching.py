@@ -19,7 +19,9 @@ from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.telling import tell
+from whalejax.meshes.texts import visible
 from whalejax.planner.layout import MESH_AXES, STAGE
+from whalejax.planner.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.plan import Candidate, Plan, PlanError
 from whalejax.planner.ranking import best_first
 from whalejax.planning import Asked, ask, parsed_cluster, plan
@@ -45,7 +47,9 @@ def search(
             all in one currency; then steps have prices. A kind whose cluster file gives
             ``price_per_hour`` needs none.
         each: at most so many plans of each cluster, on different meshes.
-        options: what else ``wh.plan`` takes, such as ``precision="bf16"``.
+        options: what else ``wh.plan`` takes, such as ``precision="bf16"``. With a fixed
+            ``num_micro_batches`` a device may take more samples at a time on one
+            cluster than on another; ``notes`` of what is found say so.
 
     Returns:
         The plans, fastest step first; ``print`` shows a table. Clusters on which
@@ -112,7 +116,16 @@ def search_on(
         names=tuple(name for name, _ in plans),
         refused=tuple(refused),
         weighed=tuple(_weighed(first, plans)),
+        notes=_notes(question, first),
     )
+
+
+def _notes(question: Asked, first: Sequence[tuple[str, Plan]]) -> tuple[str, ...]:
+    """What keeps the plans of several clusters from being compared as they are."""
+    asked = question.num_micro_batches
+    if asked is None:
+        return ()
+    return unlike_note(asked, {name: samples_at_a_time(one) for name, one in first})
 
 
 def _weighed(
@@ -202,7 +215,7 @@ def _places(
         except WhaleError as error:
             problems.add(str(error))
             continue
-        name = given if isinstance(given, str) else cluster.describe()
+        name = visible(given) if isinstance(given, str) else cluster.describe()
         if name in (one for one, _ in found):
             problems.add(f"{name} is given twice")
         found.append((name, cluster))

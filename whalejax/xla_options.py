@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.problems import Problems
+from whalejax.meshes.texts import quoted
+from whalejax.planner.compiler_options import check_options
 from whalejax.planner.plan import PlanError
 
 
@@ -18,7 +20,8 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
     """Options of the compiler, with switches as such.
 
     Raises:
-        PlanError: one has no name or no plain value; all of them.
+        PlanError: one has no name or no plain value, or is none that a plan may
+            carry; all of them.
     """
     problems = Problems("compiler_options", PlanError)
     try:
@@ -33,16 +36,17 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
         plain = value.item() if isinstance(value, np.generic) else value
         if not isinstance(name, str) or not name.isidentifier():
             problems.add(
-                f"{name!r} names no option; expected one of XLA's without dashes, such "
-                "as xla_tpu_enable_async_collective_fusion"
+                f"{quoted(name)} names no option; expected one of XLA's without "
+                "dashes, such as xla_tpu_enable_async_collective_fusion"
             )
         elif not isinstance(plain, bool | int | float | str) or plain != plain:
             problems.add(
-                f"{name} is {value!r}; expected a number, a text, True or False"
+                f"{name} is {quoted(value)}; expected a number, a text, True or False"
             )
         else:
             switch = {"true": True, "false": False}
             found[name] = switch.get(str(plain).lower(), plain)
+    check_options(found, problems)
     problems.raise_if_any()
     return found
 

@@ -86,8 +86,8 @@ def test_compiler_options_are_planned_with_and_compiled_with() -> None:
 
 @needs_tpu_compiler
 def test_an_option_the_compiler_does_not_know_is_named() -> None:
-    plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_tpu_nope": 1})
-    with pytest.raises(wh.WhaleError, match="does not take xla_tpu_nope=1"):
+    plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_cpu_ftz": "x"})
+    with pytest.raises(wh.WhaleError, match="does not take xla_cpu_ftz=x"):
         plan.verify(timeout_seconds=300)
 
 

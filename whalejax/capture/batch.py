@@ -13,6 +13,7 @@ import jax
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.planner.micro_batches import MOST_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,12 @@ def _check_sizes(
         )
         return
     size = next(iter(sizes.values()))
+    if size > MOST_SAMPLES:
+        problems.add(
+            f"the batch has {size} samples; expected at most {MOST_SAMPLES}. Is that "
+            "dimension the samples? batch_axes= says which is"
+        )
+        return
     if size == 0 or size % num_micro_batches:
         lower = size - size % num_micro_batches
         near = f"{lower} or " if lower else ""

@@ -53,6 +53,7 @@ def found_html(found: Found) -> str:
             table(found.head(), rows),
             _plans(found),
             f"<h4>No plan on</h4>{listed(refused)}" if refused else "",
+            f"<h4>Notes</h4>{listed(found.notes)}" if found.notes else "",
         )
     )
 
