@@ -172,3 +172,50 @@ def whole_notes(graph: Graph, dims: Dimensions, sharded: Collection[int]) -> lis
             "gathered, and what they give is sharded after"
         )
     return found
+
+
+MOST_CUT = 1 / 4
+"""Part of a sequence that may be cut off for the rest to be carried on with it."""
+
+
+def last_tokens_cut(graph: Graph) -> frozenset[tuple[int, ...]]:
+    """Positions of slices that cut some of a sequence's tokens off values.
+
+    Args:
+        graph: the captured loss.
+    """
+    slices = [op.kind == "slice" and op.trip == 1 for op in graph.ops]
+    if not any(slices):
+        return frozenset()
+    dims, found = analysed_dims(graph), set[tuple[int, ...]]()
+    for index, slot in dims.whole:
+        op = graph.ops[index]
+        if not slices[index] or slot:
+            continue
+        before, after = (graph.tensors[t] for t in slots_of(op))
+        few = after.size >= (1 - MOST_CUT) * before.size
+        if few and before.differentiable and before.kind == "value":
+            found.add(op.position)
+    return frozenset(found)
+
+
+def gathered_bytes(graph: Graph) -> int:
+    """Of values with gradients that operations need whole of a sharded sequence.
+
+    Args:
+        graph: the captured loss.
+    """
+    dims, count = analysed_dims(graph), 0
+    for index, slot in dims.whole:
+        op = graph.ops[index]
+        tensor = graph.tensors[slots_of(op)[slot]]
+        count += tensor.nbytes * op.trip * tensor.differentiable
+    return count
+
+
+def analysed_dims(graph: Graph) -> Dimensions:
+    """The logical dimensions of a graph."""
+    # That analysis ends here, and so begins elsewhere.
+    from whalejax.planner.dimensions import analyse
+
+    return analyse(graph)
