@@ -7,8 +7,8 @@ off are zero to begin with, and whatever adds up over tokens leaves them out. An
 operation that cannot work so is given the value cut, as it was traced.
 
 No number of the tokens cut off reaches a result or a gradient: reductions replace it,
-and where the value begins, and behind products, a selection stops its cotangent, also
-one that is no number.
+and where the value begins, and where it meets what all tokens share, a selection stops
+its cotangent, also one that is no number.
 """
 
 from __future__ import annotations
@@ -202,8 +202,19 @@ def _first(operands: Sequence[Any]) -> Long:
 
 def _elementwise(equation: Any, operands: Sequence[Any]) -> Any:
     long = _first(operands)
-    (whole,) = _compat.bind(equation, [long.like(x) for x in operands])
-    return long.now(whole, long.dim)
+    alike = [long.like(x) for x in operands]
+    (whole,) = _compat.bind(equation, alike)
+    result = long.now(whole, long.dim)
+    pairs = zip(equation.invars, alike, strict=True)
+    shared = any(not _compat.is_literal(a) and _shared(x, long) for a, x in pairs)
+    return result.now(result.filled(0), long.dim) if shared else result
+
+
+def _shared(operand: Any, long: Long) -> bool:
+    """All tokens read the same of it, so that its gradient is a sum over them."""
+    shape = jnp.shape(operand)
+    same = len(shape) != long.whole.ndim or shape[long.dim] == 1
+    return same and _compat.is_inexact(operand.dtype)
 
 
 def _broadcast(equation: Any, operands: Sequence[Any]) -> Any:
