@@ -183,3 +183,61 @@ def test_the_sequence_is_sharded_around_what_needs_it_whole(loss: Loss) -> None:
     assert plan.axis_sizes["context"] == 2
     (note,) = {n for n in plan.notes if "is needed whole by" in n}
     assert "what they give is sharded after" in note
+
+
+def padding_mask(params: Any, tokens: Array) -> Array:
+    """One leaf says what is real for queries and for keys."""
+    real = tokens > 0
+    mask = real[:, None, :, None] & real[:, None, None, :]
+    x = attend(params, embedded(params, tokens), mask)
+    each = per_token(x @ params["words"].T, tokens)
+    return jnp.sum(jnp.where(real, each, 0)) / tokens.size
+
+
+def masked_heads(params: Any, tokens: Array) -> Array:
+    """The number of each head is trained, and multiplies what the softmax gives."""
+    x = embedded(params, tokens)
+    query, key, value = (
+        jnp.einsum("bse,ehd->bshd", x, params["qkv"][i]) for i in range(3)
+    )
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+    weights = jnp.einsum("...hqk,h->...hqk", weights, params["begin"][:HEADS])
+    x = x + jnp.einsum("bhqk,bkhd,hde->bqe", weights, value, params["out"])
+    return cross_entropy(params, x, tokens)
+
+
+def masked_heads_of_samples(params: Any, tokens: Array) -> Array:
+    """The same by a multiplication, and for each sample."""
+    x = embedded(params, tokens)
+    query, key, value = (
+        jnp.einsum("bse,ehd->bshd", x, params["qkv"][i]) for i in range(3)
+    )
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+    by_sample = (tokens[:, :HEADS] / VOCAB).astype(weights.dtype)
+    weights = weights * by_sample[:, :, None, None]
+    x = x + jnp.einsum("bhqk,bkhd,hde->bqe", weights, value, params["out"])
+    return cross_entropy(params, x, tokens)
+
+
+@pytest.mark.parametrize(
+    "loss", [padding_mask, masked_heads, masked_heads_of_samples, first_cut_off]
+)
+def test_attention_goes_round(loss: Loss) -> None:
+    plan = assert_equal_after_two_steps(loss, attention="ring", **CONTEXT)
+    assert plan.attention == (("*", "ring"),)
+    assert any(c.what == "ring" for c in plan.collectives)
+
+
+def test_what_differs_by_column_cannot_go_round() -> None:
+    def columns(params: Any, tokens: Array) -> Array:
+        x = embedded(params, tokens)
+        query, key, value = (
+            jnp.einsum("bse,ehd->bshd", x, params["qkv"][i]) for i in range(3)
+        )
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+        weights = weights * (tokens > 0).astype(weights.dtype)[:, None, None]
+        x = x + jnp.einsum("bhqk,bkhd,hde->bqe", weights, value, params["out"])
+        return cross_entropy(params, x, tokens)
+
+    with pytest.raises(wh.PlanError, match="its weights are changed after the softmax"):
+        planned(columns, attention="ring", **CONTEXT)
