@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.dimensions import Dimensions, roles_of
-from whalejax.planner.graph import ATTENTION, Graph, Mark, TaskGraph
+from whalejax.planner.graph import Graph, Mark, TaskGraph
 from whalejax.planner.layout import Table
 from whalejax.planner.pins import (
     Limits,
@@ -28,6 +28,7 @@ from whalejax.planner.pins import (
 from whalejax.planner.plan import PlanError
 from whalejax.planner.regions import expert_roles, weight_homes
 from whalejax.planner.rows import Rows
+from whalejax.planner.sequence import attended, meeting_in_values
 from whalejax.planner.terms import NO_EFFECT
 
 
@@ -339,21 +340,11 @@ def _meetings(
 
 def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that meet themselves, as the sequence does in attention: context's own."""
-    found = _attended(graph, dims)
+    found = attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
         found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
     return frozenset(found)
-
-
-def _attended(graph: Graph, dims: Dimensions) -> set[int]:
-    """The sequences of attention in blocks, where no scores meet themselves."""
-    return {
-        role
-        for op in graph.ops
-        if op.kind == ATTENTION
-        for role in dims.layouts[op.operands[1]][op.column]
-    }
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
@@ -363,11 +354,7 @@ def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
     other, as an encoder's and a decoder's do, the longer one is taken.
     """
     batch = {r.index for r in dims.batch}
-    found = _attended(graph, dims)
-    for cut in dims.cuts:
-        op = graph.ops[cut.op]
-        if op.matmul is not None and not any(rows.weight[t] for t in op.operands):
-            found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
+    found = meeting_in_values(graph, dims, rows.weight)
     met: dict[int, set[int]] = {}
     for row in rows.ops:
         roles = frozenset[int]().union(*(slot.roles for slot in row.slots))

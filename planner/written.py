@@ -29,6 +29,7 @@ from whalejax.planner.plan import (
     RoleInfo,
 )
 from whalejax.planner.search import Request, Scored, Search
+from whalejax.planner.sequence import whole_notes
 from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 
@@ -226,6 +227,7 @@ def _notes(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
     notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
+    notes += whole_notes(graph, dims, _sharded(best))
     notes += _torus_notes(search, best)
     if best.offload and not search.hosting.counted:
         notes.append(UNCOUNTED_MOVES)

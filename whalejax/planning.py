@@ -17,6 +17,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
+from whalejax.collections_paused import collections_paused
 from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
@@ -245,6 +246,7 @@ class Asked:
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: Traces = field(default_factory=Traces)
 
+    @collections_paused()
     def plan(self) -> Plan:
         """The plan."""
         kind = _check_options(self)

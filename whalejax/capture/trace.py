@@ -24,6 +24,7 @@ from whalejax.capture.calls import (
     with_logits,
 )
 from whalejax.capture.drafts import Position, Value
+from whalejax.capture.lengthened import lengthened
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
@@ -37,6 +38,7 @@ from whalejax.planner.graph import ATTENTION, Graph, Mark
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import precision_for
 from whalejax.planner.recompute import regions
+from whalejax.planner.sequence import gathered_bytes, last_tokens_cut
 from whalejax.planner.terms import ALL, precision_words
 
 
@@ -305,6 +307,12 @@ def capture(
         num_micro_batches=num_micro_batches,
     )
     graph, walk, results = reader.read(jaxpr)
+    cuts = last_tokens_cut(graph)
+    if cuts:
+        program = lengthened(jaxpr, cuts)
+        read = reader.read(program)
+        if gathered_bytes(read[0]) < gathered_bytes(graph):
+            jaxpr, (graph, walk, results) = program, read
     if picks(graph):
         apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
         if apart is not jaxpr:

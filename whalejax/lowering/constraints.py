@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.lowering.lookups import INDEXED
 from whalejax.planner.decide import Analysed
+from whalejax.planner.dimensions import Layout
 from whalejax.planner.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
 from whalejax.planner.shared import Shared, of_stage
@@ -155,7 +156,13 @@ class _Collector:
                 if mixes and not self.weight[tensor] and tensor in produced:
                     slot = produced.index(tensor)
                     final = self._spec(tensor, table)
-                    self.results[op.position, slot] = _from_whole(op, final)
+                    place = (index, len(op.operands) + op.results.index(tensor))
+                    if place in self.dims.whole:
+                        made = self._read(*place, tensor, table)
+                        way = (made, final) if made != final else (final,)
+                    else:
+                        way = _from_whole(op, final)
+                    self.results[op.position, slot] = way
         return Constraints(
             results=self.results,
             operands=self.operands,
@@ -193,7 +200,9 @@ class _Collector:
         key = (op.position, slot)
         if self.weight[tensor]:
             if not all(self.weight[t] for t in op.results):
-                self._gather(op, key, tensor, table)
+                place = (index, slot)
+                layout = self.dims.seen[place] if place in self.dims.whole else None
+                self._gather(op, key, tensor, table, layout)
             return
         seen = self.dims.seen.get((index, slot))
         home = self.home.setdefault(tensor, op.task_graph)
@@ -208,12 +217,17 @@ class _Collector:
                 self.results.setdefault(self.made[tensor], (before,))
 
     def _gather(
-        self, op: Op, key: tuple[Position, int], tensor: int, table: Table
+        self,
+        op: Op,
+        key: tuple[Position, int],
+        tensor: int,
+        table: Table,
+        read: Layout | None = None,
     ) -> None:
         layout = self.dims.layouts[tensor]
         if not layout:
             return
-        used = self._spec(tensor, table)
+        used = spec_of(read or layout, self.dims.sizes[tensor], table, self.mesh)
         by_role = self.stored.get(tensor, {})
         # Shards of a fused dimension may not be shards of its first part.
         axes = [by_role.get(atoms[0], ()) if atoms else () for atoms in layout]
