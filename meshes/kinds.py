@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.fitted import constants, pace_of, shape_share
 from whalejax.meshes.problems import Problems, WhaleError
@@ -49,6 +50,9 @@ class Source:
     title: str = ""
     date: str
 
+    def __post_init__(self) -> None:
+        check_fields(self, "source")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulPoint:
@@ -64,6 +68,9 @@ class MatmulPoint:
     flops_per_second: float
     batch: int = 1
 
+    def __post_init__(self) -> None:
+        check_fields(self, "matmul point")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthPoint:
@@ -71,6 +78,9 @@ class BandwidthPoint:
 
     moved_bytes: int
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "bandwidth point")
 
 
 FILLED = (64, 256, 512)
@@ -109,6 +119,9 @@ class TimedModel:
     seconds: float
     predicted_seconds: float
     title: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "timed model")
 
 
 class _Curve:
@@ -421,17 +434,15 @@ class DeviceKind:
 
 def _check(kind: DeviceKind) -> None:
     """Raise if a number of a kind cannot be one."""
-    problems = Problems(f"device kind {kind.name!r}")
-    if kind.platform not in PLATFORMS:
-        problems.add(
-            f"platform: got {kind.platform!r}, expected one of {', '.join(PLATFORMS)}"
-        )
+    title = f"device kind {shown(kind.name)}"
+    check_fields(kind, title)
+    problems = Problems(title)
     if kind.curve and kind.curve not in constants().platforms:
         known = ", ".join(constants().platforms)
         problems.add(f"curve: got {kind.curve!r}, expected one of {known}, or nothing")
     for path, value in _positive_numbers(kind).items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number above zero")
+        if value is not None and not (is_number(value) and value > 0):
+            problems.add(f"{path}: got {shown(value)}, expected a number above zero")
     known = ", ".join(DTYPES)
     if not kind.flops_per_second:
         problems.add(f"flops_per_second: got none, expected at least one of {known}")
@@ -440,14 +451,22 @@ def _check(kind: DeviceKind) -> None:
     for path, dtype in named:
         if dtype not in DTYPES:
             problems.add(f"{path}: got {dtype!r}, expected one of {known}")
+    if not kind.name:
+        problems.add("name: got '', expected a name")
+    for path in ("memory_bytes", "host_memory_bytes", "cores"):
+        value = getattr(kind, path)
+        if value is not None and not is_whole(value):
+            problems.add(f"{path}: got {shown(value)}, expected 0 to {LARGEST}")
     if not 0 < kind.efficiency <= 1:
         problems.add(
-            f"efficiency: got {kind.efficiency}, expected a fraction above 0, at most 1"
+            f"efficiency: got {shown(kind.efficiency)}, expected a fraction above 0, "
+            "at most 1"
         )
     for path in ("op_overhead_seconds", "matmul_half_size"):
         value = getattr(kind, path)
-        if not (value >= 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number of at least zero")
+        if not (is_number(value) and value >= 0):
+            said = shown(value)
+            problems.add(f"{path}: got {said}, expected a number of at least zero")
     problems.raise_if_any()
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from whalejax.meshes.checks import Arguments, is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.compared import program_data
@@ -33,6 +34,7 @@ from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.pictured import Pictured
+from whalejax.planner.plan_fields import check_plan
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -215,6 +217,9 @@ class Plan(Pictured):
         default=None, compare=False, repr=False, metadata={"kept": False}
     )
 
+    def __post_init__(self) -> None:
+        check_plan(self)
+
     @property
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
@@ -274,6 +279,9 @@ class Plan(Pictured):
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
         """
+        if not isinstance(collective, Collective):
+            said = shown(collective)
+            raise PlanError(f"collective is {said}; expected one of plan.collectives")
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
@@ -298,6 +306,8 @@ class Plan(Pictured):
         Args:
             path: of the parameter.
         """
+        if not is_printable(path):
+            self.leaf(path)  # says what is wrong with it
         for plan in self.apart:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
@@ -315,10 +325,10 @@ class Plan(Pictured):
         """
         from whalejax.planner.explain import no_such_leaf
 
-        for leaf in self.leaves:
+        for leaf in self.leaves if isinstance(path, str) else ():
             if path in (leaf.path, starred(leaf.path)):
                 return leaf
-        raise PlanError(no_such_leaf(self, str(path)))
+        raise PlanError(no_such_leaf(self, path))
 
     def why(self, path: str) -> str:
         """Why a parameter is laid out as it is, what else was weighed and its cost.
@@ -344,8 +354,8 @@ class Plan(Pictured):
         Args:
             n: at most so many, 0 or more; a plan remembers about a dozen.
         """
-        if n < 0:
-            raise PlanError(f"alternatives: n is {n}; expected 0 or more")
+        if not is_whole(n, 0):
+            raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return Candidates(itertools.islice(others, n))
 
@@ -505,6 +515,9 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
+        given = Arguments("Plan.save", PlanError)
+        given.path("path", path, "the name of a file")
+        given.raise_if_any()
         target = Path(path)
         # Not a temporary file of the library's: those only their owner can read.
         part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -530,6 +543,10 @@ class Plan(Pictured):
             PlanError: it is no plan, is damaged, was edited, or was written by a newer
                 version.
         """
+        given = Arguments("Plan.from_document", PlanError)
+        given.of("document", document, dict, "what Plan.document gave")
+        given.words("name", name)
+        given.raise_if_any()
         return _read(cls, dict(document), name)
 
     @classmethod
@@ -540,6 +557,9 @@ class Plan(Pictured):
             PlanError: the file is no plan, is damaged, was edited, or was written by a
                 newer version.
         """
+        given = Arguments("Plan.load", PlanError)
+        given.path("path", path, "the path of a plan file")
+        given.raise_if_any()
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError as error:

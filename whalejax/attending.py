@@ -6,11 +6,12 @@ own, or one of another library, is not. This is the function to call in its plac
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.checks import Arguments
 
 
 def attention(
@@ -54,6 +55,12 @@ def attention(
     (2, 8, 4, 16)
     """
     _check(query, key, value, bias, mask)
+    problems = Arguments("wh.attention")
+    problems.switch("is_causal", is_causal)
+    if not (hasattr(scale, "dtype") and not inspect.isclass(scale) and not scale.shape):
+        problems.number("scale", scale, none=True)
+        scale = float(scale) if not problems and scale is not None else None
+    problems.raise_if_any()
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -67,7 +74,14 @@ def attention(
 
 
 def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
-    problems = Problems("wh.attention")
+    problems = Arguments("wh.attention")
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if not _is_array(array):
+            problems.refuse(name, array, "an array of floating-point numbers")
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None and not _is_array(array):
+            problems.refuse(name, array, "an array, or None")
+    problems.raise_if_any()
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     for name, shape in shapes.items():
         if len(shape) != 4:
@@ -110,3 +124,7 @@ def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
             "is to be added to the scores is bias="
         )
     problems.raise_if_any()
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
