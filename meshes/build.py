@@ -138,7 +138,7 @@ def _check(
     if not problems and not (
         isinstance(order, list | tuple)
         and sorted(n for n in order if is_whole(n, 0)) == list(range(count))
-        or order == ()
+        or (isinstance(order, tuple) and not order)
     ):
         problems.refuse("order", order, f"the numbers 0 to {count - 1}, or ()")
 

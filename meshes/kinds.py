@@ -316,6 +316,8 @@ class DeviceKind:
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
             batch: how many of them one operation does.
         """
+        for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
+            _check_amount(name, side, above_zero=True)
         if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
             dtype = "tf32"
         if dtype_name(dtype) == "bf16" and self.widens_bfloat16:
@@ -367,6 +369,7 @@ class DeviceKind:
             >>> seconds >= 2 * 4096**3 / kind.peak_flops("bf16")
             True
         """
+        _check_amount("count", count, above_zero=True)
         rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
         return 2.0 * m * k * n * count / rate
 
@@ -390,6 +393,9 @@ class DeviceKind:
 
         Blocks of up to ``KEPT_BYTES`` cost nothing: they are had from what was freed.
         """
+        if isinstance(nbytes, np.ndarray):
+            raise WhaleError("nbytes is an array; expected one number of bytes")
+        _check_amount("nbytes", nbytes)
         if self.fresh_bytes_per_second is None or nbytes <= KEPT_BYTES:
             return 0.0
         return nbytes / self.fresh_bytes_per_second
@@ -402,6 +408,7 @@ class DeviceKind:
         >>> kind.turned_seconds(2**20) == kind.elementwise_seconds(2 * 2**20)
         True
         """
+        _check_amount("nbytes", nbytes)
         if self.turned_bytes_per_second is None:
             return self.elementwise_seconds(2 * nbytes)
         return nbytes / self.turned_bytes_per_second
@@ -418,6 +425,8 @@ class DeviceKind:
             >>> 1.0 < device_kind("a100-80").elementwise_seconds(2.039e12) < 2.0
             True
         """
+        _check_amount("moved_bytes", moved_bytes)
+        _check_amount("transcendentals", transcendentals)
         seconds: Any
         if self._memory is None:
             seconds = moved_bytes / self.achieved_bytes_per_second
@@ -430,6 +439,22 @@ class DeviceKind:
         if self.transcendentals_per_second is not None:
             seconds += transcendentals / self.transcendentals_per_second
         return seconds
+
+
+def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no number of bytes or elements.
+
+    Of arrays of bytes, of which a search makes many, only the type is looked at.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+        if not above_zero or (value.size and value.min() > 0):
+            return
+    most = LARGEST if above_zero else 1e300
+    known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if known and 0 <= value <= most and (value > 0 or not above_zero):
+        return
+    least = "above 0" if above_zero else "of at least zero"
+    raise WhaleError(f"{name} is {shown(value)}; expected a number {least}")
 
 
 def _check(kind: DeviceKind) -> None:
@@ -455,7 +480,7 @@ def _check(kind: DeviceKind) -> None:
         problems.add("name: got '', expected a name")
     for path in ("memory_bytes", "host_memory_bytes", "cores"):
         value = getattr(kind, path)
-        if value is not None and not is_whole(value):
+        if value is not None and not is_whole(value, 0):
             problems.add(f"{path}: got {shown(value)}, expected 0 to {LARGEST}")
     if not 0 < kind.efficiency <= 1:
         problems.add(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from whalejax.meshes.checks import Arguments, check_fields
+from whalejax.meshes.checks import Arguments, check_fields, is_number
 from whalejax.planner.errors import PlanError
 
 
@@ -27,7 +27,7 @@ def check_plan(plan: Any) -> None:
     problems.whole("zero", plan.zero, most=2)
     for name in ("product_flops", "optimizer_bytes"):
         value = getattr(plan, name)
-        if value is not None and value < 0:
+        if value is not None and not (is_number(value) and value >= 0):
             problems.refuse(name, value, "0 or more")
     if plan.precision not in ("f32", "bf16", "f16"):
         problems.refuse("precision", plan.precision, "f32, bf16 or f16")

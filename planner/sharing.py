@@ -273,7 +273,7 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
 
 def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
     """``Plan.batch_slices``."""
-    if not is_whole(node):
+    if not is_whole(node, 0):
         raise PlanError(f"node is {shown(node)}; expected the number of a node, from 0")
     if not plan.shares:
         raise PlanError(

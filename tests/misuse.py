@@ -13,7 +13,9 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -116,8 +118,6 @@ NAMED: Final = (
 
 INNER: Final[Mapping[str, str]] = {
     "meshes.Problems": "collects the texts of errors; it is given no user's values",
-    "models.check_options": "of models.job, which is tried",
-    "models.pick": "of models.job, which is tried",
     **dict.fromkeys(
         [
             f"meshes.Level.{name}"
@@ -125,6 +125,7 @@ INNER: Final[Mapping[str, str]] = {
         ],
         "arithmetic on arrays of candidates, of which a search makes millions",
     ),
+    "Verification.document": "takes nothing, and is of what a compiler found",
     "planner.Graph": "made by capture alone, and by the hundred while planning",
     "planner.Request": "made by wh.plan alone, of arguments that it checked",
     "planner.TaskGraph": "made by capture alone, and by the hundred while planning",
@@ -143,6 +144,8 @@ def public() -> dict[str, Callable[..., Any]]:
             value, title = getattr(room, name), ".".join(filter(None, (prefix, name)))
             if name.startswith("_") or not callable(value) or title in INNER:
                 continue
+            if room is models and value.__module__ != models.__name__:
+                continue  # what the module imports for itself
             if not value.__module__.startswith("whalejax") or value in found.values():
                 continue
             if not inspect.isclass(value):
@@ -198,20 +201,37 @@ def faults(name: str, entry: Entry, world: Any, *, whole: bool = False) -> list[
         whole: go through with calls that are right, whatever time they take.
     """
     found = []
-    with _stopped(entry.kept if whole else entry.stops):
-        for parameter in entry.given(world):
+    stops = entry.kept if whole else entry.stops
+    with tempfile.TemporaryDirectory() as folder, _inside(folder), _stopped(stops):
+        given, call = entry.given(world), _callable(name, entry, world)
+        for parameter in given:
             for label, value in VALUES.items():
-                arguments = {**entry.given(world), parameter: value}
-                fault = _fault(name, entry, world, arguments, parameter, label)
+                arguments = {**given, parameter: value}
+                fault = _fault(call, entry, arguments, parameter, label)
                 if fault:
                     found.append(f"{name}({parameter}=<{label}>): {fault}")
     return found
 
 
+def called(name: str, entry: Entry, world: Any) -> str:
+    """What is wrong with the right call of a callable, or nothing."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _inside(folder),
+        _stopped(entry.stops),
+    ):
+        try:
+            _callable(name, entry, world)(**entry.given(world))
+        except Reached:
+            pass
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _fault(
-    name: str,
+    call: Callable[..., Any],
     entry: Entry,
-    world: Any,
     arguments: dict[str, Any],
     parameter: str,
     label: str,
@@ -220,7 +240,7 @@ def _fault(
     labels = entry.legal.get(parameter, ("", ""))[0].split()
     right, either = label in labels, f"{label}?" in labels
     try:
-        _call(name, entry, world, arguments)
+        call(**arguments)
     except wh.WhaleError as error:
         text = str(error)
         if right:
@@ -239,13 +259,26 @@ def _fault(
     return "" if right or either else "is taken"
 
 
-def _call(name: str, entry: Entry, world: Any, arguments: dict[str, Any]) -> Any:
+def _callable(name: str, entry: Entry, world: Any) -> Callable[..., Any]:
+    """What is called, of an instance where it is a method."""
     if entry.of is None:
-        return public()[name](**arguments)
+        return public()[name]
     bound, key = entry.of(world), name.rpartition(".")[2]
     if key.endswith("="):
-        return setattr(bound, key[:-1], *arguments.values())
-    return getattr(bound, key)(**arguments)
+        return lambda **values: setattr(bound, key[:-1], *values.values())
+    found: Callable[..., Any] = getattr(bound, key)
+    return found
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    """Names of files are those of a folder of its own."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextlib.contextmanager

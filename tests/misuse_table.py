@@ -95,6 +95,11 @@ COUNT: Final = ("", "")
 FILE: Final = ("text", "any name will do for a file")
 NUMBER: Final = ("zero half", "any number from 0")
 POSITIVE: Final = ("half", "any number above 0")
+_SIZES: Final = (
+    "minus zero huge endless",
+    "the kind or cluster that holds it refuses it, with its place among others",
+)
+_RATES: Final = (f"{_SIZES[0]} nan inf half", _SIZES[1])
 PLANNING: Final = ("whalejax.planning:Asked._programs", "whalejax.meshes.detect:detect")
 
 _OF_MODEL: Final[dict[str, Callable[[World], Any]]] = {
@@ -138,6 +143,7 @@ def _plan_arguments(w: World) -> dict[str, Any]:
 
 
 _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
+    "batch": ("array?", "a batch of three samples, for another loss"),
     "optimizer": ("none", "evaluation needs none"),
     "cluster": ("none", "the devices of this process"),
     "default": NONE,
@@ -150,26 +156,44 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "mesh": ("none dict", "nothing is fixed"),
     "zero": ("none zero", "the planner chooses, or level 0"),
     "runnable": SWITCH,
-    "remat": ("none dict", "the planner chooses"),
+    "remat": ("none dict text?", "the planner chooses; the model knows what it names"),
     "offload": ("none list", "the planner chooses, or nothing"),
     "sequence_parallel": ("none true", "it is a switch, or the planner's choice"),
-    "attention": ("none dict", "the planner chooses"),
+    "attention": (
+        "none dict text?",
+        "the planner chooses; the model knows what it has",
+    ),
     "loss_chunks": ("none", "the planner chooses"),
-    "shares": ("none", "the planner chooses"),
+    "shares": ("none array?", "the planner chooses; devices must divide so"),
     "compiler_options": ("none dict entry?", "no options; XLA knows its options"),
 }
 
 _SIZE: Final = ("half", "a measured size need not be whole")
 _LEVEL: Final = lambda w: w.cluster.levels[0]  # noqa: E731
-_FIELDS: Final = lambda value: {  # noqa: E731
-    f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init
-}
 _ANY: Final = (ALL, "JAX rebuilds it around placeholders of any kind")
 _FLAGS: Final = {
     f.name: SWITCH
     for f in dataclasses.fields(meshes.CompilerProfile)
     if f.name != "lanes"
 }
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """What a dataclass was made of, by name."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+
+
+NOT_WHOLE: Final[Mapping[str, str]] = {
+    "Cluster.from_paddle": "a file of Paddle's is none that these tests write",
+    "Plan.batch_slices": "this plan has no shares",
+    "TrainStep": "it is made by wh.compile alone",
+    "TrainStep.__call__": "it would consume the state that the others need",
+    "TrainStep.rebalances=": "this plan has no shares",
+    "TrainStep.rehearse": "this plan is one program",
+    "TrainStep.save": "there is a checkpoint at its path",
+    "TrainStep.shares=": "this plan has no shares",
+}
+"""Callables whose right call is refused here, and why."""
 
 ENTRIES: Final[Mapping[str, Entry]] = {
     # Losses and jobs.
@@ -289,19 +313,19 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             }
             | {"batch": 16}
         ),
-        legal={k: v for k, v in _PLAN_LEGAL.items() if k != "cluster"},
+        legal={k: v for k, v in _PLAN_LEGAL.items() if k not in ("batch", "cluster")},
         stops=PLANNING,
     ),
     "Plan": Entry(
-        given=lambda w: _FIELDS(w.plan),
+        given=lambda w: fields_of(w.plan),
         legal={
             "model_hash": ("empty text", "any words"),
             "zero": ("zero", "level 0"),
             "sequence_parallel": SWITCH,
             "default": ("empty text", "any words"),
             "batch_tree": ("empty text", "any words"),
-            "product_flops": ("zero", "estimates count none"),
-            "optimizer_bytes": ("none zero", "not known, or none"),
+            "product_flops": ("zero huge", "estimates count none; large models many"),
+            "optimizer_bytes": ("none zero huge", "not known, none, or any number"),
             "stages": NONE,
             "runnable": SWITCH,
             "beyond": NONE,
@@ -311,7 +335,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.alternatives": Entry(
         of=lambda w: w.plan, given=_given(n=2), legal={"n": ("zero", "none of them")}
     ),
-    "Plan.batch_slices": Entry(of=lambda w: w.plan, given=_given(node=0)),
+    "Plan.batch_slices": Entry(
+        of=lambda w: w.plan, given=_given(node=0), says={"node": "nodes?"}
+    ),
     "Plan.describe": Entry(of=lambda w: w.plan),
     "Plan.device_map": Entry(
         of=lambda w: w.plan, given=_given(path="w", of="params"), says={"of": "of"}
@@ -325,10 +351,18 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.from_document": Entry(
         given=_given("document", name="a plan"),
         legal={"name": ("text", "any words")},
+        says={"document": "document|a plan"},
     ),
-    "Plan.home": Entry(of=lambda w: w.plan, given=_given(path="w")),
+    "Plan.home": Entry(
+        of=lambda w: w.plan,
+        given=_given(path="w"),
+        legal={"path": ("text", "a plan without stages is home to all")},
+    ),
     "Plan.leaf": Entry(of=lambda w: w.plan, given=_given(path="w")),
-    "Plan.load": Entry(given=lambda w: {"path": w.folder / "plan.json"}),
+    "Plan.load": Entry(
+        given=lambda w: {"path": w.folder / "plan.json"},
+        says={"path": "path|plan file"},
+    ),
     "Plan.maxtext_flags": Entry(of=lambda w: w.plan),
     "Plan.memory_chart": Entry(of=lambda w: w.plan),
     "Plan.mesh": Entry(
@@ -345,7 +379,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Plan.sliders": Entry(
         of=lambda w: w.plan,
         given=_given(batches=[16], clusters=["h100:8"]),
-        legal={"batches": ("none list", "a choice of sizes"), "clusters": ("list", "")},
+        legal={
+            "batches": ("none list", "a choice of sizes"),
+            "clusters": ("list", "no other clusters"),
+        },
     ),
     "Plan.table": Entry(
         of=lambda w: w.plan, given=_given(all_rows=False), legal={"all_rows": SWITCH}
@@ -361,8 +398,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "topology": ("none", "the plan's own cluster"),
             "timeout_seconds": POSITIVE,
         },
-        stops=("whalejax.verification.checking:ask",),
-        kept=("whalejax.verification.checking:ask",),
+        stops=("whalejax.verification.checking:run",),
+        kept=("whalejax.verification.checking:run",),
     ),
     "Plan.why": Entry(of=lambda w: w.plan, given=_given(path="w")),
     # Running.
@@ -419,6 +456,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "TrainStep.init": Entry(
         of=lambda w: w.step,
         given=lambda w: {"make_model": make_model, "rng": jax.random.key(0)},
+        says={"make_model": "make_model|model that was built"},
     ),
     "TrainStep.init_from": Entry(
         of=lambda w: w.step,
@@ -447,7 +485,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "TrainStep.shares=": Entry(of=lambda w: w.step, given=_given(shares=[1])),
     "TrainState": Entry(
-        given=lambda w: _FIELDS(w.state),
+        given=lambda w: fields_of(w.state),
         legal=dict.fromkeys(
             ("params", "rest", "opt_state", "step", "rng", "loss_scale", "origin"), _ANY
         ),
@@ -471,7 +509,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     # Hardware.
     "cluster": Entry(given=_given(text="h100:8"), says={"text": "cluster"}),
     "Cluster": Entry(
-        given=lambda w: _FIELDS(w.cluster), says={"nodes": "nodes|levels"}
+        given=lambda w: fields_of(w.cluster), says={"nodes": "nodes|levels"}
     ),
     "Cluster.describe": Entry(of=lambda w: w.cluster),
     "Cluster.detect": Entry(
@@ -482,8 +520,14 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "Cluster.from_json": Entry(
         given=lambda w: {"data": w.cluster.to_json()}, says={"data": "data|cluster"}
     ),
-    "Cluster.from_paddle": Entry(given=lambda w: {"path": w.folder / "none.json"}),
-    "Cluster.load": Entry(given=lambda w: {"path": w.folder / "cluster.toml"}),
+    "Cluster.from_paddle": Entry(
+        given=lambda w: {"path": w.folder / "none.json"},
+        says={"path": "path|cluster file"},
+    ),
+    "Cluster.load": Entry(
+        given=lambda w: {"path": w.folder / "cluster.toml"},
+        says={"path": "path|cluster file"},
+    ),
     "Cluster.part": Entry(
         of=lambda w: w.cluster,
         given=_given(num_devices=4, first=0),
@@ -509,10 +553,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "meshes.BandwidthPoint": Entry(
         given=_given(moved_bytes=1, bytes_per_second=1.0),
-        legal={"bytes_per_second": POSITIVE},
+        legal={"moved_bytes": _SIZES, "bytes_per_second": _RATES},
     ),
     "meshes.CompilerProfile": Entry(
-        given=lambda w: _FIELDS(w.cluster.compiler), legal=_FLAGS
+        given=lambda w: fields_of(w.cluster.compiler), legal=_FLAGS
     ),
     "meshes.CompilerProfile.under": Entry(
         of=lambda w: w.cluster.compiler,
@@ -520,25 +564,25 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         legal={"options": ("dict entry", "those not known change nothing")},
     ),
     "meshes.DeviceKind": Entry(
-        given=lambda w: _FIELDS(w.kind),
+        given=lambda w: fields_of(w.kind),
         legal={
             "name": ("text", "any words"),
-            "memory_bytes_per_second": POSITIVE,
+            "memory_bytes_per_second": ("half huge", "any number above 0"),
             "label": ("empty text", "any words"),
             "host_memory_bytes": NONE,
-            "host_link_bytes_per_second": ("none half", "not known, or a number"),
-            "op_overhead_seconds": NUMBER,
+            "op_overhead_seconds": ("zero half huge", "any number from 0"),
             "curve": ("empty", "what was measured holds"),
-            "matmul_half_size": NUMBER,
+            "matmul_half_size": ("zero half huge", "any number from 0"),
             **dict.fromkeys(
                 (
+                    "host_link_bytes_per_second",
                     "transcendentals_per_second",
                     "fresh_bytes_per_second",
                     "turned_bytes_per_second",
                     "convolution_share",
                     "price_per_hour",
                 ),
-                ("none half", "not known, or a number"),
+                ("none half huge", "not known, or a number above 0"),
             ),
             "cores": ("zero", "tiles do not matter"),
         },
@@ -576,20 +620,27 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         of=lambda w: w.kind, given=_given(dtype="f32")
     ),
     "meshes.Level": Entry(
-        given=lambda w: _FIELDS(_LEVEL(w)),
+        given=lambda w: fields_of(_LEVEL(w)),
         legal={
-            "name": ("text", "any words"),
-            "bandwidth_bytes_per_second": POSITIVE,
-            "latency_seconds": NUMBER,
+            "name": ("empty text", "any words"),
+            "size": _SIZES,
+            "bandwidth_bytes_per_second": _RATES,
+            "latency_seconds": _RATES,
             "torus": SWITCH,
             "shared": SWITCH,
-            "peers": ("zero", "a switch joins them"),
+            "peers": _SIZES,
         },
     ),
-    "meshes.Node": Entry(given=lambda w: _FIELDS(w.cluster.nodes[0])),
+    "meshes.Node": Entry(
+        given=lambda w: fields_of(w.cluster.nodes[0]), legal={"count": _SIZES}
+    ),
     "meshes.MatmulPoint": Entry(
         given=_given(dtype="f32", m=1, k=1, n=1, flops_per_second=1.0, batch=1),
-        legal={"flops_per_second": POSITIVE},
+        legal={
+            "flops_per_second": _RATES,
+            "dtype": ("empty text", _SIZES[1]),
+            **dict.fromkeys(("m", "k", "n", "batch"), _SIZES),
+        },
     ),
     "meshes.Source": Entry(
         given=_given(field="*", url="measured: x", title="", date="2026-01"),
@@ -601,8 +652,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         ),
         legal={
             "weights": ("empty text", "any words"),
-            "seconds": POSITIVE,
-            "predicted_seconds": POSITIVE,
+            "samples": _SIZES,
+            "seconds": _RATES,
+            "predicted_seconds": _RATES,
             "title": ("empty text", "any words"),
         },
     ),
@@ -643,13 +695,15 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "models.job": Entry(given=_given(name="mlp-test"), says={"name": "model"}),
     "models.widened": Entry(
         given=_given(name="mlp-test", overrides={}),
-        legal={"overrides": ("dict entry", "")},
+        legal={"overrides": ("dict entry", "the model refuses options that it lacks")},
         says={"name": "model"},
     ),
     # What comes back.
     **{
         f"{kind}.save": Entry(
-            of=of, given=lambda w: {"path": w.folder / "picture.html"}
+            of=of,
+            given=lambda w: {"path": w.folder / "picture.html"},
+            says={"path": "path|written as"},
         )
         for kind, of in {
             "DeviceMap": lambda w: w.plan.device_map("w"),
@@ -682,7 +736,6 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         given=_given(width=80, all_rows=False),
         legal={"width": NONE, "all_rows": SWITCH},
     ),
-    "Verification.document": Entry(of=lambda w: None),
 }
 
 

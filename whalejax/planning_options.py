@@ -89,7 +89,10 @@ def _check_words(asked: Asked, problems: Arguments) -> None:
             )
     offload = asked.offload
     several = isinstance(offload, list | tuple | set | frozenset)
-    if offload is not None and not isinstance(offload, str) and not several:
+    given = [offload] if isinstance(offload, str) else offload
+    if offload is not None and not (isinstance(offload, str) or several):
+        problems.refuse("offload", offload, _OFFLOAD)
+    elif not all(isinstance(name, str) and name in OFFLOADS for name in given or ()):
         problems.refuse("offload", offload, _OFFLOAD)
 
 
@@ -133,7 +136,7 @@ def _check_numbers(asked: Asked, problems: Arguments) -> None:
     if shares is None or (isinstance(shares, str) and shares == "even"):
         return
     if several and len(shares) and not any(map(_is_word, shares)):
-        return  # whether they are counts that devices and batch divide into, comes later
+        return  # whether devices and batch divide so is seen later
     problems.refuse(
         "shares",
         shares,
@@ -177,11 +180,6 @@ def checked_offload(
         return None
     problems = Problems("offload", PlanError)
     given = [offload] if isinstance(offload, str) else offload
-    for name in given:
-        if name not in OFFLOADS:
-            problems.add(
-                f"{shown(name)} is none of {', '.join(OFFLOADS)}; () is nothing"
-            )
     if "gradients" in given and "params" not in given:
         problems.add(
             "gradients lie in host memory only beside the parameters that they are of. "
