@@ -202,7 +202,7 @@ def faults(name: str, entry: Entry, world: Any, *, whole: bool = False) -> list[
     """
     found = []
     stops = entry.kept if whole else entry.stops
-    with tempfile.TemporaryDirectory() as folder, _inside(folder), _stopped(stops):
+    with tempfile.TemporaryDirectory() as folder, _inside(folder), stopped(stops):
         given, call = entry.given(world), _callable(name, entry, world)
         for parameter in given:
             for label, value in VALUES.items():
@@ -218,7 +218,7 @@ def called(name: str, entry: Entry, world: Any) -> str:
     with (
         tempfile.TemporaryDirectory() as folder,
         _inside(folder),
-        _stopped(entry.stops),
+        stopped(entry.stops),
     ):
         try:
             _callable(name, entry, world)(**entry.given(world))
@@ -282,7 +282,12 @@ def _inside(folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stopped(paths: tuple[str, ...]) -> Iterator[None]:
+def stopped(paths: tuple[str, ...]) -> Iterator[None]:
+    """Functions that would take time raise ``Reached``.
+
+    Args:
+        paths: as ``module:name``.
+    """
     with contextlib.ExitStack() as stack:
         for path in paths:
             module, _, name = path.partition(":")

@@ -61,6 +61,13 @@ def make_model(key: Any) -> Any:
 OPTIMIZER: Final = optax.sgd(0.1)
 
 
+def planned() -> wh.Plan:
+    """The plan of the small model, on the devices of this process."""
+    model, batch = make_model(jax.random.key(0)), {"x": np.ones((16, 8), np.float32)}
+    cluster = wh.Cluster.detect(calibrate=False)
+    return wh.plan(loss, model, batch, optimizer=OPTIMIZER, cluster=cluster)
+
+
 def world(folder: Path) -> World:
     """Everything that calls need, made once.
 
@@ -68,13 +75,12 @@ def world(folder: Path) -> World:
         folder: an empty one.
     """
     model, batch = make_model(jax.random.key(0)), {"x": np.ones((16, 8), np.float32)}
-    cluster = wh.Cluster.detect(calibrate=False)
-    plan = wh.plan(loss, model, batch, optimizer=OPTIMIZER, cluster=cluster)
+    plan = planned()
     step = wh.compile(plan, loss, model, optimizer=OPTIMIZER)
     state = step.init(make_model, rng=jax.random.key(1))
     step.save(folder / "checkpoint", state)
     plan.save(folder / "plan.json")
-    cluster.save(folder / "cluster.toml")
+    plan.cluster.save(folder / "cluster.toml")
     found = wh.search(loss, model, batch, clusters=["h100:8"], optimizer=OPTIMIZER)
     return World(
         folder=folder,

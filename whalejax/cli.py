@@ -29,6 +29,7 @@ from tyro import conf
 
 from whalejax import __version__
 from whalejax.meshes.problems import WhaleError
+from whalejax.option_checks import check_words, checked
 from whalejax.options import (
     CalibrateCommand,
     Command,
@@ -106,6 +107,7 @@ def _parse(argv: Sequence[str]) -> Command:
         from whalejax.meshes.launching import words_after
 
         argv = ["launch", *words_after(argv[1:])]
+    check_words(argv)
     parsed: Command = tyro.cli(
         Command,
         prog="whalejax",
@@ -117,10 +119,12 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _run(command: Command, started: float) -> int:
+    checked(command)
     match command:
         case TrainCommand():
             from whalejax import session
 
+            session.check_options(command)  # before the model's file is run
             job = find_job(command.model, named_values(_settings(command)))
             session.run(job, command, started=started)
         case PlanCommand():
@@ -157,12 +161,6 @@ def _plan(command: PlanCommand) -> None:
     from whalejax.progress import Working, make_console
 
     _check_output(command.output)
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
@@ -216,12 +214,6 @@ def _search(command: SearchCommand) -> None:
     from whalejax import jobs, show
     from whalejax.progress import Working, make_console
 
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     given, asked = prices(command.price), by_task_graph(command)
@@ -385,8 +377,6 @@ def _calibrate(command: CalibrateCommand) -> None:
             f"--output {command.output}: clusters are described in TOML, and read by "
             f"that ending. Name it {command.output.with_suffix('.toml').name}"
         )
-    if command.seconds <= 0:
-        raise WhaleError(f"--seconds is {command.seconds:g}; expected more than 0")
     if command.model is None and (command.set or command.samples or command.precision):
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"
