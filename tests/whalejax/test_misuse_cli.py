@@ -232,7 +232,57 @@ def test_wrong_options(
             given = dataclasses.replace(right, **{name: valued(hint, word)})
             with mock.patch.object(tyro, "cli", return_value=given):
                 argv = [command, f"--{name}", word, *GIVEN[command]]
+                if name == "arguments":  # what stands behind the script
+                    argv = [command, *GIVEN[command], word]
                 fault = outcome(command, name, label, argv, capsys)
             if fault:
                 found.append(f"{command} --{name} <{label}>: {fault}")
+    assert not found, "\n".join(found)
+
+
+def unread(argv: list[str], word: str, capsys: Any) -> str:
+    """What is wrong with how words end that the parser does not take, or nothing."""
+    try:
+        status = cli.main(argv)
+    except BaseException as error:
+        return f"{argv}: ends in {type(error).__name__}: {str(error)[:200]}"
+    printed = capsys.readouterr()
+    told = printed.err + printed.out
+    if status != 2 or word not in told or len(told) > 5000:
+        return f"{argv}: ends with {status}, and says: {told[:500]}"
+    return ""
+
+
+@pytest.mark.parametrize("value", UNREAD.values(), ids=list(UNREAD))
+def test_words_that_are_no_numbers(value: str, capsys: Any) -> None:
+    argv = ["plan", "mlp-test", "--batch", value]
+    assert not unread(argv, "--batch", capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["verify", "plan.json", "--timeout", "soon"], "--timeout"),
+        (["train", "mlp-test", "--offload", "everything"], "--offload"),
+        (["completion", "a"], "bash"),
+    ],
+)
+def test_words_of_other_types(argv: list[str], word: str, capsys: Any) -> None:
+    assert not unread(argv, word, capsys)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [name for name in GIVEN if name != "completion"])
+def test_the_parser_refuses_what_is_no_number(command: str, capsys: Any) -> None:
+    found = []
+    for name, hint in fields(command).items():
+        kinds = [hint, *typing.get_args(hint)]
+        if int not in kinds and float not in kinds:
+            continue
+        word = f"--{name.replace('_', '-')}"
+        for label, value in UNREAD.items():
+            if label == "digits" or (label == "half" and float in kinds):
+                continue
+            fault = unread([command, word, value, *GIVEN[command]], word, capsys)
+            found += [fault] if fault else []
     assert not found, "\n".join(found)
