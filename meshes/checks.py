@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -30,6 +30,8 @@ F = TypeVar("F")
 
 LARGEST: Final = 2**63 - 1
 """The largest whole number that is taken where nothing else limits it: int64's."""
+
+_LARGEST_NUMBER: Final = sys.float_info.max
 
 _LONGEST: Final = 60
 """Characters of a value that a message shows."""
@@ -81,7 +83,8 @@ def is_number(value: object) -> bool:
     """
     if isinstance(value, bool) or not isinstance(value, _REAL):
         return False
-    return bool(abs(value) < math.inf) and abs(value) <= 1.7e308
+    real: Any = value
+    return bool(abs(real) <= _LARGEST_NUMBER)
 
 
 def is_printable(value: object) -> bool:
@@ -144,8 +147,8 @@ class Arguments(Problems):
         """A finite number within limits."""
         if none and value is None:
             return True
+        known: Any = value
         if is_number(value):
-            known: Any = value
             if (above is None or known > above) and (least is None or known >= least):
                 return True
         limit = "" if above is None else f" above {above:g}"
@@ -239,7 +242,7 @@ def check_fields(
 
 
 @functools.cache
-def _hints(kind: type) -> tuple[tuple[str, Any, str], ...]:
+def _hints(kind: Any) -> tuple[tuple[str, Any, str], ...]:
     """Name, type and its words of every field that is checked."""
     hints = typing.get_type_hints(kind)
     return tuple(
@@ -265,8 +268,8 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)
-    if origin is Literal:
-        return isinstance(value, str | int) and value in arguments
+    if origin is Literal:  # which of them, its class says among its other problems
+        return any(type(value) is type(one) for one in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and _all_fit(value, arguments)
     if origin is not None and isinstance(origin, type):

@@ -60,6 +60,6 @@ def dtype_name(dtype: str) -> str:
     if dtype.startswith(("int", "uint")):
         return "f32"
     raise WhaleError(
-        f"element type {shown(dtype)} (dtype) has no FLOP/s; expected one of "
+        f"element type {shown(dtype)} has no FLOP/s; expected one of "
         f"{', '.join(DTYPES)} or numpy's name of a floating or integer type"
     )

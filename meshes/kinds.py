@@ -462,6 +462,11 @@ def _check(kind: DeviceKind) -> None:
     title = f"device kind {shown(kind.name)}"
     check_fields(kind, title)
     problems = Problems(title)
+    if kind.platform not in PLATFORMS:
+        problems.add(
+            f"platform: got {shown(kind.platform)}, expected one of "
+            f"{', '.join(PLATFORMS)}"
+        )
     if kind.curve and kind.curve not in constants().platforms:
         known = ", ".join(constants().platforms)
         problems.add(f"curve: got {kind.curve!r}, expected one of {known}, or nothing")

@@ -65,6 +65,9 @@ VALUES: Final[Mapping[str, Any]] = {
 
 ALL: Final = " ".join(VALUES)
 
+SAID: Final = {"dtype": "dtype|element type"}
+"""What errors call a parameter that several callables have, if not by its name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -245,7 +248,7 @@ def _fault(
         text = str(error)
         if right:
             return f"should be taken, and says: {text}"
-        words = entry.says.get(parameter, parameter)
+        words = entry.says.get(parameter, SAID.get(parameter, parameter))
         if not re.search(rf"(?<![a-z]){words}(?![a-z])", text):
             return f"does not name {words}: {text}"
         lost = [c for c in text if not c.isprintable() and c != "\n"]

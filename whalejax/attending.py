@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import jax
+import numpy as np
 
 from whalejax.meshes.checks import Arguments
 
@@ -57,10 +58,11 @@ def attention(
     _check(query, key, value, bias, mask)
     problems = Arguments("wh.attention")
     problems.switch("is_causal", is_causal)
-    if not (hasattr(scale, "dtype") and not inspect.isclass(scale) and not scale.shape):
+    if not (_is_array(scale) and np.ndim(scale) == 0):
         problems.number("scale", scale, none=True)
-        scale = float(scale) if not problems and scale is not None else None
     problems.raise_if_any()
+    if isinstance(scale, int):
+        scale = float(scale)  # JAX takes no whole number of more than 64 bits
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -127,4 +129,5 @@ def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    known = hasattr(value, "shape") and hasattr(value, "dtype")
+    return known and not inspect.isclass(value)

@@ -131,7 +131,7 @@ def _check_numbers(asked: Asked, problems: Arguments) -> None:
             chunks,
             "a whole number, 1 or more, or None for the planner to choose",
         )
-    shares = asked.shares
+    shares: Any = asked.shares
     several = isinstance(shares, list | tuple) or np.ndim(shares) == 1
     if shares is None or (isinstance(shares, str) and shares == "even"):
         return

@@ -40,8 +40,8 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
                 f"{name} is {shown(value)}; expected a number, a text, True or False"
             )
         else:
-            switch = {"true": True, "false": False}
-            found[name] = switch.get(str(plain).lower(), plain)
+            switches: dict[str, Any] = {"true": True, "false": False}
+            found[name] = switches.get(str(plain).lower(), plain)
     problems.raise_if_any()
     return found
 

@@ -29,11 +29,12 @@ from whalejax.meshes.tables import toml_text
 
 
 POSITIVE = st.floats(1e-9, 1e18)
-TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+SHOWN = st.characters(codec="utf-8", exclude_categories=("C", "Z"))  # as terminals do
+TEXTS = st.text(SHOWN, min_size=1, max_size=12)
 KINDS = st.builds(
     DeviceKind,
     name=TEXTS,
-    label=st.text(max_size=4),
+    label=st.text(SHOWN, max_size=4),
     platform=st.just("cpu"),
     memory_bytes=st.integers(1, 2**50),
     memory_bytes_per_second=POSITIVE,
@@ -74,12 +75,14 @@ KINDS = st.builds(
             samples=st.integers(1, 9),
             seconds=POSITIVE,
             predicted_seconds=POSITIVE,
-            title=st.text(max_size=5),
+            title=st.text(SHOWN, max_size=5),
         ),
         max_size=2,
     ).map(tuple),
     sources=st.lists(
-        st.builds(Source, field=TEXTS, url=TEXTS, title=st.text(max_size=5), date=TEXTS)
+        st.builds(
+            Source, field=TEXTS, url=TEXTS, title=st.text(SHOWN, max_size=5), date=TEXTS
+        )
     ).map(tuple),
 )
 
