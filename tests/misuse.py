@@ -65,7 +65,10 @@ VALUES: Final[Mapping[str, Any]] = {
 
 ALL: Final = " ".join(VALUES)
 
-SAID: Final = {"dtype": "dtype|element type"}
+SAID: Final = {
+    "batch_axes": "batch_axes|batch dimension",
+    "dtype": "dtype|element type",
+}
 """What errors call a parameter that several callables have, if not by its name."""
 
 

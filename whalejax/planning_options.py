@@ -92,8 +92,12 @@ def _check_words(asked: Asked, problems: Arguments) -> None:
     given = [offload] if isinstance(offload, str) else offload
     if offload is not None and not (isinstance(offload, str) or several):
         problems.refuse("offload", offload, _OFFLOAD)
-    elif not all(isinstance(name, str) and name in OFFLOADS for name in given or ()):
-        problems.refuse("offload", offload, _OFFLOAD)
+        given = ()
+    for name in given or ():
+        if not isinstance(name, str) or name not in OFFLOADS:
+            problems.add(
+                f"offload: {shown(name)} is none of {', '.join(OFFLOADS)}; () is nothing"
+            )
 
 
 _OFFLOAD: Final = (

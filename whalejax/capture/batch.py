@@ -161,10 +161,7 @@ def _check_sizes(
 ) -> None:
     if not sizes:
         if not problems:
-            problems.add(
-                "no leaf of the batch has a batch dimension. Give at least one array, "
-                "and in batch_axes= where its samples lie."
-            )
+            problems.add("no leaf has a batch dimension. Give at least one array.")
         return
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
