@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from whalejax.meshes.checks import Arguments, is_printable, is_whole, shown
+from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner import plan_fields
 from whalejax.planner.compared import program_data
 from whalejax.planner.cost import Collective
 from whalejax.planner.entries import BatchLeaf as BatchLeaf
@@ -34,7 +35,6 @@ from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.pictured import Pictured
-from whalejax.planner.plan_fields import check_plan
 from whalejax.planner.roles import starred
 from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
@@ -218,7 +218,7 @@ class Plan(Pictured):
     )
 
     def __post_init__(self) -> None:
-        check_plan(self)
+        plan_fields.check_plan(self)
 
     @property
     def hash(self) -> str:
@@ -279,9 +279,7 @@ class Plan(Pictured):
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
         """
-        if not isinstance(collective, Collective):
-            said = shown(collective)
-            raise PlanError(f"collective is {said}; expected one of plan.collectives")
+        plan_fields.check_collective(collective)
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
@@ -515,9 +513,7 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
-        given = Arguments("Plan.save", PlanError)
-        given.path("path", path, "the name of a file")
-        given.raise_if_any()
+        plan_fields.check_path("Plan.save", path)
         target = Path(path)
         # Not a temporary file of the library's: those only their owner can read.
         part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -543,10 +539,7 @@ class Plan(Pictured):
             PlanError: it is no plan, is damaged, was edited, or was written by a newer
                 version.
         """
-        given = Arguments("Plan.from_document", PlanError)
-        given.of("document", document, dict, "what Plan.document gave")
-        given.words("name", name)
-        given.raise_if_any()
+        plan_fields.check_document(document, name)
         return _read(cls, dict(document), name)
 
     @classmethod
@@ -557,9 +550,7 @@ class Plan(Pictured):
             PlanError: the file is no plan, is damaged, was edited, or was written by a
                 newer version.
         """
-        given = Arguments("Plan.load", PlanError)
-        given.path("path", path, "the path of a plan file")
-        given.raise_if_any()
+        plan_fields.check_path("Plan.load", path)
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError as error:

@@ -95,9 +95,8 @@ def _check_words(asked: Asked, problems: Arguments) -> None:
         given = ()
     for name in given or ():
         if not isinstance(name, str) or name not in OFFLOADS:
-            problems.add(
-                f"offload: {shown(name)} is none of {', '.join(OFFLOADS)}; () is nothing"
-            )
+            known = ", ".join(OFFLOADS)
+            problems.add(f"offload: {shown(name)} is none of {known}; () is nothing")
 
 
 _OFFLOAD: Final = (

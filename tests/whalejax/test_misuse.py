@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from tests import misuse, misuse_table
+from tests import misuse, misuse_table, misuse_world
 from whalejax.meshes.checks import shown
 
 
@@ -23,16 +23,16 @@ pytestmark = pytest.mark.relaxed_promotion
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> misuse_table.World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> misuse_world.World:
     """One small model, planned and compiled."""
-    return misuse_table.world(tmp_path_factory.mktemp("world"))
+    return misuse_world.world(tmp_path_factory.mktemp("world"))
 
 
 def test_every_public_callable_has_an_entry() -> None:
     assert set(misuse_table.ENTRIES) == set(misuse.public())
 
 
-def test_every_parameter_is_given(world: misuse_table.World) -> None:
+def test_every_parameter_is_given(world: misuse_world.World) -> None:
     missing = [
         f"{name}({parameter})"
         for name, entry in misuse_table.ENTRIES.items()
@@ -54,7 +54,7 @@ def test_values_that_are_right_have_a_reason() -> None:
 
 
 @pytest.mark.parametrize("name", misuse_table.ENTRIES)
-def test_wrong_calls(name: str, world: misuse_table.World) -> None:
+def test_wrong_calls(name: str, world: misuse_world.World) -> None:
     found = misuse.faults(name, misuse_table.ENTRIES[name], world)
     assert not found, "\n".join(found)
 
@@ -63,12 +63,12 @@ def test_wrong_calls(name: str, world: misuse_table.World) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, e in misuse_table.ENTRIES.items() if e.stops]
 )
-def test_wrong_calls_that_go_through(name: str, world: misuse_table.World) -> None:
+def test_wrong_calls_that_go_through(name: str, world: misuse_world.World) -> None:
     found = misuse.faults(name, misuse_table.ENTRIES[name], world, whole=True)
     assert not found, "\n".join(found)
 
 
-def test_what_is_called_rightly_is_taken(world: misuse_table.World) -> None:
+def test_what_is_called_rightly_is_taken(world: misuse_world.World) -> None:
     """The values of the table themselves; else all would be refused for another one."""
     refused = []
     for name, entry in misuse_table.ENTRIES.items():
@@ -117,18 +117,18 @@ def test_all_problems_of_a_job_at_once() -> None:
     )
 
 
-def test_what_is_no_loss_and_no_devices(world: misuse_table.World) -> None:
+def test_what_is_no_loss_and_no_devices(world: misuse_world.World) -> None:
     assert "loss_fn is None; expected a function loss_fn(model, batch)" in told(
         wh.compile, world.plan, None, world.model
     )
-    assert told(wh.compile, world.plan, misuse_table.loss, world.model, devices=[]) == (
+    assert told(wh.compile, world.plan, misuse_world.loss, world.model, devices=[]) == (
         "devices is []; expected devices in node order, such as "
         'jax.devices("cpu")[:8], or None for all'
     )
 
 
-def test_what_are_no_axis_names_and_prices(world: misuse_table.World) -> None:
-    arguments = (misuse_table.loss, world.model, world.batch)
+def test_what_are_no_axis_names_and_prices(world: misuse_world.World) -> None:
+    arguments = (misuse_world.loss, world.model, world.batch)
     assert "axis_names is 5; expected your names of mesh axes mapped to ours" in told(
         wh.plan, *arguments, cluster=world.cluster, axis_names=5
     )
@@ -146,8 +146,8 @@ def test_what_is_no_array() -> None:
     )
 
 
-def test_a_kind_with_fields_of_other_types(world: misuse_table.World) -> None:
-    fields = misuse_table.fields_of(world.kind)
+def test_a_kind_with_fields_of_other_types(world: misuse_world.World) -> None:
+    fields = misuse_world.fields_of(world.kind)
     text = told(type(world.kind), **{**fields, "cores": "8", "label": 5})
     assert text == (
         "device kind 'cpu': 2 problems\n"
@@ -191,6 +191,6 @@ def test_an_optimizer_of_ones_own_is_taken() -> None:
         def update(self, updates: Any, state: Any, params: Any = None) -> Any:
             return updates, state
 
-    assert wh.Job(misuse_table.loss, dict, {"x": np.ones(3)}, Mine()).batch_size is None
+    assert wh.Job(misuse_world.loss, dict, {"x": np.ones(3)}, Mine()).batch_size is None
     chained = optax.chain(optax.clip(1.0), optax.adam(1e-3))
-    assert wh.Job(misuse_table.loss, dict, {"x": np.ones(3)}, chained).name == "job"
+    assert wh.Job(misuse_world.loss, dict, {"x": np.ones(3)}, chained).name == "job"

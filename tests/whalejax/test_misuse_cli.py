@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import tyro
 
-from tests import misuse, misuse_table
+from tests import misuse, misuse_world
 from whalejax import cli, options
 from whalejax.option_checks import LONGEST_WORD, word_of
 
@@ -122,7 +122,7 @@ STOPS: Final = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that commands name."""
     folder = tmp_path_factory.mktemp("misuse")
-    plan = misuse_table.planned()
+    plan = misuse_world.planned()
     plan.save(folder / "plan.json")
     (folder / "script.py").write_text("")
     header = "layers,hidden,seq,global_batch,num_devices,device"
