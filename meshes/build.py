@@ -8,7 +8,7 @@ what a plan means.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -50,6 +50,8 @@ def build_mesh(
         >>> build_mesh((("data", len(jax.devices())),)).axis_names
         ('data',)
     """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
     problems = Arguments("mesh")
     _check(axes, devices, allow_idle, order, problems)
     problems.raise_if_any()
@@ -134,13 +136,13 @@ def _check(
     if devices is not None and not are_devices(devices):
         problems.refuse("devices", devices, "devices in node order, or None for all")
     problems.switch("allow_idle", allow_idle)
+    numbers = list(order) if isinstance(order, list | tuple) else [None]
     count = len(jax.devices() if devices is None else devices) if not problems else 0
-    if not problems and not (
-        isinstance(order, list | tuple)
-        and sorted(n for n in order if is_whole(n, 0)) == list(range(count))
-        or (isinstance(order, tuple) and not order)
-    ):
-        problems.refuse("order", order, f"the numbers 0 to {count - 1}, or ()")
+    distinct = len({n for n in numbers if is_whole(n, 0, count - 1)}) == len(numbers)
+    if not problems and not distinct:
+        problems.refuse(
+            "order", order, f"numbers of devices, each once, of 0 to {count - 1}"
+        )
 
 
 def are_devices(devices: Any) -> bool:

@@ -7,7 +7,7 @@ compiler's message that names none of the user's words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,8 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         PlanError: the plan is for other hardware, has its kinds in another order, or is
             for another number of devices.
     """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
     chosen = devices is not None
     if chosen and not are_devices(devices):
         raise PlanError(
