@@ -83,7 +83,7 @@ def is_number(value: object) -> bool:
     """
     if isinstance(value, bool) or not isinstance(value, _REAL):
         return False
-    real: Any = value
+    real: Any = value.item() if isinstance(value, np.generic) else value
     return bool(abs(real) <= _LARGEST_NUMBER)
 
 
@@ -301,7 +301,9 @@ def _words(hint: Any) -> str:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin is tuple:
         inner = [_words(one) for one in arguments if one is not Ellipsis]
-        return f"a tuple, of {', '.join(inner)}"
+        if arguments[-1] is Ellipsis:
+            return f"a tuple, each {inner[0]}"
+        return f"a tuple of {' and '.join(inner)}"
     names = {
         int: "a whole number",
         float: "a number",

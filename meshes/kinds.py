@@ -450,7 +450,8 @@ def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
         if not above_zero or (value.size and value.min() > 0):
             return
     most = LARGEST if above_zero else 1e300
-    known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    value = value.item() if isinstance(value, np.number) else value
+    known = isinstance(value, int | float) and not isinstance(value, bool)
     if known and 0 <= value <= most and (value > 0 or not above_zero):
         return
     least = "above 0" if above_zero else "of at least zero"

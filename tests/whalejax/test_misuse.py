@@ -16,7 +16,6 @@ import pytest
 
 import whalejax as wh
 from tests import misuse, misuse_table, misuse_world
-from whalejax.meshes.checks import shown
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -154,24 +153,6 @@ def test_a_kind_with_fields_of_other_types(world: misuse_world.World) -> None:
         "  1. label is 5; expected a text without control characters\n"
         "  2. cores is '8'; expected a whole number"
     )
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("a\x1b[2J\n", r"'a\x1b[2J\n'"),
-        (10**5000, "a whole number of 16610 bits"),
-        (misuse.Unprintable(), "<Unprintable instance"),
-        ("x" * 200, "xxx"),
-        (np.zeros(10_000), "array([0."),
-    ],
-    ids=["control", "endless", "unprintable", "long", "array"],
-)
-def test_values_are_shown_short_and_escaped(value: Any, text: str) -> None:
-    said = shown(value)
-    assert text in said
-    assert len(said) <= 60
-    assert said.isprintable()
 
 
 def test_states_of_losses_go_through_trees_unchecked() -> None:
