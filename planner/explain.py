@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from whalejax.meshes.checks import shown
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Tensor
 from whalejax.planner.layout import STAGE, Spec, shards
@@ -105,12 +106,13 @@ def leaf_note(
     return "; ".join(reasons)
 
 
-def no_such_leaf(plan: Plan, path: str) -> str:
+def no_such_leaf(plan: Plan, path: object) -> str:
     """Message for a path that no parameter has."""
     paths = [leaf.path for leaf in plan.leaves]
-    near = difflib.get_close_matches(path, paths, n=3, cutoff=0.3) or paths[:3]
+    text = path if isinstance(path, str) else ""
+    near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]
     return (
-        f"no parameter has the path {path!r} (the model has {len(paths)}). "
+        f"no parameter has the path {shown(path)} (the model has {len(paths)}). "
         f"Nearest: {', '.join(near)}"
     )
 

@@ -17,8 +17,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner import documents
+from whalejax.planner import documents, plan_fields
 from whalejax.planner.compared import program_data
 from whalejax.planner.cost import Collective
 from whalejax.planner.documents import PLAN_VERSION as PLAN_VERSION
@@ -212,6 +213,9 @@ class Plan(Pictured):
         default=None, compare=False, repr=False, metadata={"kept": False}
     )
 
+    def __post_init__(self) -> None:
+        plan_fields.check_plan(self)
+
     @property
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
@@ -271,6 +275,7 @@ class Plan(Pictured):
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
         """
+        plan_fields.check_collective(collective)
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
@@ -295,6 +300,8 @@ class Plan(Pictured):
         Args:
             path: of the parameter.
         """
+        if not is_printable(path):
+            self.leaf(path)  # says what is wrong with it
         for plan in self.apart:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
@@ -312,10 +319,10 @@ class Plan(Pictured):
         """
         from whalejax.planner.explain import no_such_leaf
 
-        for leaf in self.leaves:
+        for leaf in self.leaves if isinstance(path, str) else ():
             if path in (leaf.path, starred(leaf.path)):
                 return leaf
-        raise PlanError(no_such_leaf(self, str(path)))
+        raise PlanError(no_such_leaf(self, path))
 
     def why(self, path: str) -> str:
         """Why a parameter is laid out as it is, what else was weighed and its cost.
@@ -341,8 +348,8 @@ class Plan(Pictured):
         Args:
             n: at most so many, 0 or more; a plan remembers about a dozen.
         """
-        if n < 0:
-            raise PlanError(f"alternatives: n is {n}; expected 0 or more")
+        if not is_whole(n, 0):
+            raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return Candidates(itertools.islice(others, n))
 
@@ -503,6 +510,7 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
+        plan_fields.check_path("Plan.save", path)
         documents.write(self, path)
 
     @classmethod
@@ -516,6 +524,7 @@ class Plan(Pictured):
         Raises:
             PlanError: it is no plan, is damaged, was edited, or has another format.
         """
+        plan_fields.check_document(document, name)
         return documents.from_document(cls, document, name)
 
     @classmethod
@@ -526,4 +535,5 @@ class Plan(Pictured):
             PlanError: the file is no plan, is damaged, was edited, or has another
                 format.
         """
+        plan_fields.check_path("Plan.load", path)
         return documents.read(cls, path)

@@ -39,7 +39,9 @@ from whalejax.adapters_trees import (
     PytreeForm,
     Selection,
 )
+from whalejax.arguments import is_function
 from whalejax.losses import LossResult, normalise
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.layout import MESH_AXES
 
@@ -227,12 +229,8 @@ def adapt(
     """
     problems = Problems("model")
     takes_rng = _takes_rng(loss_fn, problems)
-    for theirs, ours in (axis_names or {}).items():
-        if ours not in MESH_AXES:
-            problems.add(
-                f"axis_names maps {theirs!r} to {ours!r}; expected one of "
-                f"{', '.join(MESH_AXES)}"
-            )
+    axis_names = _checked_axis_names(axis_names, problems)
+    problems.raise_if_any()
     kind, form, metadata = _form_of(model, trainable)
     params, rest = form.take_apart(model)
     param_paths = paths_of(params)
@@ -243,10 +241,10 @@ def adapt(
             "to choose them, or check that the model was built."
         )
     names, pinned = read_metadata(
-        param_paths, params, metadata, axis_names or {}, problems, form.frozen
+        param_paths, params, metadata, axis_names, problems, form.frozen
     )
     problems.raise_if_any()
-    idle = fixed_axes(sorted(form.frozen), metadata, axis_names or {})
+    idle = fixed_axes(sorted(form.frozen), metadata, axis_names)
     return Adapter(
         notes=tuple(
             f"{len(paths)} leaves that are not trained name the mesh axis {axis} "
@@ -264,6 +262,25 @@ def adapt(
         _form=form,
         _loss_fn=loss_fn,
     )
+
+
+def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str]:
+    """The user's names of mesh axes, mapped to ours; what cannot be is recorded."""
+    if axis_names is None:
+        return {}
+    if not isinstance(axis_names, Mapping):
+        problems.add(
+            f"axis_names is {shown(axis_names)}; expected your names of mesh axes "
+            'mapped to ours, such as {"model": "tensor"}'
+        )
+        return {}
+    for theirs, ours in axis_names.items():
+        if not isinstance(ours, str) or ours not in MESH_AXES:
+            problems.add(
+                f"axis_names maps {shown(theirs)} to {shown(ours)}; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
+    return axis_names
 
 
 def _form_of(
@@ -333,6 +350,12 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
 
 
 def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:
+    if not is_function(loss_fn):
+        problems.add(
+            f"loss_fn is {shown(loss_fn)}; expected a function loss_fn(model, batch) "
+            "or loss_fn(model, batch, rng)"
+        )
+        return False
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):

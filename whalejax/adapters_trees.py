@@ -21,6 +21,7 @@ from whalejax.adapters_leaves import (
     paths_of,
     refuse_other,
 )
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -73,9 +74,11 @@ class Selection:
             and all(isinstance(item, str) for item in trainable)
         ):
             self._patterns = tuple(trainable)
-        elif trainable is not None and not _is_predicate(trainable):
+        elif trainable is not None and (
+            inspect.isclass(trainable) or not _is_predicate(trainable)
+        ):
             raise WhaleError(
-                f"trainable={trainable!r:.80}: expected glob patterns of dotted paths "
+                f"trainable={shown(trainable)}: expected glob patterns of dotted paths "
                 "such as 'head.*', or a predicate that takes one dotted path."
             )
 

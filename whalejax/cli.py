@@ -31,6 +31,7 @@ from tyro import conf
 from whalejax import __version__
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.texts import quoted
+from whalejax.option_checks import check_words, checked
 from whalejax.options import (
     CalibrateCommand,
     Command,
@@ -108,6 +109,7 @@ def _parse(argv: Sequence[str]) -> Command:
         from whalejax.meshes.launching import words_after
 
         argv = ["launch", *words_after(argv[1:])]
+    check_words(argv)
     parsed: Command = tyro.cli(
         Command,
         prog="whalejax",
@@ -119,10 +121,12 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _run(command: Command, started: float) -> int:
+    checked(command)
     match command:
         case TrainCommand():
             from whalejax import session
 
+            session.check_options(command)  # before the model's file is run
             job = find_job(command.model, named_values(_settings(command)))
             session.run(job, command, started=started)
         case PlanCommand():
@@ -292,8 +296,6 @@ def _check_counts(command: PlanCommand | SearchCommand) -> None:
         ("--batch", command.batch),
         ("--micro-batches", command.micro_batches),
     ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
         if value is not None and value > MOST_SAMPLES:
             given = quoted(value)
             raise WhaleError(f"{name} is {given}; expected at most {MOST_SAMPLES}")
@@ -408,8 +410,6 @@ def _calibrate(command: CalibrateCommand) -> None:
             f"--output {command.output}: clusters are described in TOML, and read by "
             f"that ending. Name it {command.output.with_suffix('.toml').name}"
         )
-    if command.seconds <= 0:
-        raise WhaleError(f"--seconds is {command.seconds:g}; expected more than 0")
     if command.model is None and (command.set or command.samples or command.precision):
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"

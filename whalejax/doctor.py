@@ -40,8 +40,6 @@ def doctor(command: DoctorCommand) -> int:
     Raises:
         WhaleError: options contradict each other, or the coordinator is not reached.
     """
-    if command.timeout <= 0:
-        raise WhaleError(f"--timeout is {command.timeout:g}; expected more than 0 s")
     if command.hosts is not None:
         return _on_all(command, tuple(command.hosts.split(",")))
     if command.coordinator is None and command.processes is not None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.problems import WhaleError
 
 
 if TYPE_CHECKING:
@@ -86,40 +87,41 @@ class Feed:
         Raises:
             WhaleError: sizes that cannot be; every problem is listed.
         """
-        problems = Problems("Feed")
+        problems = Arguments("Feed")
         if isinstance(source, Mapping):
             problems.add(
                 "source is a dictionary; expected samples in a list, or an iterable of "
                 "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
             )
-        elif not _numbered(source) and not _in_a_row(source):
-            problems.add(
-                f"source is {source!r:.60}; expected samples by number or an iterable "
-                "of them"
+        elif isinstance(source, str | bytes | type) or not (
+            _numbered(source) or _in_a_row(source)
+        ):
+            problems.refuse(
+                "source", source, "samples by number or an iterable of them"
             )
-        if batch_size < 1:
-            problems.add(f"batch_size is {batch_size}; expected 1 or more")
-        elif not problems and _numbered(source) and batch_size > len(source):
+        sized = problems.whole("batch_size", batch_size, least=1)
+        if sized and not problems and _numbered(source) and batch_size > len(source):
             problems.add(
                 f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
                 f"{len(source)}"
             )
-        for name, value, what in (
-            ("first", first, "step"),
-            ("first_sample", first_sample or 0, "sample"),
-        ):
-            if not hasattr(value, "__index__") or value < 0:
-                problems.add(
-                    f"{name} is {value!r:.60}; expected the number of a {what}, from 0"
-                )
+        problems.whole("first", first, what="the number of a step")
+        problems.whole(
+            "first_sample", first_sample, none=True, what="the number of a sample"
+        )
         if first and first_sample is not None:
             problems.add(
-                f"first is {first} and first_sample {first_sample}, and both say where "
-                "to begin. Give one of them; first_sample=state.samples is right with "
-                "another batch size too"
+                f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
+                "both say where to begin. Give one of them; "
+                "first_sample=state.samples is right with another batch size too"
             )
-        for problem in () if step is None else _unlike(step, batch_size):
-            problems.add(problem)
+        problems.whole("seed", seed, none=True)
+        problems.whole("epochs", epochs, none=True)
+        if step is not None and not _is_step(step):
+            problems.refuse("step", step, "what wh.compile gives, or None")
+        elif step is not None and sized:
+            for problem in _unlike(step, batch_size):
+                problems.add(problem)
         problems.raise_if_any(WhaleError)
         self._source, self._size, self._step = source, batch_size, step
         self._seed, self._epochs = seed, epochs
@@ -171,8 +173,12 @@ class Feed:
         """
         if not isinstance(state, Mapping) or "step" not in state:
             raise WhaleError(
-                f"state is {state!r:.60}; expected what get_state gave, with 'step'"
+                f"state is {shown(state)}; expected what get_state gave, with 'step'"
             )
+        problems = Arguments("state")
+        for name in ("step", "epoch", "read"):
+            problems.whole(f"state[{name!r}]", state.get(name, 0))
+        problems.raise_if_any()
         self._iterator, self._epoch, self._read = None, 0, 0
         self.step, self._shift = int(state["step"]), int(state.get("shift", 0))
         self._anchor = self._beginning(0)
@@ -286,6 +292,11 @@ class Feed:
 def _numbered(source: Any) -> TypeGuard[Source]:
     """Samples can be had by number."""
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _is_step(step: Any) -> TypeGuard[TrainStep]:
+    """Whether it says whose batches they are."""
+    return all(hasattr(step, name) for name in ("batch_rows", "batch_axes", "plan"))
 
 
 def _in_a_row(source: Any) -> bool:

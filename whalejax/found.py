@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes, layout_text, milliseconds
-from whalejax.planner.lines import Line, paragraph, plain, table
+from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 
 
@@ -88,6 +90,9 @@ class Weighed:
         Args:
             n: at most so many.
         """
+        problems = Arguments("costs")
+        problems.whole("n", n)
+        problems.raise_if_any()
         return tuple(self.candidate.time.by_size()[:n])
 
 
@@ -131,7 +136,15 @@ class Found(Sequence[Plan]):
 
         Args:
             index: of the plan.
+
+        Raises:
+            WhaleError: there is no such plan.
         """
+        if not is_whole(index, -len(self), len(self) - 1):
+            raise WhaleError(
+                f"index is {shown(index)}; expected the number of one of {len(self)} "
+                "plans, from 0"
+            )
         plan = self[index]
         return _price(plan.cluster, plan.time.step_seconds)
 
@@ -212,6 +225,7 @@ class Found(Sequence[Plan]):
         Args:
             width: columns of a line; None breaks none.
         """
+        check_lines(width, all_rows=False)
         lines = table(self.head(), self.rows(), width)
         for one in self.refused:
             lines += paragraph("no plan", [f"on {one.name}: {one.reason}"], width)

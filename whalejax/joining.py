@@ -9,8 +9,14 @@ from typing import Any
 import jax
 
 from whalejax import beats
+from whalejax.meshes.checks import Arguments, is_number, is_printable, is_whole
 from whalejax.meshes.launched import introduce, launched
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.problems import WhaleError
+
+
+_MOST_PROCESSES = 2**20
+_LONGEST_SECONDS = 10**6
+"""A week and more; what JAX takes as whole seconds of 32 bits."""
 
 
 def init_distributed(
@@ -72,7 +78,7 @@ def init_distributed(
 
 
 def _check(given: dict[str, Any], timeout: float, heartbeat: float) -> None:
-    problems = Problems("init_distributed", WhaleError)
+    problems = Arguments("init_distributed", WhaleError)
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         problems.add(
@@ -80,21 +86,30 @@ def _check(given: dict[str, Any], timeout: float, heartbeat: float) -> None:
             "num_processes and process_id, or none of them on a cluster that JAX knows"
         )
     address, count, number = given.values()
-    if address is not None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            problems.add(
-                f"coordinator is {address!r}; expected 'host:port', such as "
-                "'node0:8476'"
-            )
-    if count is not None and count < 1:
-        problems.add(f"num_processes is {count}; expected at least 1")
-    elif count is not None and number is not None and not 0 <= number < count:
+    if address is not None and not _is_address(address):
+        problems.refuse("coordinator", address, "'host:port', such as 'node0:8476'")
+    if count is not None and not is_whole(count, 1, _MOST_PROCESSES):
+        problems.refuse(
+            "num_processes", count, f"at least 1, at most {_MOST_PROCESSES}"
+        )
+        count = None
+    if number is not None and not is_whole(number, 0, _MOST_PROCESSES):
+        problems.refuse("process_id", number, "the number of a process, from 0")
+    elif count is not None and number is not None and not number < count:
         problems.add(f"process_id is {number}; expected 0 to {count - 1}")
     for name, value in (("timeout_seconds", timeout), ("heartbeat_seconds", heartbeat)):
-        if not value >= 1:
-            problems.add(f"{name} is {value}; expected at least 1")
+        if not is_number(value) or not 1 <= value <= _LONGEST_SECONDS:
+            problems.refuse(name, value, f"at least 1, at most {_LONGEST_SECONDS}")
     problems.raise_if_any()
+
+
+def _is_address(address: Any) -> bool:
+    """Whether it is a host and a port."""
+    if not is_printable(address):
+        return False
+    host, _, port = address.rpartition(":")
+    digits = port.isascii() and port.isdigit() and len(port) < 6
+    return bool(host) and digits and 0 < int(port) < 65536
 
 
 def _again(given: dict[str, Any]) -> int:

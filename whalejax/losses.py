@@ -8,11 +8,17 @@ its own because models import it: importing it starts no JAX.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from whalejax.arguments import check_optimizer
+from whalejax.meshes.checks import Arguments, is_printable
 from whalejax.meshes.problems import WhaleError
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,16 @@ class WeightedLoss:
 
     def __post_init__(self) -> None:
         _register_pytrees()
+        problems = Arguments("wh.WeightedLoss")
+        for name, value in (("total", self.total), ("weight", self.weight)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number and (inspect.isclass(value) or not hasattr(value, "dtype")):
+                problems.refuse(name, value, "a scalar array or a number")
+        problems.raise_if_any()
 
     def __add__(self, other: WeightedLoss) -> WeightedLoss:
+        if not isinstance(other, WeightedLoss):
+            return NotImplemented
         return WeightedLoss(self.total + other.total, self.weight + other.weight)
 
     @property
@@ -66,6 +80,12 @@ class Aux:
 
     def __post_init__(self) -> None:
         _register_pytrees()
+        problems = Arguments("wh.Aux")
+        for name in ("metrics", "sums", "samples", "variables"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(map(is_printable, value)):
+                problems.refuse(name, value, 'values by name, such as {"accuracy": x}')
+        problems.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +145,24 @@ class Job:
     batch_size: int | None = None
     name: str = "job"
 
+    def __post_init__(self) -> None:
+        problems = Arguments("wh.Job")
+        problems.function("loss_fn", self.loss_fn, "a function of model and batch")
+        problems.function(
+            "make_model", self.make_model, "a function of a random key, or of nothing"
+        )
+        if not callable(self.batch) and not _holds_arrays(self.batch):
+            problems.refuse(
+                "batch",
+                self.batch,
+                "a function batch(step, size), or arrays with samples along "
+                "dimension 0",
+            )
+        check_optimizer(problems, self.optimizer)
+        problems.whole("batch_size", self.batch_size, least=1, none=True)
+        problems.words("name", self.name)
+        problems.raise_if_any()
+
     def batch_at(self, step: int, size: int | None = None) -> Any:
         """The global batch of one step.
 
@@ -141,6 +179,10 @@ class Job:
         [2, 0]
         """
         size = self.batch_size if size is None else size
+        problems = Arguments(f"{self.name}: batch_at")
+        problems.whole("step", step, what="the number of a step")
+        problems.whole("size", size, least=1, none=True)
+        problems.raise_if_any()
         if size is None:
             raise WhaleError(
                 f"{self.name}: no batch size is known. Give Job(batch_size=...) or "
@@ -162,6 +204,14 @@ class Job:
             return leaf[(np.arange(size) + step * size) % leaf.shape[0]]
 
         return jax.tree_util.tree_map_with_path(rows, self.batch)
+
+
+def _holds_arrays(batch: Any) -> bool:
+    """Whether it is a tree of arrays or of their shapes."""
+    import jax
+
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
 def normalise(result: Any) -> LossResult:
@@ -302,6 +352,14 @@ def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
         )
 
 
+def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
+    """An instance around whatever JAX puts into trees, which nobody checks."""
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
+
+
 @functools.cache
 def _register_pytrees() -> None:
     """Make what losses return pytrees, at the first instance of any."""
@@ -316,7 +374,7 @@ def _register_pytrees() -> None:
             ),
             None,
         ),
-        lambda _, parts: WeightedLoss(*parts),
+        lambda _, parts: _rebuilt(WeightedLoss, ("total", "weight"), parts),
     )
     jax.tree_util.register_pytree_with_keys(
         Aux,
@@ -329,8 +387,8 @@ def _register_pytrees() -> None:
             ),
             None,
         ),
-        lambda _, parts: Aux(
-            **dict(zip(("metrics", "sums", "samples", "variables"), parts, strict=True))
+        lambda _, parts: _rebuilt(
+            Aux, ("metrics", "sums", "samples", "variables"), parts
         ),
     )
     jax.tree_util.register_pytree_with_keys(

@@ -7,7 +7,7 @@ compiler's message that names none of the user's words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,10 @@ from whalejax import _compat
 from whalejax.adapters_leaves import is_key
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
+from whalejax.capture.batch import check_batch
 from whalejax.lowering.ways import absent, is_here
+from whalejax.meshes.build import are_devices
+from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
@@ -192,10 +195,12 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         PlanError: the plan is for other hardware, has its kinds in another order, or is
             for another number of devices.
     """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
     chosen = devices is not None
-    if chosen and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+    if chosen and not are_devices(devices):
         raise PlanError(
-            f"devices is {devices!r:.60}; expected devices in node order, such as "
+            f"devices is {shown(devices)}; expected devices in node order, such as "
             'jax.devices("cpu")[:8], or None for all'
         )
     found = list(devices) if chosen else jax.devices()
@@ -258,6 +263,32 @@ def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
                 f"{device.process_index}. Start the processes in the order of the "
                 "plan's nodes, or plan for these (wh.Cluster.detect())"
             )
+
+
+def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
+    """Raise if a plan was made for a batch of other leaves or shapes.
+
+    Args:
+        plan: the plan.
+        batch: the global batch, abstract or real.
+        batch_axes: the batch dimension of its leaves.
+
+    Raises:
+        WhaleError: it is no batch, or another one.
+    """
+    check_batch(batch, batch_axes)
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    here = [(jax.tree_util.keystr(path), tuple(np.shape(x))) for path, x in flat]
+    planned = [(leaf.path, leaf.shape) for leaf in plan.batch]
+    if here != planned:
+        raise PlanError(
+            f"batch has {_leaves_text(here)}; the plan is for {_leaves_text(planned)}. "
+            "Give the batch that it was made for, or plan again"
+        )
+
+
+def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{path or 'one array'} {list(shape)}" for path, shape in leaves)
 
 
 def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:

@@ -17,6 +17,7 @@ import optax
 
 from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster
+from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.telling import tell
 from whalejax.meshes.texts import visible
@@ -68,7 +69,7 @@ def search(
     >>> len(found), found[0].cluster.num_devices in (4, 8)
     (2, True)
     """
-    places = _places(clusters, prices or {}, each, options)
+    places = _places(clusters, {} if prices is None else prices, each, options)
     question = ask(
         loss_fn, model, batch, optimizer=optimizer, cluster=places[0][1], **options
     )
@@ -190,7 +191,7 @@ def _places(
     options: Mapping[str, Any],
 ) -> list[tuple[str, Cluster]]:
     """The clusters with their names and prices, or every problem of what was given."""
-    problems = Problems("wh.search")
+    problems = Arguments("wh.search")
     known = list(inspect.signature(plan).parameters)[3:]
     for name in options:
         if name == "cluster":
@@ -198,13 +199,13 @@ def _places(
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.add(f"there is no option {name!r}{hint}")
-    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        problems.add(f"each is {each!r:.60}; expected a whole number, 1 or more")
-    if isinstance(clusters, str | Cluster) or not isinstance(clusters, Sequence):
-        problems.add(
-            f"clusters is {str(clusters):.60}; expected a list such as ['h100:8']"
-        )
+            problems.add(f"there is no option {shown(name)}{hint}")
+    problems.whole("each", each, least=1)
+    if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
+        clusters, Sequence
+    ):
+        said = clusters.describe() if isinstance(clusters, Cluster) else shown(clusters)
+        problems.add(f"clusters is {said}; expected a list such as ['h100:8']")
         clusters = []
     elif not clusters:
         problems.add("clusters is empty; expected some, such as ['h100:8']")
@@ -213,7 +214,7 @@ def _places(
         try:
             cluster = parsed_cluster(given)
         except WhaleError as error:
-            problems.add(str(error))
+            problems.add(f"clusters: {error}")
             continue
         name = visible(given) if isinstance(given, str) else cluster.describe()
         if name in (one for one, _ in found):
@@ -227,17 +228,22 @@ def _places(
 def _check_prices(
     prices: Mapping[str, float], clusters: Sequence[Cluster], problems: Problems
 ) -> None:
+    if not isinstance(prices, Mapping):
+        problems.add(
+            f"prices is {shown(prices)}; expected prices of one device for an hour by "
+            'the name of its kind, such as {"h100": 2.5}'
+        )
+        return
     kinds = list(dict.fromkeys(kind.name for c in clusters for kind in c.kinds))
     for name, price in prices.items():
-        number = isinstance(price, int | float) and not isinstance(price, bool)
-        if not number or not 0 < price < math.inf:
+        if not is_number(price) or not price > 0:
             problems.add(
-                f"prices[{name!r}] is {price!r:.60}; expected the price of one device "
-                "for an hour, above 0"
+                f"prices[{shown(name)}] is {shown(price)}; expected the price of one "
+                "device for an hour, above 0"
             )
         if clusters and name not in kinds:
             problems.add(
-                f"prices has {name!r}, and the clusters have {', '.join(kinds)}"
+                f"prices has {shown(name)}, and the clusters have {', '.join(kinds)}"
             )
 
 

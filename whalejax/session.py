@@ -24,6 +24,7 @@ from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import devices_of
 from whalejax.meshes.problems import Problems
+from whalejax.option_checks import check_command
 from whalejax.options import (
     TrainCommand,
     by_task_graph,
@@ -94,16 +95,7 @@ def check_options(options: TrainCommand) -> None:
         WhaleError: every problem, at once.
     """
     problems = Problems("whalejax train")
-    numbers = {
-        "--steps": (options.steps, 1),
-        "--save-every": (options.save_every, 1),
-        "--replay": (options.replay, 0),
-        "--batch": (options.batch, 1),
-        "--micro-batches": (options.micro_batches, 1),
-    }
-    for name, (value, least) in numbers.items():
-        if value is not None and value < least:
-            problems.add(f"{name} is {value}; expected {least} or more")
+    check_command(options, problems)
     if options.plan is not None:
         for name, given in (
             ("--cluster", options.cluster),

@@ -19,6 +19,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.away import out_of_host
 from whalejax.lowering.spread import spread
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import PlanError
 from whalejax.precision import LossScale
@@ -135,7 +136,7 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
     """
     if not hasattr(rng, "dtype"):
         raise WhaleError(
-            f"rng is {rng!r:.60}; expected a random key. Give jax.random.key(seed)"
+            f"rng is {shown(rng)}; expected a random key. Give jax.random.key(seed)"
         )
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         traced = jax.eval_shape(lambda: jax.random.key(0)).dtype

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
+from whalejax.arguments import refuse_bad_optimizer
 from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
@@ -26,7 +27,13 @@ from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.rehearsed import Rehearsal, rehearsed
 from whalejax.lowering.uneven import Uneven
 from whalejax.lowering.ways import is_here, stages_mesh
-from whalejax.matching import BatchLayout, check_same_model, devices_of
+from whalejax.matching import (
+    BatchLayout,
+    check_planned,
+    check_same_model,
+    devices_of,
+)
+from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.explain import gigabytes
@@ -62,6 +69,11 @@ class TrainStep:
         batch: Any,
         batch_axes: tuple[int | None, ...],
     ) -> None:
+        if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
+            raise WhaleError(
+                "a TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…), "
+                f"not by its class, which was given {shown(plan)} as plan"
+            )
         self.plan = plan
         self.adapter = adapter
         mesh = stages_mesh(plan, devices) if plan.apart else None
@@ -99,6 +111,12 @@ class TrainStep:
         Raises:
             WhaleError: it builds another model than the plan is for.
         """
+        if not callable(make_model):
+            raise WhaleError(
+                f"make_model is {shown(make_model)}; expected a function of a random "
+                "key, or of nothing, that builds the model. Of a model that is there: "
+                "init_from(model)"
+            )
         takes_key = wants_key(make_model)
 
         def build(key: Any) -> tuple[Any, Any, Any]:
@@ -246,6 +264,8 @@ class TrainStep:
 
     @rebalances.setter
     def rebalances(self, wanted: bool) -> None:
+        if not isinstance(wanted, bool):
+            raise WhaleError(f"rebalances is {shown(wanted)}; expected True or False")
         self._uneven.rebalances = wanted
 
     @property
@@ -275,6 +295,11 @@ class TrainStep:
         """
         if state is None:
             state = self.abstract_state()
+        if not isinstance(state, TrainState):
+            raise PlanError(
+                f"state is {shown(state)}; expected a TrainState, or None for an "
+                "abstract one"
+            )
         return self._runner.lower(state, self._layout.abstract())
 
     def rehearse(self) -> Rehearsal:
@@ -321,11 +346,10 @@ class TrainStep:
         """
         from whalejax.checkpoint import save
 
-        if not isinstance(state, TrainState):
-            raise WhaleError(
-                f"state is {state!r:.60}; expected the TrainState that a step "
-                "returned: step.save(path, state)"
-            )
+        problems = Arguments("TrainStep.save")
+        problems.path("path", path, "the path of a folder that does not exist yet")
+        problems.of("state", state, TrainState, "the TrainState to be saved")
+        problems.raise_if_any()
         check_alive(state)
         save(path, state, self.plan, self._batch_size)
 
@@ -349,10 +373,10 @@ class TrainStep:
         """
         from whalejax.checkpoint import restore, restore_model
 
-        if only not in (None, "model"):
-            raise WhaleError(
-                f"only is {only!r:.40}; expected 'model', or None for the whole state"
-            )
+        problems = Arguments("TrainStep.restore")
+        problems.path("path", path, "the path of a checkpoint")
+        problems.choice("only", only, ("model",), none=True)
+        problems.raise_if_any()
         given = path, self.abstract_state(), self.plan, self._batch_size
         if only is None:
             state: TrainState = restore(*given)
@@ -414,7 +438,7 @@ def compile(
 
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan is {plan!r:.60}; expected what wh.plan gives, or wh.Plan.load of a "
+            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
             "file"
         )
     if not plan.runnable:
@@ -422,6 +446,9 @@ def compile(
             "this plan is an estimate (runnable=False) and cannot be run. Plan again "
             "without runnable=False"
         )
+    refuse_bad_optimizer(optimizer)
+    if batch is not None:
+        check_planned(plan, batch, batch_axes)
     devices_of(plan, devices)  # before anything takes time
     return step_of(
         plan,

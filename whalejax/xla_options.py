@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.meshes.checks import is_number, is_printable, shown
 from whalejax.meshes.problems import Problems
-from whalejax.meshes.texts import quoted
 from whalejax.planner.compiler_options import check_options
 from whalejax.planner.plan import PlanError
 
@@ -24,28 +24,26 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
             carry; all of them.
     """
     problems = Problems("compiler_options", PlanError)
-    try:
-        given = dict(options or {})
-    except (TypeError, ValueError):
+    if not isinstance(options, Mapping | None):
         raise PlanError(
-            f"compiler_options is {options!r:.80}; expected a dict of XLA's options, "
+            f"compiler_options is {shown(options)}; expected a dict of XLA's options, "
             'such as {"xla_tpu_enable_async_collective_fusion": True}'
-        ) from None
+        )
     found: dict[str, bool | int | float | str] = {}
-    for name, value in given.items():
+    for name, value in (options or {}).items():
         plain = value.item() if isinstance(value, np.generic) else value
         if not isinstance(name, str) or not name.isidentifier():
             problems.add(
-                f"{quoted(name)} names no option; expected one of XLA's without "
+                f"{shown(name)} names no option; expected one of XLA's without "
                 "dashes, such as xla_tpu_enable_async_collective_fusion"
             )
-        elif not isinstance(plain, bool | int | float | str) or plain != plain:
+        elif not (isinstance(plain, bool) or is_number(plain) or is_printable(plain)):
             problems.add(
-                f"{name} is {quoted(value)}; expected a number, a text, True or False"
+                f"{name} is {shown(value)}; expected a number, a text, True or False"
             )
         else:
-            switch = {"true": True, "false": False}
-            found[name] = switch.get(str(plain).lower(), plain)
+            switches: dict[str, Any] = {"true": True, "false": False}
+            found[name] = switches.get(str(plain).lower(), plain)
     check_options(found, problems)
     problems.raise_if_any()
     return found

@@ -498,7 +498,7 @@ def test_a_default_that_is_none(default: Any) -> None:
 
 def test_a_cluster_that_is_none() -> None:
     assert refused(cluster=8) == (
-        "cluster is int; expected a Cluster or text such as 'h100:8', 'v5p:4x4x4', a "
+        "cluster is 8; expected a Cluster or text such as 'h100:8', 'v5p:4x4x4', a "
         ".toml file or 'local'"
     )
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.micro_batches import MOST_SAMPLES
 
@@ -44,16 +46,25 @@ def batch_leaves(
     batch: Any, batch_axes: Any, num_micro_batches: int
 ) -> tuple[list[BatchLeaf], Any]:
     """The batch's leaves at micro-batch shape, checked; all problems at once."""
-    count = num_micro_batches
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise WhaleError(f"num_micro_batches={count!r}: expected a positive integer.")
+    if not is_whole(num_micro_batches, 1):
+        raise WhaleError(
+            f"num_micro_batches={shown(num_micro_batches)}: expected a positive "
+            "integer."
+        )
     problems = Problems("batch")
     with_paths, tree = jax.tree_util.tree_flatten_with_path(batch)
     axes = _axes_of(batch_axes, batch, tree)
     leaves: list[BatchLeaf] = []
     sizes: dict[str, int] = {}
     for (path, value), axis in zip(with_paths, axes, strict=True):
-        name, aval = f"batch.{dotted(path)}" if path else "batch", aval_of(value)
+        name = f"batch.{dotted(path)}" if path else "batch"
+        if not _is_array(value):
+            problems.add(
+                f"{name} is {shown(value)}; expected an array with the samples along a "
+                "dimension, or its jax.ShapeDtypeStruct"
+            )
+            continue
+        aval = aval_of(value)
         shape = tuple(aval.shape)
         micro = shape
         if axis is not None:
@@ -78,6 +89,28 @@ def batch_leaves(
     return leaves, tree
 
 
+def check_batch(batch: Any, batch_axes: Any) -> None:
+    """Refuse a batch that no loss could be traced with.
+
+    Args:
+        batch: arrays or shapes.
+        batch_axes: the batch dimension of its leaves.
+
+    Raises:
+        WhaleError: every leaf that is no array, or has other samples than the rest.
+    """
+    batch_leaves(batch, batch_axes, 1)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether it has a shape and a type, or is a number that JAX gives them."""
+    if isinstance(leaf, int):
+        return is_whole(int(leaf))
+    return isinstance(leaf, float | complex | np.generic) or (
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    )
+
+
 def resized(batch: Any, batch_axes: Any, size: int) -> Any:
     """The shapes of a batch with another number of samples.
 
@@ -98,6 +131,12 @@ def resized(batch: Any, batch_axes: Any, size: int) -> Any:
 
 
 def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
+    for axis in jax.tree.leaves(batch_axes):
+        if not is_whole(axis):
+            raise WhaleError(
+                f"batch_axes has {shown(axis)}; expected the number of a dimension for "
+                "all leaves of the batch or for each, None where one has no samples."
+            )
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
     # A gap in the batch (None) may stand in the axes as well, with anything for it.

@@ -14,6 +14,7 @@ from whalejax.display.bundles import plan_html
 from whalejax.display.page import (
     bundle_of,
     cell,
+    check_path,
     folded,
     fragment,
     listed,
@@ -117,6 +118,7 @@ class SearchChart:
         Raises:
             WhaleError: another ending, or the file cannot be written there.
         """
+        check_path(path)
         ending = str(path).rpartition(".")[2].lower()
         if ending == "html":
             write(path, page(self._html(), "Plans that were weighed"))
