@@ -171,6 +171,7 @@ class Search:
                 self.rows.reading,
                 request.optimizer,
                 narrowed=request.narrowed,
+                cast_bytes=request.cast_bytes,
             )
             if beside is None
             else beside.facts.at(weight_homes(graph, self.rows.weight))

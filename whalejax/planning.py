@@ -259,7 +259,7 @@ class Asked:
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer, self.cluster.platform),
-            state_bytes=tree_bytes(adapter.rest),
+            state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
             batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,
             default=kind,

@@ -23,6 +23,7 @@ from whalejax.capture.calls import (
     with_calls,
     with_logits,
 )
+from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
@@ -80,6 +81,18 @@ class Captured:
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
 
+    @property
+    def weights(self) -> tuple[bool, ...]:
+        """Which inputs of the flat function are weights, trained or not."""
+        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
+        return tuple(t.kind == "param" for t in self.graph.tensors[:inputs])
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Numbers of the leaves that are not trained, and are weights."""
+        first = len(self.adapter.param_paths)
+        return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
+
     def as_planned(self, plan: Plan) -> Captured:
         """The same loss with all that a plan changes of its program."""
         found = self.with_precisions(plan.precisions).with_attention(plan.attention)
@@ -101,10 +114,9 @@ class Captured:
         narrow = {at: kind for at, kind in where.items() if kind != "f32"}
         if not narrow:
             return self if not chosen else self._with_precisions(precisions)
-        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
-        weights = [t.kind == "param" for t in self.graph.tensors[:inputs]]
-        first = weights.count(True)
-        weights[first : first + len(self.adapter.frozen)] = self.adapter.frozen
+        weights, first = [*self.weights], len(self.adapter.param_paths)
+        for number, frozen in enumerate(self.adapter.frozen):
+            weights[first + number] |= frozen
         found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
         casts = len(found.graph.ops) > len(self.graph.ops)
         wide = left_wide(self.jaxpr, narrow)
@@ -244,7 +256,9 @@ class _Reader:
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)
         loss = loss_id(results)
-        name_inputs(walk, self.adapter, self.leaves)
+        body, _ = _compat.open_jaxpr(program)
+        added = advances(self.adapter.rest, body, len(self.adapter.param_paths))
+        name_inputs(walk, self.adapter, self.leaves, [more == 0 for more in added])
         graph = graph_of(
             walk,
             loss,

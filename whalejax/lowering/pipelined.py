@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from whalejax.capture.stack import Stack
-from whalejax.lowering.dealt import collected, dealt
+from whalejax.lowering.dealt import collected, dealt, dealt_rest
 from whalejax.lowering.lockstep import (
     handed_back,
     handed_on,
@@ -109,6 +109,15 @@ def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
     return [PartitionSpec(STAGE) if i in stack.params else _WHOLE for i in range(count)]
 
 
+def _rest_specs(rest: Any, stack: Stack) -> Any:
+    """Of what is not trained, layers lie on the stages."""
+    tree: Any = jax.tree.structure(rest)
+    count = tree.num_leaves
+    return tree.unflatten(
+        [PartitionSpec(STAGE) if i in stack.frozen else _WHOLE for i in range(count)]
+    )
+
+
 def _on_stages(
     program: Program,
     stack: Stack,
@@ -160,14 +169,16 @@ def _on_stages(
                 )
             )
 
+        specs = _rest_specs(rest, stack), *[_WHOLE] * 4
         mapped = jax.shard_map(
             local,
             mesh=program.mesh,
-            in_specs=(_specs_of(len(params), stack), _WHOLE),
+            in_specs=(_specs_of(len(params), stack), specs),
             out_specs=outputs,
             axis_names={STAGE},
             check_vma=False,
         )
+        at_step = dealt_rest(program, stack, at_step, layer_counts(program))
         given = at_step, parts, others, rng, scale
         return _dealt_out(program, stack, lambda own: mapped(own, given), params)
 
