@@ -45,7 +45,7 @@ from whalejax.planner.terms import (
     Remat,
     remat_words,
 )
-from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note
+from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note
 from whalejax.xla_options import checked_options, option_note
 
@@ -247,6 +247,19 @@ class Asked:
 
     def plan(self) -> Plan:
         """The plan."""
+        _check_options(self)
+        asked, notes = self, list[str]()
+        if isinstance(self.precision, str):
+            taken, notes = taken_precision(
+                self.precision,
+                lambda p: dataclasses.replace(self, precision=p)._programs().traced,
+            )
+            asked = dataclasses.replace(self, precision=taken)
+        found = asked._planned()
+        return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+    def _planned(self) -> Plan:
+        """The plan, its precision as it is."""
         kind = _check_options(self)
         options = checked_options(self.compiler_options)
         devices, idle = self.cluster.num_devices, self.allow_idle

@@ -6,6 +6,7 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from whalejax.capture.calls import (
 )
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
-from whalejax.capture.narrowing import left_wide, narrowed
+from whalejax.capture.narrowing import left_wide, narrowed, wide_products
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
@@ -92,6 +93,24 @@ class Captured:
         """Numbers of the leaves that are not trained, and are weights."""
         first = len(self.adapter.param_paths)
         return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
+
+    @property
+    def wide_products(self) -> Counter[str]:
+        """Products of float32 that a gradient goes through, or that read weights.
+
+        How many, by why none of them can compute in 16 bits; empty where they can.
+        """
+        weight = self.graph.weight_tensors()
+        reads = {
+            op.position
+            for op in self.graph.ops
+            if op.matmul is not None
+            and (
+                any(self.graph.tensors[t].differentiable for t in op.results)
+                or any(weight[t] for t in op.operands)
+            )
+        }
+        return Counter(why for at, why in wide_products(self.jaxpr) if at in reads)
 
     def as_planned(self, plan: Plan) -> Captured:
         """The same loss with all that a plan changes of its program."""
