@@ -77,6 +77,8 @@ class LeafGroup:
             in 16 bits, where it is no float32, and where it is quantised; else 1.
         nbytes: of one of them.
         trained: they have gradients, and an optimizer.
+        held: (dimension, mesh axis) of what metadata has stored in shards, and is
+            computed with as a whole.
         optimizer_bytes: optimizer state that follows one of them.
         operations: roots and the like in its update; see ``OptimizerBytes``.
     """
@@ -97,6 +99,7 @@ class LeafGroup:
     operations: float = 0.0
     narrowed: float = 1.0
     trained: bool = True
+    held: tuple[tuple[int, str], ...] = ()
 
     @property
     def gradient_bytes(self) -> int:
@@ -226,6 +229,20 @@ class LeafFacts:
         pairs = zip(self.tensors, self.group_of, strict=True)
         groups, group_of = _counted(
             [replace(self.groups[i][0], home=homes.get(t.id, 0)) for t, i in pairs]
+        )
+        return replace(self, groups=groups, group_of=group_of)
+
+    def held(self, stored: Mapping[int, tuple[tuple[int, str], ...]]) -> LeafFacts:
+        """The same parameters, some of which metadata has stored in shards.
+
+        Args:
+            stored: by tensor id; see ``LeafGroup.held``.
+        """
+        if not stored:
+            return self
+        pairs = zip(self.tensors, self.group_of, strict=True)
+        groups, group_of = _counted(
+            [replace(self.groups[i][0], held=stored.get(t.id, ())) for t, i in pairs]
         )
         return replace(self, groups=groups, group_of=group_of)
 
@@ -457,7 +474,10 @@ def lay_out(
     for group, _ in facts.groups:
         table = tables[group.home]
         compute = lying(group.layout, group.sizes, group.fused, table, mesh)
-        param: Spec = extend_spec(compute, group.shape, "fsdp", mesh, group.order)
+        param: Spec = compute
+        for dim, axis in group.held:
+            param = extend_spec(param, group.shape, axis, mesh, (dim,))
+        param = extend_spec(param, group.shape, "fsdp", mesh, group.order)
         owned: Spec = param
         if group.trained:
             owned = extend_spec(param, group.shape, "data", mesh, group.order)

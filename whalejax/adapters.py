@@ -29,7 +29,7 @@ from whalejax.adapters_leaves import (
     same_model,
 )
 from whalejax.adapters_leaves import dotted as dotted
-from whalejax.adapters_metadata import read_metadata
+from whalejax.adapters_metadata import read_metadata, short_ones
 from whalejax.adapters_trees import (
     BoxedForm,
     Boxes,
@@ -62,8 +62,9 @@ class Adapter:
         pinned: for each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
         rest_names, rest_pinned: the same for each other leaf.
+        short: paths of leaves whose metadata names all dimensions but one, whichever
+            that is; the names stand at the first.
         takes_rng: the loss function wants a random key of its own.
-        notes: what a user should know.
         compute_dtype: what float32 weights, trained or not, and batches are cast to
             before the loss sees them; None leaves the model's own types.
     """
@@ -77,10 +78,10 @@ class Adapter:
     pinned: tuple[tuple[str | None, ...], ...]
     rest_names: tuple[tuple[str | None, ...], ...]
     rest_pinned: tuple[tuple[str | None, ...], ...]
+    short: frozenset[str]
     takes_rng: bool
     _form: Form
     _loss_fn: Callable[..., Any]
-    notes: tuple[str, ...] = ()
     compute_dtype: Any = None
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
@@ -261,6 +262,7 @@ def adapt(
         pinned=pinned[:trained],
         rest_names=names[trained:],
         rest_pinned=pinned[trained:],
+        short=short_ones(leaves, metadata),
         takes_rng=takes_rng,
         _form=form,
         _loss_fn=loss_fn,

@@ -64,6 +64,26 @@ def read_metadata(
     return tuple(names), tuple(pinned)
 
 
+def short_ones(
+    leaves: Mapping[str, Any], metadata: Callable[[str], Any]
+) -> frozenset[str]:
+    """Paths of NNX variables whose metadata names all dimensions but one.
+
+    Linen itself refuses to add a dimension that it is told no name of.
+
+    Args:
+        leaves: by dotted path.
+        metadata: as for ``read_metadata``.
+    """
+    found = []
+    for path, leaf in leaves.items():
+        box = metadata(path)
+        if isinstance(box, Mapping) and _names_in(box):
+            rank = len(getattr(leaf, "shape", ()))
+            found += [path] * (len(_box_entries(box)[0]) == rank - 1)
+    return frozenset(found)
+
+
 def _check_met(
     axis_names: Mapping[str, str], met: Collection[str], problems: Problems
 ) -> None:

@@ -33,6 +33,7 @@ from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
 from whalejax.planner.ordering import ordered
+from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.scored import Hosted
@@ -96,7 +97,8 @@ def plan(
             in 16 bits, float32 masters; in float16 the loss is scaled, steps that
             overflow change nothing and are counted in ``metrics["skipped_steps"]``).
             Float32 leaves of the batch are cast too: give masks and targets that must
-            stay exact as integers or booleans. Or one for each TaskGraph by its name,
+            stay exact as integers or booleans. Where the model insists on float32, it
+            is taken as one for all TaskGraphs. Or one for each TaskGraph by its name,
             ``"*"`` for all others: products there are of 16 bits, and so is what is
             done to each element of their results; sums, exponentials, branches, loops
             that are no scan, functions with derivatives of their own and what other
@@ -109,8 +111,8 @@ def plan(
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
         trainable: what to train, where that is not every parameter: a glob pattern of
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes
-            one dotted path, or (NNX) a filter such as ``LoRAParam``. What is left out
-            stays whole on every device.
+            one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights that are
+            left out are stored and computed with like others, without gradients.
         batch_axes: the batch dimension of the batch's leaves.
         mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
             chooses the others.
@@ -313,7 +315,8 @@ class Asked:
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
-                *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
+                *(*attention_note(found, programs), *idle_note(found)),
+                *unplanned_pins(graph, found.axis_sizes, stages=True),
                 *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
             ),
             question=self,

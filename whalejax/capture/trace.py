@@ -27,7 +27,9 @@ from whalejax.capture.calls import (
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed, wide_products
+from whalejax.capture.own_layouts import constraint_notes
 from whalejax.capture.recompute import applicable, recomputed
+from whalejax.capture.unnamed import aligned
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
@@ -287,6 +289,8 @@ class _Reader:
             self.marks,
             results[1:],
         )
+        graph, notes = aligned(graph, self.adapter.short)
+        walk.notes += [*notes, *constraint_notes(program)]
         return graph, walk, results
 
 
