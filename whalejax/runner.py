@@ -330,7 +330,7 @@ def finished(
     fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
     metrics = metrics_of(program, sums)
     if scaling is not None and finite is not None:
-        rest = jax.tree.map(functools.partial(jnp.where, finite), rest, state.rest)
+        rest = _if_finite(program, finite, rest, state.rest)
         scaling = scaling.after(finite)
         metrics["loss_scale"] = scaling.scale
         metrics["skipped_steps"] = scaling.skipped_steps
@@ -345,6 +345,16 @@ def finished(
         origin=state.origin,
     )
     return new, metrics
+
+
+def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
+    """What is not trained, as a step left it where that had finite gradients."""
+    frozen, tree = program.captured.frozen, jax.tree.structure(after)
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+    found = [
+        x if i in frozen else jnp.where(finite, x, y) for i, (x, y) in enumerate(pairs)
+    ]
+    return jax.tree.unflatten(tree, found)
 
 
 def metrics_of(program: Program, sums: Sums) -> Metrics:

@@ -209,7 +209,5 @@ def test_layouts_of_values_are_the_plans_own() -> None:
         found = check(on_one_device(job), mesh={"data": 4}, devices=4)
     assert found.error <= FLOAT64_TOLERANCE
     (said,) = (n for n in found.plan.notes if "with_sharding_constraint" in n)
-    assert said.startswith(
-        "1 layout of values that the model fixes by with_sharding_constraint (the "
-        "first: PartitionSpec('rows', 'model') in "
-    )
+    assert said.startswith("1 layout of values that the model fixes by with_sharding_")
+    assert "('rows', 'model') in test_pinned.py:" in said

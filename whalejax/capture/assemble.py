@@ -20,7 +20,14 @@ from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.graph import Graph, Mark, Op, Tensor, TensorKind
+from whalejax.planner.graph import (
+    LOOKUPS,
+    Graph,
+    Mark,
+    Op,
+    Tensor,
+    TensorKind,
+)
 
 
 def loss_id(results: Sequence[Value]) -> int:
@@ -94,22 +101,12 @@ def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list
     kind. A step must leave them as they are.
     """
     first = len(adapter.param_paths)
-    may = [
-        number
-        for number, (same, leaf) in enumerate(
-            zip(still, walk.tensors[first:], strict=False)
-        )
-        if same and leaf.shape
+    rest = walk.tensors[first : first + len(still)]
+    may = [n for n, (same, leaf) in enumerate(zip(still, rest, strict=True)) if same]
+    kernels = _multiplied(walk, {first + n for n in may if len(rest[n].shape) > 1})
+    return [
+        n for n in may if (adapter.frozen[n] and rest[n].shape) or first + n in kernels
     ]
-    kernels = _multiplied(
-        walk,
-        {
-            first + number
-            for number in may
-            if len(walk.tensors[first + number].shape) > 1
-        },
-    )
-    return [n for n in may if adapter.frozen[n] or first + n in kernels]
 
 
 def _multiplied(walk: Walk, given: set[int]) -> set[int]:
@@ -124,6 +121,11 @@ def _multiplied(walk: Walk, given: set[int]) -> set[int]:
             for t in op.results:
                 weight.add(t)
                 source[t] = frozenset[int]().union(*own)
+        elif op.kind in LOOKUPS:
+            # Tables of positions are no weights, those of quantised embeddings are.
+            table = walk.tensors[op.operands[0]]
+            quantised = table.itemsize_bytes == 1 and table.dtype != "bool"
+            found |= own[0] if quantised else set[int]()
         elif op.behaviour.matmul is not None:
             sides = [t in weight for t in op.operands[:2]]
             if sum(sides) == 1:

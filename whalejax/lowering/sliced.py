@@ -350,7 +350,9 @@ class OwningReplica(Replica):
             if self.slices.owners[place] not in self.slices.dims and _drifts(leaf)
         ]
         self._moving = [
-            i for i, x in enumerate(jax.tree.leaves(state.rest)) if _drifts(x)
+            i
+            for i, x in enumerate(jax.tree.leaves(state.rest))
+            if _drifts(x) and i not in program.captured.frozen
         ]
         followed = [self.slices.owners[place] for place in self._kept]
         specs = [
