@@ -186,7 +186,8 @@ class LeafFacts:
         rank = {role: place for place, role in enumerate(storage)}
         groups = []
         for t in tensors:
-            pinned = next((dim for dim, axis in pins_of(t) if axis == "fsdp"), None)
+            stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
+            pinned = next((dim for dim in stored if t.shape[dim] > 1), None)
             groups.append(
                 LeafGroup(
                     shape=t.shape,

@@ -250,9 +250,9 @@ def metadata_pins(
                 )
                 continue
             atoms = dims.layouts[tensor.id][dim]
-            obstacle = "" if atoms else "its size is 1"
-            if atoms and axis == "fsdp":
-                obstacle = dims.roles[atoms[0]].unshardable
+            if not atoms:
+                continue  # Nothing is shared out of one; ``unplanned_pins`` says so.
+            obstacle = dims.roles[atoms[0]].unshardable if axis == "fsdp" else ""
             if obstacle:
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
             if obstacle or axis == "fsdp":
@@ -359,11 +359,21 @@ def unplanned_pins(
         stages: on the axis of the stages alone, or on all others.
     """
     idle: dict[str, list[str]] = {}
+    single: dict[str, list[str]] = {}
     for tensor in graph.params:
-        for _, axis in pins_of(tensor):
-            if (axis == STAGE) == stages and mesh.get(axis, 1) == 1:
+        for dim, axis in pins_of(tensor):
+            if (axis == STAGE) != stages:
+                continue
+            if mesh.get(axis, 1) == 1:
                 idle.setdefault(axis, []).append(tensor.path)
-    return [
+            elif tensor.shape[dim] == 1:
+                single.setdefault(axis, []).append(f"{tensor.path} dim {dim}")
+    ones = [
+        f"the metadata names the mesh axis {axis} for what has size 1, where that name "
+        f"{NO_EFFECT}: {places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
+        for axis, places in single.items()
+    ]
+    return ones + [
         f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first), which has "
         f"size 1 in this plan: the name {NO_EFFECT}"
         for axis, paths in idle.items()

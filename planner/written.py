@@ -247,9 +247,9 @@ def _held_notes(search: Search, mesh: Mapping[str, int]) -> list[str]:
                 path = search.graph.tensors[number].path
                 held.setdefault(axis, []).append(f"{path} dim {dim}")
     return [
-        f"{len(places)} dimensions are stored over {axis} as the metadata says "
-        f"({places[0]} first) and gathered where they are read: operations there are "
-        f"computed in shards of others over it, or need all of them"
+        f"stored over {axis} as the metadata says, and gathered where it is read, "
+        "because operations there are cut along other dimensions or need all of it: "
+        f"{places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
         for axis, places in held.items()
     ]
 

@@ -17,7 +17,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
+from whalejax.fixed import Uneven, check_mesh, idle_note, synced, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -48,7 +48,7 @@ from whalejax.planner.terms import (
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note
-from whalejax.xla_options import checked_options, option_note
+from whalejax.xla_options import checked_options, compiled_with, option_note
 
 
 _NO_OPTIMIZER: Final = optax.identity()
@@ -307,7 +307,7 @@ class Asked:
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
-        found = _compiled_with(found, options, traced.captured.precisions)
+        found = compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,
             cluster=self.cluster,
@@ -342,7 +342,7 @@ class Asked:
         if self.sync_batch_stats and reductions:
             marks = {m for g in graph.task_graphs for m in g.marks}
             several = (m.get("num_micro_batches") for m in marks)
-            return _synced(self.num_micro_batches, reductions, *filter(None, several))
+            return synced(self.num_micro_batches, reductions, *filter(None, several))
         return None if self.num_micro_batches is None else int(self.num_micro_batches)
 
     def _attention(self, programs: Programs) -> Chosen | None:
@@ -449,19 +449,6 @@ def _is_count(value: object, least: int) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         return False
     return int(value) >= least
-
-
-def _compiled_with(
-    plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
-) -> Plan:
-    """A plan, and those of its pipelines, with what their programs are compiled by."""
-    each = (_compiled_with(one, options, precisions) for one in plan.pipelines)
-    return dataclasses.replace(
-        plan,
-        compiler_options=tuple(sorted(options.items())),
-        precisions=precisions,
-        pipelines=tuple(each),
-    )
 
 
 def _check_switch(name: str, value: object) -> None:
@@ -585,20 +572,6 @@ def _check_options(asked: Asked) -> str | None:
         )
     problems.raise_if_any()
     return None if mark is None else str(mark.kind)
-
-
-def _synced(
-    given: int | None, reductions: Sequence[BatchReduction], *marked: str
-) -> int:
-    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
-    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
-        if count not in (None, 1):
-            raise PlanError(
-                "sync_batch_stats=True asks for statistics of the global batch, and "
-                f"num_micro_batches={count}{where} computes them in parts ({places}). "
-                "Drop one of the two"
-            )
-    return 1
 
 
 def parsed_cluster(cluster: Cluster | str | None) -> Cluster:

@@ -349,6 +349,18 @@ def test_of_two_dimensions_that_meet_that_of_more_bytes_is_computed_in_shards() 
     assert [dims.roles[r].size for r in table["tensor"]] == [320]
 
 
+def test_an_axis_on_a_dimension_of_size_1_is_noted() -> None:
+    p = Program()
+    x = p.einsum("bi,ki->bki", p.batch("x", 16, 24), p.param("keys", 1, 24))
+    graph = pinned(p.graph(p.einsum("bki->", p.unary("exp", x))), keys=("tensor", None))
+    options, _ = options_of(graph)
+    assert options.stored == {}
+    assert unplanned_pins(graph, mesh(tensor=8)) == [
+        "the metadata names the mesh axis tensor for what has size 1, where that name "
+        "has no effect: keys dim 0"
+    ]
+
+
 def test_splits_of_different_widths() -> None:
     graph = hybrid(mark("split", devices="4"), heads=2)
     last = dataclasses.replace(

@@ -349,10 +349,11 @@ class OwningReplica(Replica):
             for place, leaf in enumerate(jax.tree.leaves(state.opt_state))
             if self.slices.owners[place] not in self.slices.dims and _drifts(leaf)
         ]
+        frozen = program.captured.frozen
         self._moving = [
             i
             for i, x in enumerate(jax.tree.leaves(state.rest))
-            if _drifts(x) and i not in program.captured.frozen
+            if _drifts(x) and i not in frozen
         ]
         followed = [self.slices.owners[place] for place in self._kept]
         specs = [

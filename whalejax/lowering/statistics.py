@@ -93,11 +93,12 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
     first = len(captured.adapter.param_paths)
     rest = jax.tree.leaves(captured.adapter.rest)
     avals = [_compat.abstract(a.shape, a.dtype) for a in captured.jaxpr.in_avals]
+    frozen = captured.frozen
     numbers = [
         i
         for i, leaf in enumerate(rest)
         if not is_key(leaf)
-        and i not in captured.frozen
+        and i not in frozen
         and jnp.issubdtype(avals[first + i].dtype, jnp.inexact)
     ]
     if not numbers:
