@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")
 FEWEST = 4
 """Layers from which writing them once pays."""
 
-LeafKind = tuple[str, tuple[int, ...]]
+LeafKind = tuple[str, tuple[int, ...], bool]
 """A parameter's path with stars for numbers, and its shape."""
 
 
@@ -52,7 +52,7 @@ class Layers:
 
 def kind_of(leaf: Tensor) -> LeafKind:
     """What leaves of equal layers have in common."""
-    return starred(leaf.path), leaf.shape
+    return starred(leaf.path), leaf.shape, leaf.frozen
 
 
 def find_layers(graph: Graph) -> Layers:

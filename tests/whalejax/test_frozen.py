@@ -349,3 +349,40 @@ def test_metadata_of_a_frozen_module_is_obeyed(quantised: bool) -> None:
     assert plan.leaf("kernel").param_spec[1][0] == "tensor"
     assert {x.path for x in plan.leaves} == {"kernel", "a", "b"}
     assert plan.memory.state_bytes == EMBED * 8  # of what a step changes
+
+
+def fused(model: Any, batch: Any) -> Any:
+    """Attention whose frozen products stand in one kernel, cut after it."""
+    width = batch.shape[-1]
+    found = batch @ model["qkv"] + (batch @ model["lora"]["a"]) @ model["lora"]["b"]
+    q, k, v = (
+        x.reshape(*x.shape[:2], 4, width // 4) for x in jnp.split(found, 3, axis=-1)
+    )
+    scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    mixed = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(batch.shape)
+    return ((mixed @ model["out"]) ** 2).mean()
+
+
+def test_a_frozen_kernel_of_several_products_is_cut_as_a_trained_one_is() -> None:
+    with jax.enable_x64(True):
+        shapes = {
+            "qkv": (EMBED, 3 * EMBED),
+            "lora": {"a": (EMBED, RANK), "b": (RANK, 3 * EMBED)},
+            "out": (EMBED, EMBED),
+        }
+        model = jax.tree.map(
+            lambda shape: leaf(*shape, dtype=jnp.float64),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        step = check_against_one_device(
+            fused,
+            arrays(model),
+            arrays(leaf(BATCH, 8, EMBED, dtype=jnp.float64), 1),
+            "lora.*",
+            mesh={"tensor": 2, "fsdp": 2},
+        )
+    for path in ("qkv", "out"):
+        one = step.plan.leaf(path)
+        axes = {a for dim in one.param_spec for a in dim}
+        assert not one.trained and axes == {"tensor", "fsdp"}
