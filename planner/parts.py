@@ -103,6 +103,11 @@ class Units:
             found.append(free and not (unit.kind in LOOKUPS and self._mix(behind[-1])))
         return tuple(found)
 
+    @functools.cached_property
+    def frozen_others(self) -> frozenset[int]:
+        """The same by their numbers among what is not trained."""
+        return frozenset(n - len(self.params) for n in self.frozen)
+
     def is_weight(self, number: int) -> bool:
         """An input is a weight, trained or not."""
         return number < len(self.params) or number in self.frozen

@@ -315,9 +315,8 @@ class Asked:
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
-                *(*attention_note(found, programs), *idle_note(found)),
-                *unplanned_pins(graph, found.axis_sizes, stages=True),
-                *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
+                *(*_notes(found, programs), *option_note(options)),
+                *bf16_note(found, graph),
             ),
             question=self,
         )
@@ -514,6 +513,16 @@ def _remat_note(asked: Remat, found: Plan) -> list[str]:
     return [
         f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
         "itself puts them into jax.checkpoint or another call that is kept as it is"
+    ]
+
+
+def _notes(found: Plan, programs: Programs) -> list[str]:
+    """What is seen of a plan once it is whole."""
+    return [
+        *attention_note(found, programs),
+        *idle_note(found),
+        *unplanned_pins(programs.graph, found.axis_sizes, stages=True),
+        *split_notes(found),
     ]
 
 

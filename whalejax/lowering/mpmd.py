@@ -100,7 +100,6 @@ class Apart:
         self.plan = plan
         self._origin = origin
         self.captured = captured
-        self._frozen = captured.frozen
         self._options: Any = dict(plan.compiler_options) or None
         self.plans = plan.stages.plans
         self.mesh = stages_mesh(plan, devices)
@@ -206,7 +205,7 @@ class Apart:
     def _of_rest(self, number: int, stage: int) -> NamedSharding:
         """A layout of what is not trained on a stage: of weights as planned."""
         path = self.captured.adapter.rest_paths[number]
-        if number not in self._frozen:
+        if number not in self.division.units.frozen_others:
             return self.whole[stage]
         return named(self.leaf(stage, path).param_spec, self.meshes[stage])
 

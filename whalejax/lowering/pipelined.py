@@ -141,9 +141,8 @@ def _on_stages(
         at_step = adapter.fold_rest(rest, step)
         rng = None if rng is None else jax.random.fold_in(rng, step)
         parts, whole = micro_batches(program, batch)
-        others = [
-            x if axis is None else None for x, axis in zip(batch, cut, strict=True)
-        ]
+        pairs = zip(batch, cut, strict=True)
+        others = [x if axis is None else None for x, axis in pairs]
 
         def local(params: list[Any], given: tuple[Any, ...]) -> Sums:
             here: Any = jax.sharding.get_abstract_mesh()  # where stages are manual
@@ -169,11 +168,11 @@ def _on_stages(
                 )
             )
 
-        specs = _rest_specs(rest, stack), *[_WHOLE] * 4
+        specs = _rest_specs(rest, stack)
         mapped = jax.shard_map(
             local,
             mesh=program.mesh,
-            in_specs=(_specs_of(len(params), stack), specs),
+            in_specs=(_specs_of(len(params), stack), (specs, *[_WHOLE] * 4)),
             out_specs=outputs,
             axis_names={STAGE},
             check_vma=False,
