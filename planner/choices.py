@@ -93,6 +93,8 @@ class Options:
             PartitionSpec can name them there.
         sizes: of all roles, by index.
         homes: the TaskGraph that computes with each parameter, by tensor id.
+        stored: by tensor id, (dimension, mesh axis) of what metadata has stored so and
+            operations need all of.
     """
 
     choices: Mapping[int, Choice]
@@ -101,6 +103,7 @@ class Options:
     minor: frozenset[int]
     sizes: tuple[int, ...]
     homes: Mapping[int, int]
+    stored: Mapping[int, tuple[tuple[int, str], ...]]
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -241,17 +244,20 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
     limits = Limits(minor=rows.reading.minor, itself=cut_roles(graph, dims))
     experts = expert_roles(graph, dims)
     homes = weight_homes(graph, rows.weight)
-    fixed = metadata_pins(graph, dims, homes, limits, problems)
     weight = _weight_bytes(graph, dims)
     found: dict[int, Choice] = {}
     used = {0, *(op.task_graph for op in graph.ops)}
+    meetings = {index: _meetings(rows, index) for index in used}
+    fixed = metadata_pins(
+        graph, dims, homes, limits, {i: m[1] for i, m in meetings.items()}, problems
+    )
     for task_graph in graph.task_graphs:
         index = task_graph.index
         if index not in used:
             continue
-        present, meet, weighed = _meetings(rows, index)
+        present, meet, weighed = meetings[index]
         asked = mark_pins(task_graph, graph, dims, present, limits, problems)
-        pins = (*asked, *fixed.get(index, ()))
+        pins = (*asked, *fixed.computed.get(index, ()))
         check_together(pins, meet, problems)
         roles = weighed | {p.role for p in pins}
         usable = [r for r in roles if not limits.obstacle(dims.roles[r])]
@@ -275,6 +281,7 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
         minor=limits.minor,
         sizes=tuple(r.size for r in dims.roles),
         homes=homes,
+        stored=fixed.stored,
     )
 
 

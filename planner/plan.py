@@ -152,7 +152,7 @@ class Plan(Pictured):
         roles: the logical dimensions.
         compute: one table for each TaskGraph.
         storage: for the axes that shard storage only, roles in order of preference.
-        leaves: every parameter.
+        leaves: every parameter; those that are trained first, in their tree's order.
         batch: every leaf of the batch.
         batch_tree: the containers around them, as text.
         collectives: what one step communicates, folded.
@@ -221,6 +221,11 @@ class Plan(Pictured):
         """Short hash of everything that changes the program."""
         text = json.dumps(program_data(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """The parameters that are trained, in the order of their tree."""
+        return tuple(leaf for leaf in self.leaves if leaf.trained)
 
     @property
     def axis_sizes(self) -> dict[str, int]:

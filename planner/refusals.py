@@ -233,9 +233,9 @@ def _unobeyed_pins(search: Search) -> Iterator[str]:
     allowed = search.meshes()
     for tensor in search.graph.params:
         for dim, axis in pins_of(tensor):
-            sizes = sorted({mesh[axis] for mesh in allowed})
+            sizes = sorted({mesh.get(axis, 1) for mesh in allowed})
             length = tensor.shape[dim]
-            if not sizes or any(length % n == 0 for n in sizes):
+            if length == 1 or not sizes or any(length % n == 0 for n in sizes):
                 continue
             padded = math.ceil(length / sizes[0]) * sizes[0]
             listed = ", ".join(map(str, sizes))

@@ -511,6 +511,8 @@ def _written(
         shares=best.shares,
         leaves=tuple(
             dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
+            if leaf.trained
+            else leaf
             for leaf in (slices or plan).leaves
         ),
         zero=best.case.zero,

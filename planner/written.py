@@ -205,6 +205,7 @@ def _notes(
     if len(marked) > len(idle):
         notes.append(f"{len(marked) - len(idle)} {OBEYED}")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
+    notes += _held_notes(search, best.mesh)
     named = dict.fromkeys(name for t in graph.params for name in t.names if name)
     if named:
         notes.append(
@@ -237,6 +238,22 @@ def _notes(
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
     return tuple(notes)
+
+
+def _held_notes(search: Search, mesh: Mapping[str, int]) -> list[str]:
+    """What metadata shards though operations need all of it."""
+    held: dict[str, list[str]] = {}
+    for number, pairs in search.options.stored.items():
+        for dim, axis in pairs:
+            if mesh[axis] > 1:
+                path = search.graph.tensors[number].path
+                held.setdefault(axis, []).append(f"{path} dim {dim}")
+    return [
+        f"stored over {axis} as the metadata says, and gathered where it is read, "
+        "because operations there are cut along other dimensions or need all of it: "
+        f"{places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
+        for axis, places in held.items()
+    ]
 
 
 def _sharded(best: Scored) -> set[int]:

@@ -29,7 +29,7 @@ from whalejax.adapters_leaves import (
     same_model,
 )
 from whalejax.adapters_leaves import dotted as dotted
-from whalejax.adapters_metadata import fixed_axes, read_metadata
+from whalejax.adapters_metadata import read_metadata, short_ones
 from whalejax.adapters_refused import refuse_training_states
 from whalejax.adapters_trees import (
     BoxedForm,
@@ -64,8 +64,10 @@ class Adapter:
         names: for each trained leaf, the logical name of each dimension, or None.
         pinned: for each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
+        rest_names, rest_pinned: the same for each other leaf.
+        short: paths of leaves whose metadata names all dimensions but one, whichever
+            that is; the names stand at the first.
         takes_rng: the loss function wants a random key of its own.
-        notes: what a user should know.
         compute_dtype: what float32 weights, trained or not, and batches are cast to
             before the loss sees them; None leaves the model's own types.
     """
@@ -77,10 +79,12 @@ class Adapter:
     rest_paths: tuple[str, ...]
     names: tuple[tuple[str | None, ...], ...]
     pinned: tuple[tuple[str | None, ...], ...]
+    rest_names: tuple[tuple[str | None, ...], ...]
+    rest_pinned: tuple[tuple[str | None, ...], ...]
+    short: frozenset[str]
     takes_rng: bool
     _form: Form
     _loss_fn: Callable[..., Any]
-    notes: tuple[str, ...] = ()
     compute_dtype: Any = None
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
@@ -240,24 +244,24 @@ def adapt(
             "no leaf is trained. Expected floating-point parameters; give trainable= "
             "to choose them, or check that the model was built."
         )
+    leaves = dict(zip(param_paths, jax.tree.leaves(params), strict=True))
+    leaves |= zip(paths_of(rest), jax.tree.leaves(rest), strict=True)
     names, pinned = read_metadata(
-        param_paths, params, metadata, axis_names, problems, form.frozen
+        list(leaves), list(leaves.values()), metadata, axis_names or {}, problems
     )
     problems.raise_if_any()
-    idle = fixed_axes(sorted(form.frozen), metadata, axis_names)
+    trained = len(param_paths)
     return Adapter(
-        notes=tuple(
-            f"{len(paths)} leaves that are not trained name the mesh axis {axis} "
-            f"({paths[0]} first): without effect, they stay whole on every device"
-            for axis, paths in idle.items()
-        ),
         kind=kind,
         params=params,
         rest=rest,
         param_paths=param_paths,
         rest_paths=paths_of(rest),
-        names=names,
-        pinned=pinned,
+        names=names[:trained],
+        pinned=pinned[:trained],
+        rest_names=names[trained:],
+        rest_pinned=pinned[trained:],
+        short=short_ones(leaves, metadata),
         takes_rng=takes_rng,
         _form=form,
         _loss_fn=loss_fn,

@@ -35,6 +35,7 @@ class NnxForm:
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self._graph, state = nnx.split(model)
         self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
+        self._by_path = {_dotted(p): v for p, v in self._variables.items()}
         self._trained = _trained_paths(self._variables, trainable)
         self.frozen = frozenset(
             _dotted(path)
@@ -46,11 +47,11 @@ class NnxForm:
 
     def metadata(self, path: str) -> Mapping[str, Any] | None:
         """What Flax knows of a variable beside its value."""
-        for key, variable in self._variables.items():
-            if _dotted(key) == path and isinstance(variable, nnx.Variable):
-                found: Mapping[str, Any] = variable.get_metadata()
-                return found
-        return None
+        variable = self._by_path.get(path)
+        if not isinstance(variable, nnx.Variable):
+            return None
+        found: Mapping[str, Any] = variable.get_metadata()
+        return found
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         flat = dict(nnx.to_flat_state(nnx.state(model)))
@@ -87,6 +88,7 @@ class NnxForm:
 
     def without_values(self) -> NnxForm:
         found = copy.copy(self)
+        found._by_path = {}  # Metadata has been read.
         found._variables = {
             path: variable.replace(abstract_tree(_value(variable)))
             if isinstance(variable, nnx.Variable)

@@ -255,8 +255,9 @@ class LinenForm:
         self._type = FrozenDict if isinstance(variables, FrozenDict) else dict
 
     def metadata(self, path: str) -> Any:
-        """The box of a parameter, by its path with or without ``params``, or None."""
-        return self._boxes.metadata(f"params.{path.removeprefix('params.')}")
+        """The box of a leaf, or None; ``params`` may be left out of its path."""
+        found = self._boxes.metadata(f"params.{path.removeprefix('params.')}")
+        return self._boxes.metadata(path) if found is None else found
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         plain = dict(self._boxes.bare(model))

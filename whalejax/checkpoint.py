@@ -331,7 +331,7 @@ def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
         entries = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
         names = [dotted(path) for path, _ in entries]
         if section == "params":
-            names = [leaf.path for leaf in plan.leaves]
+            names = [leaf.path for leaf in plan.trained]
         seen: Counter[str] = Counter()
         for name, (_, array) in zip(names, entries, strict=True):
             seen[name] += 1

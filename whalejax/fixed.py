@@ -10,6 +10,7 @@ import numpy as np
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
+from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
 
@@ -128,3 +129,27 @@ def _products(number: int, parts: int) -> str:
 
     ways = factorizations(number, max(2, parts))[:4]
     return ", ".join("×".join(map(str, way)) for way in ways)
+
+
+def synced(
+    given: int | None, reductions: Sequence[BatchReduction], *marked: str
+) -> int:
+    """The one micro-batch of which all statistics are those of the global batch.
+
+    Args:
+        given: micro-batches that the user fixes, or None.
+        reductions: what is computed per micro-batch.
+        marked: micro-batches that marks fix, as text.
+
+    Raises:
+        PlanError: some of them fix another number.
+    """
+    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
+    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
+        if count not in (None, 1):
+            raise PlanError(
+                "sync_batch_stats=True asks for statistics of the global batch, and "
+                f"num_micro_batches={count}{where} computes them in parts ({places}). "
+                "Drop one of the two"
+            )
+    return 1

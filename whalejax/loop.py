@@ -297,7 +297,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
     # Stages with programs of their own hold their parameters on devices of their own.
     places: dict[Any, dict[str, jax.Array]] = {}
     leaves = jax.tree.leaves(state.params)
-    for planned, leaf in zip(step.plan.leaves, leaves, strict=True):
+    for planned, leaf in zip(step.plan.trained, leaves, strict=True):
         if is_here(leaf.sharding):
             devices = frozenset(leaf.sharding.device_set)
             places.setdefault(devices, {})[planned.path] = leaf
@@ -308,7 +308,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
         for path, is_finite in zip(one, jax.device_get(found), strict=True)
         if not is_finite
     }
-    paths = [planned.path for planned in step.plan.leaves if planned.path in spoilt]
+    paths = [planned.path for planned in step.plan.trained if planned.path in spoilt]
     if paths:
         raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
 

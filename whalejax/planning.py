@@ -18,7 +18,7 @@ from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.collections_paused import collections_paused
-from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
+from whalejax.fixed import Uneven, check_mesh, idle_note, synced, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -35,6 +35,7 @@ from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
 from whalejax.planner.ordering import ordered
+from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.search import PLANNED_AXES, Request
@@ -45,15 +46,10 @@ from whalejax.planner.terms import (
     Remat,
     remat_words,
 )
-from whalejax.planning_options import (
-    NO_OPTIMIZER,
-    check_options,
-    checked_offload,
-    synced,
-)
-from whalejax.precision import CAST_BYTES, bf16_note
+from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
+from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note
-from whalejax.xla_options import checked_options, option_note
+from whalejax.xla_options import checked_options, compiled_with, option_note
 
 
 def plan(
@@ -98,7 +94,8 @@ def plan(
             in 16 bits, float32 masters; in float16 the loss is scaled, steps that
             overflow change nothing and are counted in ``metrics["skipped_steps"]``).
             Float32 leaves of the batch are cast too: give masks and targets that must
-            stay exact as integers or booleans. Or one for each TaskGraph by its name,
+            stay exact as integers or booleans. Where the model insists on float32, it
+            is taken as one for all TaskGraphs. Or one for each TaskGraph by its name,
             ``"*"`` for all others: products there are of 16 bits, and so is what is
             done to each element of their results; sums, exponentials, branches, loops
             that are no scan, functions with derivatives of their own and what other
@@ -111,8 +108,8 @@ def plan(
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
         trainable: what to train, where that is not every parameter: a glob pattern of
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes
-            one dotted path, or (NNX) a filter such as ``LoRAParam``. What is left out
-            stays whole on every device.
+            one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights that are
+            left out are stored and computed with like others, without gradients.
         batch_axes: the batch dimension of the batch's leaves.
         mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
             chooses the others.
@@ -252,6 +249,19 @@ class Asked:
     @collections_paused()
     def plan(self) -> Plan:
         """The plan."""
+        check_options(self)
+        asked, notes = self, list[str]()
+        if isinstance(self.precision, str):
+            taken, notes = taken_precision(
+                self.precision,
+                lambda p: dataclasses.replace(self, precision=p)._programs().traced,
+            )
+            asked = dataclasses.replace(self, precision=taken)
+        found = asked._planned()
+        return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+    def _planned(self) -> Plan:
+        """The plan, its precision as it is."""
         kind = check_options(self)
         options = checked_options(self.compiler_options)
         devices, idle = self.cluster.num_devices, self.allow_idle
@@ -264,7 +274,7 @@ class Asked:
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer, self.cluster.platform),
-            state_bytes=tree_bytes(adapter.rest),
+            state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
             batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,
             default=kind,
@@ -297,7 +307,7 @@ class Asked:
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
-        found = _compiled_with(found, options, traced.captured.precisions)
+        found = compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,
             cluster=self.cluster,
@@ -305,8 +315,8 @@ class Asked:
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
-                *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
-                *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
+                *(*_notes(found, programs), *option_note(options)),
+                *bf16_note(found, graph),
             ),
             question=self,
         )
@@ -428,25 +438,22 @@ class Asked:
         return dataclasses.replace(self, **changes).plan()
 
 
-def _compiled_with(
-    plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
-) -> Plan:
-    """A plan, and those of its pipelines, with what their programs are compiled by."""
-    each = (_compiled_with(one, options, precisions) for one in plan.pipelines)
-    return dataclasses.replace(
-        plan,
-        compiler_options=tuple(sorted(options.items())),
-        precisions=precisions,
-        pipelines=tuple(each),
-    )
-
-
 def _remat_note(asked: Remat, found: Plan) -> list[str]:
     if not asked or found.remat:
         return []
     return [
         f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
         "itself puts them into jax.checkpoint or another call that is kept as it is"
+    ]
+
+
+def _notes(found: Plan, programs: Programs) -> list[str]:
+    """What is seen of a plan once it is whole."""
+    return [
+        *attention_note(found, programs),
+        *idle_note(found),
+        *unplanned_pins(programs.graph, found.axis_sizes, stages=True),
+        *split_notes(found),
     ]
 
 

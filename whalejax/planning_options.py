@@ -6,7 +6,7 @@ means for a model is checked where the model's graph is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,7 +14,6 @@ import optax
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import BatchReduction
 from whalejax.planner.plan import PlanError
 from whalejax.planner.scored import Hosted
 from whalejax.planner.terms import OFFLOADS
@@ -213,27 +212,3 @@ def checked_offload(
         )
     problems.raise_if_any()
     return tuple(name for name in OFFLOADS if name in given)
-
-
-def synced(
-    given: int | None, reductions: Sequence[BatchReduction], *marked: str
-) -> int:
-    """The one micro-batch of statistics that are those of the global batch.
-
-    Args:
-        given: micro-batches that the user asked for, or None.
-        reductions: of the batch, by the model.
-        marked: micro-batches that marks ask for.
-
-    Raises:
-        PlanError: some ask for more than one.
-    """
-    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
-    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
-        if count not in (None, 1):
-            raise PlanError(
-                "sync_batch_stats=True asks for statistics of the global batch, and "
-                f"num_micro_batches={count}{where} computes them in parts ({places}). "
-                "Drop one of the two"
-            )
-    return 1

@@ -149,7 +149,7 @@ class OneProgram:
         return self._step.lower(state, list(batch))
 
     def _shardings(self) -> TrainState:
-        program, leaves, mesh = self.program, self.program.plan.leaves, self.mesh
+        program, leaves, mesh = self.program, self.program.plan.trained, self.mesh
         held = program.followers()
         moved = {f.fresh for f in held if any(i in f.hosted for i, _ in f.state)}
         whole = NamedSharding(mesh, PartitionSpec())
@@ -161,7 +161,7 @@ class OneProgram:
                 named(leaf.optimizer_spec, mesh, host=place in moved)
                 for place, leaf in enumerate(leaves)
             ],
-            rest=lambda number: whole,
+            rest=rest_layouts(program, mesh),
             others=whole,
         )
 
@@ -189,6 +189,18 @@ class OneProgram:
         params = jax.tree.leaves(state.params)
         sums = losses_of(program, params, state.rest, batch, rng, state.step)
         return metrics_of(program, sums)
+
+
+def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]:
+    """Layouts of what is not trained, by number: of weights as planned, else whole.
+
+    Args:
+        program: what is run.
+        mesh: the devices.
+    """
+    planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
+    paths = program.adapter.rest_paths
+    return lambda number: named(planned.get(paths[number], ()), mesh)
 
 
 def fresh_state(
@@ -267,7 +279,7 @@ def laid_out(
             everything else if left out.
     """
     shapes = abstract_state(program, origin)
-    leaves = program.plan.leaves
+    leaves = program.plan.trained
     owners = owners_of(shapes.opt_state, [(leaf.path, leaf.shape) for leaf in leaves])
     related = kin_of(shapes.opt_state, [leaf.path for leaf in leaves])
 
@@ -318,7 +330,7 @@ def finished(
     fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
     metrics = metrics_of(program, sums)
     if scaling is not None and finite is not None:
-        rest = jax.tree.map(functools.partial(jnp.where, finite), rest, state.rest)
+        rest = _if_finite(program, finite, rest, state.rest)
         scaling = scaling.after(finite)
         metrics["loss_scale"] = scaling.scale
         metrics["skipped_steps"] = scaling.skipped_steps
@@ -333,6 +345,16 @@ def finished(
         origin=state.origin,
     )
     return new, metrics
+
+
+def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
+    """What is not trained, as a step left it where that had finite gradients."""
+    frozen, tree = program.captured.frozen, jax.tree.structure(after)
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+    found = [
+        x if i in frozen else jnp.where(finite, x, y) for i, (x, y) in enumerate(pairs)
+    ]
+    return jax.tree.unflatten(tree, found)
 
 
 def metrics_of(program: Program, sums: Sums) -> Metrics:

@@ -5,6 +5,7 @@ Apart from ``planning`` because the compiler gives them their meaning, not the p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from whalejax.meshes.checks import is_number, is_printable, shown
 from whalejax.meshes.problems import Problems
 from whalejax.planner.compiler_options import check_options
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.terms import Chosen
 
 
 def checked_options(options: Any) -> dict[str, bool | int | float | str]:
@@ -53,3 +55,22 @@ def option_note(options: Mapping[str, Any]) -> list[str]:
     """A plan's note of its options; nothing where there are none."""
     words = ", ".join(f"{name}={value}" for name, value in options.items())
     return [f"compiled with {words}"] if options else []
+
+
+def compiled_with(
+    plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
+) -> Plan:
+    """A plan, and those of its pipelines, with what their programs are compiled by.
+
+    Args:
+        plan: the plan.
+        options: of the compiler.
+        precisions: (TaskGraph, precision) pairs where only some compute in 16 bits.
+    """
+    each = (compiled_with(one, options, precisions) for one in plan.pipelines)
+    return dataclasses.replace(
+        plan,
+        compiler_options=tuple(sorted(options.items())),
+        precisions=precisions,
+        pipelines=tuple(each),
+    )

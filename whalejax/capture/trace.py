@@ -6,6 +6,7 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +24,13 @@ from whalejax.capture.calls import (
     with_calls,
     with_logits,
 )
+from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.lengthened import lengthened
-from whalejax.capture.narrowing import left_wide, narrowed
+from whalejax.capture.narrowing import left_wide, narrowed, wide_products
+from whalejax.capture.own_layouts import constraint_notes
 from whalejax.capture.recompute import applicable, recomputed
+from whalejax.capture.unnamed import aligned
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
@@ -82,6 +86,36 @@ class Captured:
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
 
+    @property
+    def weights(self) -> tuple[bool, ...]:
+        """Which inputs of the flat function are weights, trained or not."""
+        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
+        return tuple(t.kind == "param" for t in self.graph.tensors[:inputs])
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Numbers of the leaves that are not trained, and are weights."""
+        first = len(self.adapter.param_paths)
+        return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
+
+    @property
+    def wide_products(self) -> Counter[str]:
+        """Products of float32 that a gradient goes through, or that read weights.
+
+        How many, by why none of them can compute in 16 bits; empty where they can.
+        """
+        weight = self.graph.weight_tensors()
+        reads = {
+            op.position
+            for op in self.graph.ops
+            if op.matmul is not None
+            and (
+                any(self.graph.tensors[t].differentiable for t in op.results)
+                or any(weight[t] for t in op.operands)
+            )
+        }
+        return Counter(why for at, why in wide_products(self.jaxpr) if at in reads)
+
     def as_planned(self, plan: Plan) -> Captured:
         """The same loss with all that a plan changes of its program."""
         found = self.with_precisions(plan.precisions).with_attention(plan.attention)
@@ -103,10 +137,9 @@ class Captured:
         narrow = {at: kind for at, kind in where.items() if kind != "f32"}
         if not narrow:
             return self if not chosen else self._with_precisions(precisions)
-        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
-        weights = [t.kind == "param" for t in self.graph.tensors[:inputs]]
-        first = weights.count(True)
-        weights[first : first + len(self.adapter.frozen)] = self.adapter.frozen
+        weights, first = [*self.weights], len(self.adapter.param_paths)
+        for number, frozen in enumerate(self.adapter.frozen):
+            weights[first + number] |= frozen
         found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
         casts = len(found.graph.ops) > len(self.graph.ops)
         wide = left_wide(self.jaxpr, narrow)
@@ -246,7 +279,9 @@ class _Reader:
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)
         loss = loss_id(results)
-        name_inputs(walk, self.adapter, self.leaves)
+        body, _ = _compat.open_jaxpr(program)
+        added = advances(self.adapter.rest, body, len(self.adapter.param_paths))
+        name_inputs(walk, self.adapter, self.leaves, [more == 0 for more in added])
         graph = graph_of(
             walk,
             loss,
@@ -256,7 +291,33 @@ class _Reader:
             self.marks,
             results[1:],
         )
+        graph, notes = aligned(graph, self.adapter.short)
+        walk.notes += [*notes, *constraint_notes(program)]
         return graph, walk, results
+
+
+def _rewritten(jaxpr: Any, reader: _Reader) -> tuple[Any, tuple[Graph, Walk, Any]]:
+    """The program, rewritten where that lets more of its dimensions be shared."""
+    graph, walk, results = reader.read(jaxpr)
+    cuts = last_tokens_cut(graph)
+    if cuts:
+        program = lengthened(jaxpr, cuts)
+        read = reader.read(program)
+        if gathered_bytes(read[0]) < gathered_bytes(graph):
+            jaxpr, (graph, walk, results) = program, read
+    if picks(graph):
+        apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
+        if apart is not jaxpr:
+            jaxpr = apart
+            graph, walk, results = reader.read(jaxpr)
+    merges, hiding = merging_reshapes(graph)
+    if merges and hiding:
+        apart = taken_apart(jaxpr, {}, merges)
+        read = reader.read(apart)
+        fewer = merging_reshapes(read[0])[1] < hiding
+        if fewer and _keeps_calls(jaxpr, apart, graph):
+            jaxpr, (graph, walk, results) = apart, read
+    return jaxpr, (graph, walk, results)
 
 
 def capture(
@@ -306,25 +367,7 @@ def capture(
         weighted=flat.weighted,
         num_micro_batches=num_micro_batches,
     )
-    graph, walk, results = reader.read(jaxpr)
-    cuts = last_tokens_cut(graph)
-    if cuts:
-        program = lengthened(jaxpr, cuts)
-        read = reader.read(program)
-        if gathered_bytes(read[0]) < gathered_bytes(graph):
-            jaxpr, (graph, walk, results) = program, read
-    if picks(graph):
-        apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
-        if apart is not jaxpr:
-            jaxpr = apart
-            graph, walk, results = reader.read(jaxpr)
-    merges, hiding = merging_reshapes(graph)
-    if merges and hiding:
-        apart = taken_apart(jaxpr, {}, merges)
-        read = reader.read(apart)
-        fewer = merging_reshapes(read[0])[1] < hiding
-        if fewer and _keeps_calls(jaxpr, apart, graph):
-            jaxpr, (graph, walk, results) = apart, read
+    jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,

@@ -123,7 +123,9 @@ class _Collector:
         for op in self.graph.ops:
             for result in op.results:
                 if self.weight[result]:
-                    source = next((o for o in op.operands if o in found), None)
+                    known = [o for o in op.operands if o in found]
+                    # Of a kernel and its scale the kernel says where they are stored.
+                    source = max(known, key=lambda o: len(found[o]), default=None)
                     found[result] = {} if source is None else found[source]
         return found
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat, rebuild
 from whalejax.capture.calls import called_logits, makes_logits
+from whalejax.capture.own_layouts import CONSTRAINT
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
@@ -238,6 +239,8 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = [attend(equation, settled(values), specs, scope.mesh)]
         elif scope.constraints.chunks > 1 and makes_logits(equation):
             results = _logits(scope, equation, settled(values), position)
+        elif equation.primitive.name == CONSTRAINT:
+            results = values
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
             results = _inner(scope, inner, values, (*position, 0), here=here)

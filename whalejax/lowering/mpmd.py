@@ -139,7 +139,7 @@ class Apart:
             params=[self._of_param(i, "param_spec") for i in range(len(paths))],
             followers=[self._of_param(i, "optimizer_spec") for i in range(len(paths))],
             kin=[self.whole[i] for i in self._owners],
-            rest=lambda i: self.whole[self._rest_owner(i)],
+            rest=lambda i: self._of_rest(i, self._rest_owner(i)),
             others=self._everywhere,
         )
         self.batch_shardings = tuple(
@@ -202,6 +202,13 @@ class Apart:
         path = self.captured.adapter.param_paths[number]
         return named(getattr(self.leaf(stage, path), kind), self.meshes[stage])
 
+    def _of_rest(self, number: int, stage: int) -> NamedSharding:
+        """A layout of what is not trained on a stage: of weights as planned."""
+        path = self.captured.adapter.rest_paths[number]
+        if number not in self.division.units.frozen_others:
+            return self.whole[stage]
+        return named(self.leaf(stage, path).param_spec, self.meshes[stage])
+
     def leaf(self, stage: int, path: str) -> Any:
         """The plan of a parameter on a stage; what no stage reads lies whole."""
         found = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
@@ -230,7 +237,7 @@ class Apart:
         if number < len(self._owners):
             return self._of_param(number, "param_spec", stage)
         if number < self.first_batch:
-            return self.whole[stage]
+            return self._of_rest(number - len(self._owners), stage)
         planned = self.plan.batch[number - self.first_batch]
         leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
         return named(next(leaves, planned).spec, self.meshes[stage])

@@ -308,6 +308,7 @@ class Pipes(Following):
         return Untrained(
             slopes=slopes(self.program.captured),
             counters={n - self._first_rest: x for n, x in counters.items()},
+            frozen=self.program.captured.frozen,
             count=self._plan.num_micro_batches,
         )
 

@@ -22,7 +22,7 @@ from whalejax.lowering.exchange import Buffers
 from whalejax.lowering.following import told_size
 from whalejax.lowering.spmd import Program, Sums, differentiator, evaluator
 from whalejax.lowering.statistics import Untrained
-from whalejax.runner import Metrics, finished, metrics_of
+from whalejax.runner import Metrics, finished, metrics_of, rest_layouts
 from whalejax.state import TrainState
 
 
@@ -75,6 +75,7 @@ class Replica:
         self._untrained = Untrained(
             slopes=slopes,
             counters=self._counters,
+            frozen=program.captured.frozen,
             count=program.plan.num_micro_batches,
         )
         self._whole = NamedSharding(program.mesh, PartitionSpec())
@@ -87,7 +88,7 @@ class Replica:
         mesh, whole = self.program.mesh, self._whole
         shapes, rest = jax.eval_shape(self._one, given[1], *given)
         places = jax.tree.map(lambda _: whole, shapes)
-        specs = [leaf.gradient_spec for leaf in self.program.plan.leaves]
+        specs = [leaf.gradient_spec for leaf in self.program.plan.trained]
         gradients = tuple(named(spec, mesh) for spec in specs)
         places = dataclasses.replace(places, gradients=gradients)
         paces = jax.ShapeDtypeStruct((told_size(replicas),), jnp.float32)
@@ -105,12 +106,18 @@ class Replica:
         self.add: Callable[..., tuple[Sums, Any]] = self._jit(
             self._add,
             donate_argnums=0,
-            out_shardings=(places, jax.tree.map(lambda _: whole, rest)),
+            out_shardings=(places, self._rest_places(rest)),
         )
         self.pack: Callable[..., tuple[list[Any], Any]] = self._jit(self._pack)
         self.finish: Callable[..., tuple[TrainState, Metrics, Any]] = self._jit(
             self._finish, donate_argnums=0
         )
+
+    def _rest_places(self, rest: Any) -> Any:
+        """Layouts of what is not trained."""
+        place = rest_layouts(self.program, self.program.mesh)
+        tree: Any = jax.tree.structure(rest)
+        return tree.unflatten([place(i) for i in range(tree.num_leaves)])
 
     def _eval(self, given: Sequence[Any]) -> None:
         shapes = jax.eval_shape(self._loss, *given)

@@ -32,16 +32,18 @@ class Untrained:
     Attributes:
         slopes: of moving averages, by the number of the leaf.
         counters: what each micro-batch adds, by the number of the leaf.
+        frozen: numbers of weights.
         count: micro-batches of all.
     """
 
     slopes: Mapping[int, np.ndarray]
     counters: Mapping[int, Any]
     count: int
+    frozen: frozenset[int] = frozenset()
 
     def is_own(self, number: int, leaf: Any) -> bool:
-        """Every replica knows it after the step: a random key, or a counter."""
-        return is_key(leaf) or number in self.counters
+        """Every replica knows it after the step: a key, a counter, or a weight."""
+        return is_key(leaf) or number in self.counters or number in self.frozen
 
     def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
         """A replica's part of a leaf, to be added up over replicas.
@@ -91,10 +93,13 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
     first = len(captured.adapter.param_paths)
     rest = jax.tree.leaves(captured.adapter.rest)
     avals = [_compat.abstract(a.shape, a.dtype) for a in captured.jaxpr.in_avals]
+    frozen = captured.frozen
     numbers = [
         i
         for i, leaf in enumerate(rest)
-        if not is_key(leaf) and jnp.issubdtype(avals[first + i].dtype, jnp.inexact)
+        if not is_key(leaf)
+        and i not in frozen
+        and jnp.issubdtype(avals[first + i].dtype, jnp.inexact)
     ]
     if not numbers:
         return {}

@@ -40,6 +40,7 @@ from whalejax.runner import (
     check_compiler_options,
     fresh_state,
     laid_out,
+    rest_layouts,
 )
 from whalejax.state import Origin, TrainState, consuming
 
@@ -98,9 +99,9 @@ class Uneven(Following):
         self.shardings = laid_out(
             self.program,
             origin,
-            params=[named(x.param_spec, self.mesh) for x in plan.leaves],
-            followers=[named(x.optimizer_spec, self.mesh) for x in plan.leaves],
-            rest=lambda number: whole,
+            params=[named(x.param_spec, self.mesh) for x in plan.trained],
+            followers=[named(x.optimizer_spec, self.mesh) for x in plan.trained],
+            rest=rest_layouts(self.program, self.mesh),
             others=whole,
         )
         self._agreement = Agreement(self.mesh)
