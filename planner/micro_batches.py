@@ -59,7 +59,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     """
     if len(set(samples.values())) < 2:
         return ()
-    words = []
+    words: list[str] = []
     for size in sorted(set(samples.values())):
         names = [name for name, its in samples.items() if its == size]
         what = f"{size:g}" if words else f"{size:g} samples at a time"

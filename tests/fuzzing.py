@@ -130,7 +130,9 @@ def tables() -> Target:
             path.write_bytes(damaged(TABLE.encode(), chance))
         else:
             header, row = f"{first},cp,ep,experts,vpp,fsdp,micro_batch", rows[0]
-            given = dict(zip(header.split(","), row.split(","), strict=False))
+            given: dict[str, str] = dict(
+                zip(header.split(","), row.split(","), strict=False)
+            )
             given |= {c: "" for c in header.split(",") if c not in given}
             for _ in range(chance.choice((1, 1, 2, 3))):
                 name = chance.choice([c for c in given if c in COLUMNS])

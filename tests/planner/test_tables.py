@@ -135,7 +135,7 @@ def test_a_number_beyond_all_runs_is_refused(tmp_path: Path, column: str) -> Non
     columns = (
         "model,layers,hidden,seq,global_batch,device,num_devices,tp,pp,step_time_s"
     )
-    row = dict(
+    row: dict[str, str] = dict(
         zip(
             columns.split(","),
             "gpt,8,1024,2048,64,H100,8,2,1,1".split(","),
