@@ -209,7 +209,11 @@ HARDWARE: Final[Mapping[str, Entry]] = {
             "allow_idle": False,
             "order": (),
         },
-        legal={"devices": NONE, "allow_idle": SWITCH},
+        legal={
+            "devices": NONE,
+            "allow_idle": SWITCH,
+            "order": ("list", "as they come"),
+        },
     ),
     "partition_spec": Entry(
         given=given(spec=((), ("data",))), legal={"spec": ("list", "no dimension")}
