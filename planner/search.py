@@ -409,6 +409,7 @@ class Search:
             memory=memory,
             fits=fits,
             roomy=fits and count == case.counts[0] and offload == asked,
+            least_seconds=self._least_seconds(case),
         )
 
     def lacks(self, memory: MemoryTerms) -> tuple[int, int]:

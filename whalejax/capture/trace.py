@@ -298,13 +298,7 @@ class _Reader:
 
 def _rewritten(jaxpr: Any, reader: _Reader) -> tuple[Any, tuple[Graph, Walk, Any]]:
     """The program, rewritten where that lets more of its dimensions be shared."""
-    graph, walk, results = reader.read(jaxpr)
-    cuts = last_tokens_cut(graph)
-    if cuts:
-        program = lengthened(jaxpr, cuts)
-        read = reader.read(program)
-        if gathered_bytes(read[0]) < gathered_bytes(graph):
-            jaxpr, (graph, walk, results) = program, read
+    jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader)
     if picks(graph):
         apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
         if apart is not jaxpr:
@@ -381,6 +375,20 @@ def capture(
         reader=reader,
         notes=tuple(dict.fromkeys(walk.notes)),
     )
+
+
+def _lengthened(
+    jaxpr: Any, reader: _Reader
+) -> tuple[Any, tuple[Graph, Walk, tuple[Value, ...]]]:
+    """A program, read; with cuts of the last tokens put off where that gathers less."""
+    read = reader.read(jaxpr)
+    cuts = last_tokens_cut(read[0])
+    if cuts:
+        program = lengthened(jaxpr, cuts)
+        other = reader.read(program)
+        if gathered_bytes(other[0]) < gathered_bytes(read[0]):
+            return program, other
+    return jaxpr, read
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
