@@ -9,50 +9,52 @@ launcher must not take the devices of those that it starts.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
-import queue
+import secrets
 import shlex
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
+from whalejax.meshes.group import Group
 from whalejax.meshes.launched import (
     COORDINATOR,
-    ENDS_FOR_ANOTHER,
-    MARK,
+    KEY,
+    KEY_FILE,
     NUM_PROCESSES,
     PORT,
     PROCESS_ID,
+    is_loopback,
+    joined_address,
+    split_address,
 )
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.quota import Quota, check_quota
+from whalejax.meshes.pump import hold_standard_streams
+from whalejax.meshes.quota import check_quota
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")
 """What a host and a command are handed to. ``-tt``: they end with the connection."""
 
-GRACE_SECONDS: Final = 10.0
-"""From the signal that asks processes to end to the one that ends them."""
+EXIT_SECONDS: Final = 300.0
+"""A rank that is silent for so long when another one has ended stands still."""
 
-SOON_SECONDS: Final = 1.0
-"""Ranks that fail so soon after the first may have failed before it."""
+PASSED_ON: Final = (
+    KEY_FILE,
+    "JAX_MTLS_CERT_FILE",
+    "JAX_MTLS_KEY_FILE",
+    "JAX_MTLS_CA_FILE",
+    "JAX_MTLS_PEER_URI_PREFIX",
+    "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS",
+)
+"""Variables of the launcher that other hosts get too: names of files, no secrets."""
 
-TAIL_LINES: Final = 20
-"""So much of a log is shown of the process that failed first."""
-
-_FOR_ANOTHER: Final = (ENDS_FOR_ANOTHER, -signal.SIGABRT)
 _HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class Launch:
         stops: when another rank than 0 fails, stop all; else the rest go on to their
             end, and it is named then.
         json: print how all ended as one line of JSON, and nothing else.
+        exit_seconds: a rank that is silent for so long when another one has ended
+            stands still, and is stopped.
     """
 
     command: tuple[str, ...]
@@ -83,6 +87,7 @@ class Launch:
     tells: bool = True
     stops: bool = True
     json: bool = False
+    exit_seconds: float = EXIT_SECONDS
 
     def __post_init__(self) -> None:
         with Problems("launch") as problems:
@@ -114,6 +119,10 @@ class Launch:
             )
         if self.port is not None and not 0 < self.port < 65536:
             problems.add(f"--port is {self.port}; expected 1 to 65535")
+        if not self.exit_seconds >= 1:
+            problems.add(
+                f"--exit-timeout is {self.exit_seconds:g}; expected at least 1 s"
+            )
         if self.quotas and len(self.quotas) != self.processes:
             problems.add(
                 f"--cpu-quota has {len(self.quotas)} values for {self.processes} "
@@ -134,11 +143,58 @@ class Launch:
         """Where a rank runs; hosts get equal parts, in order."""
         return self.hosts[rank * len(self.hosts) // self.processes]
 
+    def is_local(self) -> bool:
+        """Whether all processes run on this machine."""
+        return all(map(is_here, self.hosts))
+
     def coordinator(self) -> str:
-        """Where process 0 listens, ``"host:port"``."""
-        if all(map(is_here, self.hosts)):
-            return f"127.0.0.1:{self.port or free_port()}"
-        return f"{self.hosts[0]}:{self.port or PORT}"
+        """Where process 0 listens, ``"host:port"``.
+
+        Raises:
+            WhaleError: it is to be here, and the port is in use.
+        """
+        if not self.is_local():
+            return joined_address(self.hosts[0], self.port or PORT)
+        if self.port is not None:
+            _check_free(self.port)
+        return f"127.0.0.1:{self.port or free_port()}"
+
+    def listens(self, coordinator: str) -> str:
+        """What can be reached from where while the processes run."""
+        host, port = split_address(coordinator)
+        if is_loopback(host):
+            return (
+                f"process 0 listens at {coordinator}, which this machine alone can "
+                "reach"
+            )
+        if os.environ.get("JAX_MTLS_CERT_FILE"):
+            how = "by the mutual TLS of JAX_MTLS_CERT_FILE"
+        else:
+            how = (
+                "without authentication or encryption: keep the network closed, or "
+                "use JAX's mutual TLS (docs/many-hosts.md)"
+            )
+        return f"process 0 listens on all addresses of {host} at port {port}, {how}"
+
+    def environment_of(self, rank: int, coordinator: str) -> dict[str, str]:
+        """What tells a process who is who."""
+        return {
+            COORDINATOR: coordinator,
+            NUM_PROCESSES: str(self.processes),
+            PROCESS_ID: str(rank),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def shared_environment(self) -> dict[str, str]:
+        """What all processes get alike: the secret by which they know each other.
+
+        Other hosts get it only as a file that is there: on a command line, which a
+        remote shell is given, everyone could read it.
+        """
+        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if self.is_local() and KEY_FILE not in passed:
+            passed[KEY] = secrets.token_hex(32)
+        return passed
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
         """The command that starts a rank, from here.
@@ -169,16 +225,6 @@ def is_here(host: str) -> bool:
     return host in _HERE or host in (socket.gethostname(), socket.getfqdn())
 
 
-def environment_of(rank: int, launch: Launch, coordinator: str) -> dict[str, str]:
-    """What tells a process who is who."""
-    return {
-        COORDINATOR: coordinator,
-        NUM_PROCESSES: str(launch.processes),
-        PROCESS_ID: str(rank),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 def run(launch: Launch) -> int:
     """Start all processes and wait for them; when one fails, all are stopped.
 
@@ -196,8 +242,10 @@ def run(launch: Launch) -> int:
         number where a signal ended it.
 
     Raises:
-        WhaleError: the folder of logs or a process cannot be made.
+        WhaleError: a log or a process cannot be made, or the port is in use.
     """
+    hold_standard_streams()
+    coordinator, given = launch.coordinator(), launch.shared_environment()
     try:
         launch.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -205,247 +253,20 @@ def run(launch: Launch) -> int:
             f"--logs {launch.logs}: {error.strerror}. Name a folder that can be made"
         ) from error
     with _terminated(), contextlib.ExitStack() as stack:
-        group = _Group(launch, stack)
+        group = Group(launch, stack)
         try:
-            group.start()
+            group.start(coordinator, given)
             return group.wait()
         finally:
             group.stop()
 
 
-class _Group:
-    """The processes of one launch."""
-
-    def __init__(self, launch: Launch, stack: contextlib.ExitStack) -> None:
-        self._launch = launch
-        self._stack = stack
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._threads: list[threading.Thread] = []
-        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._said: dict[int, tuple[str, str]] = {}
-        self._blamed: dict[int, str] = {}
-        self._shown = False
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Start every rank; only then threads, as forks and threads do not mix."""
-        launch, coordinator = self._launch, self._launch.coordinator()
-        for rank in range(launch.processes):
-            given = environment_of(rank, launch, coordinator)
-            words = launch.words(rank, given)
-            try:
-                process = subprocess.Popen(
-                    words,
-                    env={**os.environ, **given},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,  # noqa: PLW1509
-                )
-            except OSError as error:
-                raise WhaleError(
-                    f"rank {rank} cannot be started: {words[0]}: {error.strerror}"
-                ) from error
-            self._running.append(process)
-        self._slow_down()
-        for rank, process in enumerate(self._running):
-            log = self._stack.enter_context(self.log(rank).open("wb"))
-            self._thread(self._pump, rank, process, log)
-            self._thread(self._reap, rank, process)
-
-    def _thread(self, target: object, *arguments: object) -> None:
-        assert callable(target)
-        thread = threading.Thread(target=target, args=arguments, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def _reap(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self._ended.put((rank, process.wait()))
-
-    def _pump(
-        self, rank: int, process: subprocess.Popen[bytes], log: IO[bytes]
-    ) -> None:
-        assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # the log is closed: all has ended
-            for line in process.stdout:
-                if line.startswith(MARK.encode()):
-                    self._introduced(rank, line.decode().removeprefix(MARK))
-                    continue
-                log.write(line)
-                log.flush()
-                if rank == 0 and not self._launch.json:
-                    with contextlib.suppress(OSError):
-                        sys.stdout.write(line.decode(errors="replace"))
-                        sys.stdout.flush()
-        process.stdout.close()
-
-    def _introduced(self, rank: int, said: str) -> None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found = json.loads(said)
-            if "blames" in found:
-                self._blamed.setdefault(int(found["blames"]), str(found["why"]))
-                return
-            self._said[rank] = str(found["kind"]), str(found["devices"])
-        if len(self._said) == len(self._running):
-            self._show()
-
-    def _show(self) -> None:
-        """Print the table, once: when all said what they have, or have ended."""
-        with self._lock:
-            if self._launch.tells and not (self._shown or self._launch.json):
-                self._shown = True
-                _say(self.table())
-
-    def _slow_down(self) -> None:
-        """Set the quotas, or say in one line why there are none."""
-        try:
-            for percent, process in zip(
-                self._launch.quotas, self._running, strict=False
-            ):
-                self._stack.enter_context(Quota(percent)).add(process.pid)
-        except WhaleError as error:
-            _say(f"whalejax: running without CPU quotas: {error}")
-
-    def log(self, rank: int) -> Path:
-        """Where a rank's output goes."""
-        return self._launch.logs / f"rank-{rank}.log"
-
-    def table(self) -> str:
-        """One line for each rank."""
-        quotas = self._launch.quotas
-        rows = [("rank", "host", "kind", "devices", "CPU quota", "log")] + [
-            (
-                str(rank),
-                self._launch.host_of(rank),
-                *self._said.get(rank, ("-", "-")),
-                f"{quotas[rank]:g} %" if quotas else "-",
-                str(self.log(rank)),
-            )
-            for rank in range(len(self._running))
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                word.ljust(width) for word, width in zip(row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        )
-
-    def wait(self) -> int:
-        """Wait for all, or for the first that fails, which is said."""
-        failed: dict[int, int] = {}
-        for _ in self._running:
-            rank, status = self._ended.get()
-            if status and (self._launch.stops or rank == 0):
-                failed |= {rank: status, **self._failing()}
-                break
-            if status:
-                failed[rank] = status
-        self.stop()
-        self._show()
-        rank, status = next(iter(failed.items()), (0, 0))
-        status = status if status >= 0 else 128 - status
-        failure = self._failure(failed) if failed else None
-        if self._launch.json:
-            self._print(status, failure)
-        elif failure and (self._launch.tells or rank):
-            _say(failure)
-        return status
-
-    def _print(self, status: int, failure: str | None) -> None:
-        """One line of JSON."""
-        quotas = self._launch.quotas
-        ranks = []
-        for rank in range(len(self._running)):
-            kind, devices = self._said.get(rank, (None, None))
-            ranks.append(
-                {
-                    "rank": rank,
-                    "host": self._launch.host_of(rank),
-                    "kind": kind,
-                    "devices": None if devices is None else int(devices),
-                    "cpu_quota_percent": quotas[rank] if quotas else None,
-                    "log": str(self.log(rank)),
-                }
-            )
-        print(json.dumps({"status": status, "failure": failure, "ranks": ranks}))
-
-    def _failing(self) -> dict[int, int]:
-        """Ranks that fail in the moments after the first, and their status."""
-        found = {}
-        end = time.monotonic() + SOON_SECONDS
-        with contextlib.suppress(queue.Empty):
-            while True:
-                left = max(0.0, end - time.monotonic())
-                rank, status = self._ended.get(timeout=left)
-                if status:
-                    found[rank] = status
-        return found
-
-    def _failure(self, failed: Mapping[int, int]) -> str:
-        """Who failed first, and how.
-
-        Args:
-            failed: ranks in the order in which they did, and their status.
-        """
-        first = next(iter(failed))
-        # Who ends for another one says so; JAX aborts those that a service has left.
-        own = [rank for rank, status in failed.items() if status not in _FOR_ANOTHER]
-        rank = next(iter((*self._blamed, *own, first)))
-        if rank in failed and (rank in own or not self._blamed):
-            how = f"failed first, with {_words(failed[rank])}"
-        else:
-            how = f"{self._blamed[rank]} (rank {first} ended for it)"
-        stopped = self._launch.stops or 0 in failed
-        went = "all others were stopped" if stopped else "the others went on"
-        said = f"whalejax: rank {rank} on {self._launch.host_of(rank)} {how}; {went}."
-        if rank == 0 and not self._launch.json:
-            return f"{said} What it said stands above, and in {self.log(rank)}"
-        text = self.log(rank).read_text(encoding="utf-8", errors="replace")
-        lines = [f"  [{rank}] {line}" for line in text.splitlines()[-TAIL_LINES:]]
-        # Logs of what tells nothing of its ranks are gone when it ends.
-        where = f"The end of {self.log(rank)}" if self._launch.tells else "It said"
-        return "\n".join([f"{said} {where}:", *lines])
-
-    def stop(self) -> None:
-        """End what still runs, and what it has started."""
-        ask, force = signal.SIGTERM, signal.SIGKILL
-        alive = [process for process in self._running if process.poll() is None]
-        for process in alive:
-            _signal(process, ask)
-            _signal(process, signal.SIGCONT)  # one that stands still hears nothing
-        for process in alive:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        for process in self._running:
-            _signal(process, force)
-            process.wait()
-        for thread in self._threads:
-            thread.join(GRACE_SECONDS)
-
-
-def _words(status: int) -> str:
-    if status < 0:
-        return f"signal {signal.Signals(-status).name}"
-    return f"status {status}"
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # The session that a rank began outlives it where its children do.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _die_with_parent() -> None:
-    """A launcher that is killed outright takes its processes with it, on Linux."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, if they are not ignored.
+
+    ``nohup`` ignores SIGHUP for what it starts.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -453,12 +274,35 @@ def _terminated() -> Iterator[None]:
     def interrupt(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _check_free(port: int) -> None:
+    """Try the port before processes are started that would fail at it.
+
+    Raises:
+        WhaleError: something listens there.
+    """
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(("127.0.0.1", port))
+            found.listen()
+        except OSError as error:
+            raise WhaleError(
+                f"--port is {port}, which cannot be listened at on this machine "
+                f"({error.strerror}). Leave it out for a free one, give another, or "
+                "stop what holds it"
+            ) from error
 
 
 def free_port() -> int:
@@ -467,10 +311,6 @@ def free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def words_after(words: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.meshes import launching
+from whalejax.meshes import group, launching
 from whalejax.meshes.launching import Launch
 from whalejax.meshes.problems import WhaleError
 
@@ -95,7 +96,13 @@ def test_ranks_know_each_other_and_have_logs(tmp_path: Path) -> None:
         assert log.strip().startswith(f"rank {rank} of 3 at ")
         assert "['--steps', '2']" in log
         assert "whalejax-rank" not in log
-    table = [line.split() for line in errors.splitlines()]
+    listens, *lines = errors.splitlines()
+    assert re.fullmatch(
+        r"whalejax: process 0 listens at 127\.0\.0\.1:\d+, which this machine alone can "
+        "reach",
+        listens,
+    )
+    table = [line.split() for line in lines]
     assert table[0][:4] == ["rank", "host", "kind", "devices"]
     assert [row[:4] for row in table[1:]] == [
         [str(rank), "localhost", f"kind{rank}", str(rank + 1)] for rank in range(3)
@@ -234,7 +241,7 @@ def test_without_control_groups_it_runs_and_says_so(
     def refuse(_: float) -> None:
         raise WhaleError("no control group can be made here")
 
-    monkeypatch.setattr(launching, "Quota", refuse)
+    monkeypatch.setattr(group, "Quota", refuse)
     command = (sys.executable, "-c", "print('ran')")
     made = Launch(command=command, processes=1, quotas=(50,), logs=tmp_path)
     assert launching.run(made) == 0
