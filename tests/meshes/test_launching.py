@@ -98,8 +98,8 @@ def test_ranks_know_each_other_and_have_logs(tmp_path: Path) -> None:
         assert "whalejax-rank" not in log
     listens, *lines = errors.splitlines()
     assert re.fullmatch(
-        r"whalejax: process 0 listens at 127\.0\.0\.1:\d+, which this machine alone can "
-        "reach",
+        r"whalejax: process 0 listens at 127\.0\.0\.1:\d+, which this machine alone "
+        "can reach",
         listens,
     )
     table = [line.split() for line in lines]
