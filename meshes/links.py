@@ -16,6 +16,7 @@ import json
 import re
 import secrets
 import socket
+import threading
 import time
 from typing import Any, Final
 
@@ -48,6 +49,7 @@ class Link:
         self._link = link
         self._most_bytes = most_bytes
         self._come = b""
+        self._telling = threading.Lock()
 
     def tell(self, data: object, seconds: float = ANSWER_SECONDS) -> None:
         """Send something.
@@ -55,8 +57,9 @@ class Link:
         Raises:
             OSError: the other side is gone, or does not take it in time.
         """
-        self._link.settimeout(max(0.01, seconds))
-        self._link.sendall(json.dumps(data).encode() + b"\n")
+        with self._telling:
+            self._link.settimeout(max(0.01, seconds))
+            self._link.sendall(json.dumps(data).encode() + b"\n")
 
     def told(self, seconds: float = ANSWER_SECONDS) -> Any:
         """What the other side sends next.
@@ -73,7 +76,10 @@ class Link:
             if left <= 0:
                 raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
             self._link.settimeout(max(0.01, left))
-            data = self._link.recv(1 << 16)
+            try:
+                data = self._link.recv(1 << 16)
+            except TimeoutError:
+                continue  # it may have been that of another thread, which tells
             if not data:
                 raise ConnectionResetError(
                     errno.ECONNRESET, "the other side has closed"
