@@ -228,7 +228,7 @@ class Beats:
         self._hearing = Hearing(self._mine, silent_seconds, processes)
         self._lock = threading.Lock()
         self._count, self._steps, self._blames = 0, 0, False
-        self._ready, self._ended = not self._together, False
+        self._ready, self._ended, self._failed = not self._together, False, ""
         self._stirred = threading.Event()
         self._over = threading.Event()
         self._threads = [
@@ -245,7 +245,8 @@ class Beats:
 
     def fail(self, why: str) -> None:
         """Tell the others that this process ends, and with what error."""
-        self._say_briefly(failed=why)
+        self._failed = why  # the next beats must not take it back
+        self._say_briefly()
         if self._mine == 0:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
 
@@ -347,6 +348,7 @@ class Beats:
             "steps": self._steps,
             "ready": self._ready,
             "ended": self._ended,
+            "failed": self._failed,
             **more,
         }
         _compat.tell_processes(f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True)

@@ -216,11 +216,11 @@ def test_the_right_process_is_named(
         if says[1]:
             said[1] = running[1].communicate(timeout=240)[0]
         if case == "driver":
-            running[1].wait(240)
+            running[1].communicate(timeout=240)
     finally:
         for process in running:
             process.kill()
-            process.wait()
+            process.communicate()
     assert tuple(process.returncode for process in running) == statuses, said
     for text, expected in zip(said, says, strict=True):
         assert re.search(expected, text), text
