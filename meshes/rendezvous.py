@@ -464,11 +464,12 @@ class Guest:
         """End this process where process 0 says so, or is gone itself."""
         assert self._link is not None
         rank, why, said = 0, "ended before JAX had joined all", ""
+        end = time.monotonic() + self._place.join_seconds + _MARGIN_SECONDS
         try:
-            told = self._link.told(self._place.join_seconds + _MARGIN_SECONDS)
-            match told:
-                case {"lost": int(rank), "why": str(why), "said": str(said)}:
-                    pass
+            while not said:
+                match self._link.told(max(0.01, end - time.monotonic())):
+                    case {"lost": int(rank), "why": str(why), "said": str(said)}:
+                        pass  # and who is missing was sent before all came
         except TimeoutError:
             why = "stands still, before JAX had joined all"
         except (OSError, ValueError):

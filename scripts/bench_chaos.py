@@ -10,9 +10,9 @@ cases more are measured, with a seed of their own.
 
     python scripts/bench_chaos.py [--signals 6] [--seconds 540] [--seed N] [--refresh]
 
-``--refresh`` measures the kept cases anew, 300 of them; it takes hours, writes each case
-down as it ends, and goes on where it stopped (``--anew`` begins again). The last line is
-one JSON object, over the kept and the fresh cases:
+``--refresh`` measures the kept cases, 300 of them; it takes hours, writes each case
+down as it ends, and goes on where it stopped (``--anew`` begins again). The last line
+is one JSON object, over the kept and the fresh cases:
 
     hangs          launchers that had not ended 30 s after the signal
     wrong_curves   runs with a missing step, or with a loss that is more than 1e-5 off
@@ -113,10 +113,7 @@ class Run:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
-            # What a background shell ignores, its children would ignore too.
-            preexec_fn=lambda: signal.signal(  # noqa: PLW1509
-                signal.SIGINT, signal.default_int_handler
-            ),
+            preexec_fn=_heed_signals,  # noqa: PLW1509
         )
 
     def pid_of(self, rank: int) -> int | None:
@@ -163,6 +160,12 @@ class Run:
             }
             for t in found
         ]
+
+
+def _heed_signals() -> None:
+    """What nohup or a background shell ignores, children would ignore too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def is_right(losses: Mapping[int, float], reference: Mapping[int, float]) -> bool:

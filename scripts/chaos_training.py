@@ -5,8 +5,8 @@ checkpoint in its folder, so that a run that was ended is taken up by starting i
 
     whalejax launch --processes 2 scripts/chaos_training.py KIND FOLDER
 
-KIND is ``data`` (one program), ``pipeline`` (marked stages, a program each, in a process
-each) or ``uneven`` (three replicas with unequal shares).
+KIND is ``data`` (one program), ``pipeline`` (marked stages, a program each, in a
+process each) or ``uneven`` (three replicas with unequal shares).
 """
 
 from __future__ import annotations
