@@ -192,9 +192,9 @@ class Launch:
         remote shell is given, everyone could read it.
         """
         passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        if self.is_local() and KEY_FILE not in passed:
-            passed[KEY] = secrets.token_hex(32)
-        return passed
+        own = self.is_local() and KEY_FILE not in passed
+        # Where a file has it, one that this process was given must not stand before.
+        return {**passed, KEY: secrets.token_hex(32) if own else ""}
 
     def words(self, rank: int, environment: Mapping[str, str]) -> list[str]:
         """The command that starts a rank, from here.

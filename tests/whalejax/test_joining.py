@@ -114,6 +114,14 @@ def test_where_nothing_listens_that_is_said() -> None:
     assert "nothing listens at 127.0.0.1" in said and "after 3 s" in said
 
 
+def test_one_that_never_comes_is_named_before_jax_aborts() -> None:
+    process = begin(free_port(), 3, 0, 2)
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 3
+    assert "processes 1, 2 of 3 have not come to 127.0.0.1" in said
+    assert "Check failure" not in said
+
+
 def test_a_port_in_use_is_said_by_process_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         said = begin(other.getsockname()[1], 2, 0, 60).communicate(timeout=240)[0]
