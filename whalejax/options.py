@@ -341,6 +341,8 @@ class LaunchCommand:
     """where process 0 listens; a free one, or 8476 on other hosts"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
     """what is given a host and a command"""
+    exit_timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 300.0
+    """a rank that says nothing for so long when others have ended is stopped"""
     json: bool = False
     """print how every rank ended as one line of JSON and nothing else"""
 
