@@ -17,6 +17,7 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
+from whalejax.capture.reporting import check_clear
 from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
@@ -292,6 +293,13 @@ class Asked:
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
+        if self.runnable and found.num_micro_batches > 1:
+            told, size = traced.captured, graph.batch_size * graph.num_micro_batches
+            check_clear(
+                told.unclear,
+                size // found.num_micro_batches,
+                traced=told.graph.batch_size,
+            )
         found = _compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,

@@ -26,6 +26,7 @@ from whalejax.capture.calls import (
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
+from whalejax.capture.reporting import Told, check_clear, reports
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
@@ -57,6 +58,7 @@ class Captured:
         given: for every checkpointed region by position, the tensor ids of its inputs.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
+        unclear: reported values that several micro-batches cannot put together.
         notes: what could not be counted, in words.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
@@ -74,6 +76,7 @@ class Captured:
     given: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
+    unclear: Told = ()
     notes: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
@@ -305,6 +308,11 @@ def capture(
         num_micro_batches=num_micro_batches,
     )
     graph, walk, results = reader.read(jaxpr)
+    told = reports(
+        graph, results, flat.out_tree, lambda: _with_two(flat, reader, arguments)
+    )
+    if num_micro_batches > 1:
+        check_clear(told.unclear, size)
     if picks(graph):
         apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
         if apart is not jaxpr:
@@ -322,14 +330,28 @@ def capture(
         jaxpr=jaxpr,
         adapter=adapter,
         batch_tree=batch_tree,
-        out_tree=flat.out_tree,
+        out_tree=told.out_tree,
         outputs=walk.outputs,
         given=walk.given,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
+        unclear=told.unclear,
         notes=tuple(dict.fromkeys(walk.notes)),
     )
+
+
+def _with_two(
+    flat: _FlatLoss, reader: _Reader, arguments: Sequence[Any]
+) -> tuple[Graph, tuple[Value, ...]]:
+    """The loss as it is with two samples, by which dimensions can be told."""
+    twice = [replace(leaf, micro_shape=leaf.sized(2)) for leaf in reader.leaves]
+    first = len(flat.model_avals)
+    behind = arguments[first + len(twice) :]
+    given = [*flat.model_avals, *(leaf.aval for leaf in twice), *behind]
+    other = _FlatLoss(flat.adapter, flat.batch_tree, 2)
+    graph, _, results = replace(reader, leaves=twice).read(_compat.trace(other, given))
+    return graph, results
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
