@@ -78,8 +78,8 @@ class Merged:
 
     Attributes:
         value: of one, or of several.
-        how: ``"mean"``; ``"sum"``; ``"concat"`` along the samples, as the user says; or ``"rows"``,
-            the same where the program shows it.
+        how: ``"mean"``; ``"sum"``; ``"concat"`` along the samples, as the user says;
+            or ``"rows"``, the same where the program shows it.
         axis: the dimension with the samples.
         outer: how often all samples are repeated in it.
         inner: how many elements in a row are of one sample.

@@ -92,7 +92,7 @@ def check_clear(unclear: Told, size: int, *, traced: int | None = None) -> None:
     problems = Problems()
     for name, value in unclear:
         if not value.sizes or {size, traced or size}.intersection(value.sizes):
-            problems.add(f"{name} of shape {value.shape} {value.why}")
+            problems.add(_words(name, value))
     problems.raise_if_any(
         WhaleError,
         title=f"micro-batches of {size} samples report what cannot be put together. "
@@ -100,6 +100,15 @@ def check_clear(unclear: Told, size: int, *, traced: int | None = None) -> None:
         "added up as sums={...} and what is to be averaged as means={...}, or plan "
         "with num_micro_batches=1",
     )
+
+
+def _words(name: str, value: Unclear) -> str:
+    return f"{name} of shape {value.shape} {value.why}"
+
+
+def told_words(unclear: Told) -> list[str]:
+    """What is unclear whatever the micro-batches, in words."""
+    return [_words(name, value) for name, value in unclear if not value.sizes]
 
 
 def _open_leaves(metrics: Any) -> dict[str, int]:

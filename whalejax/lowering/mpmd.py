@@ -40,13 +40,14 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.stage_models import places_of, stage_graph
 from whalejax.runner import (
+    Evaluation,
     Metrics,
     abstract_state,
     check_compiler_options,
+    evaluation_of,
     finished,
     fresh_state,
     laid_out,
-    metrics_of,
 )
 from whalejax.state import Origin, TrainState, consuming
 
@@ -95,9 +96,19 @@ class Apart:
         devices: Sequence[Any],
         batch_axes: tuple[int | None, ...],
         origin: Origin,
+        *,
+        home: Apart | None = None,
     ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, captured, optimizer, devices, batch_axes, origin: as for all runners.
+            home: runs the same plan, and its states are to be evaluated: what this loss
+                does not read lies where that one has it.
+        """
         assert plan.stages is not None
         self.plan = plan
+        self._home = home
         self._origin = origin
         self.captured = captured
         self._options: Any = dict(plan.compiler_options) or None
@@ -123,7 +134,8 @@ class Apart:
         )
         paths = captured.adapter.param_paths
         self._owners = [
-            self.division.owner(i, len(self.plans)) for i in range(len(paths))
+            (self if home is None else home).division.owner(i, len(self.plans))
+            for i in range(len(paths))
         ]
         self.program = _Whole(
             plan=plan,
@@ -146,7 +158,8 @@ class Apart:
             named(leaf.spec, self.meshes[self._batch_owner(i)])
             for i, leaf in enumerate(plan.batch)
         )
-        self.finish, self._report = self._finishing()
+        if home is None:
+            self.finish, self._report = self._finishing()
 
     # Starting.
 
@@ -222,7 +235,8 @@ class Apart:
         """The stage that holds an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
-        found: int = self.division.owner(number, len(self.plans))
+        where = (self._home or self).division
+        found: int = where.owner(number, len(self.plans))
         return found
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
@@ -290,14 +304,14 @@ class Apart:
         tree: Any = jax.tree.structure(state)
         return tree.unflatten(leaves), self._report(results[len(before) :])
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         self.moves.agree()
         with self.watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self.watch.issued(jax.tree.leaves(found))
         return found
 
-    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         run = Pass(self, state, batch, keeps=False)
         for event in self.moves.order:
             if event.action == "forward":
@@ -306,14 +320,14 @@ class Apart:
         self.moves.settle()
         return self.reported(run.losses())
 
-    def reported(self, sums: Sums | None) -> Metrics:
+    def reported(self, sums: Sums | None) -> Evaluation:
         """What an evaluation gives.
 
         Args:
             sums: what the losses add up to; None if that is not here.
         """
-        metrics = self._told if sums is None else self._metrics(sums)
-        told: Metrics = self._evaluated(jax.tree.leaves(metrics))
+        found = self._told if sums is None else self._metrics(sums)
+        told: Evaluation = self._evaluated(jax.tree.leaves(found))
         return told
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
@@ -323,14 +337,14 @@ class Apart:
         )
 
     @functools.cached_property
-    def _metrics(self) -> Callable[..., Metrics]:
-        return jax.jit(functools.partial(metrics_of, self.program))
+    def _metrics(self) -> Callable[..., Evaluation]:
+        return jax.jit(functools.partial(evaluation_of, self.program))
 
     @functools.cached_property
-    def _told(self) -> Metrics:
+    def _told(self) -> Evaluation:
         """Shapes and dtypes of what an evaluation reports."""
-        told: Metrics = jax.eval_shape(
-            functools.partial(metrics_of, self.program), self.sums
+        told: Evaluation = jax.eval_shape(
+            functools.partial(evaluation_of, self.program), self.sums
         )
         return told
 

@@ -45,8 +45,8 @@ from whalejax.planner.balance import dealt
 from whalejax.planner.issuing import Handing
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Row, schedule
-from whalejax.runner import Metrics
-from whalejax.state import Origin, TrainState, consuming
+from whalejax.runner import Evaluation, Metrics
+from whalejax.state import Origin, TrainState, bare, consuming
 
 
 WHOLE = PartitionSpec()
@@ -72,7 +72,15 @@ class Pipes(Following):
         devices: Sequence[Any],
         batch_axes: tuple[int | None, ...],
         origin: Origin,
+        *,
+        home: Pipes | None = None,
     ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, captured, optimizer, devices, batch_axes, origin: as for all runners.
+            home: runs the same plan, and its states are to be evaluated.
+        """
         each = len(devices) // len(plan.pipelines)
         self.pipelines = [
             Apart(
@@ -82,6 +90,7 @@ class Pipes(Following):
                 devices[r * each : (r + 1) * each],
                 batch_axes,
                 origin,
+                home=None if home is None else home.pipelines[r],
             )
             for r, own in enumerate(plan.pipelines)
         ]
@@ -143,14 +152,17 @@ class Pipes(Following):
 
         return jax.tree.map(one, self.shardings, *copies.values())
 
-    def _seen(self, state: TrainState, replica: int) -> TrainState:
-        """The state on the devices of one pipeline."""
+    def _seen(
+        self, state: TrainState, replica: int, *, whole: bool = True
+    ) -> TrainState:
+        """The state, or what an evaluation reads, on the devices of one pipeline."""
+        places = self.pipelines[replica].shardings
 
         def one(leaf: Any, sharding: NamedSharding) -> Any:
             there = seen_on(leaf, sharding)
             return absent(leaf, sharding) if there is None else there
 
-        found: TrainState = jax.tree.map(one, state, self.pipelines[replica].shardings)
+        found: TrainState = jax.tree.map(one, state, places if whole else bare(places))
         return found
 
     # Running.
@@ -403,7 +415,7 @@ class Pipes(Following):
             for r in self._mine
         }
 
-    def _agreed(self, copies: Mapping[int, Metrics]) -> Metrics:
+    def _agreed(self, copies: Mapping[int, Any]) -> Any:
         """Metrics that all processes can read, of those of the pipelines here."""
         if not self.mesh.is_multi_process:
             return copies[self._mine[0]]
@@ -416,20 +428,20 @@ class Pipes(Following):
             for r, told in copies.items()
         }
         whole = NamedSharding(self.mesh, WHOLE)
-        found: Metrics = jax.tree.map(
+        found: Any = jax.tree.map(
             lambda *leaves: joined(leaves, whole), *spread.values()
         )
         return found
 
-    def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
+    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         self._agree()
         with self._watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self._watch.issued(jax.tree.leaves(found))
         return found
 
-    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
-        seen = {r: self._seen(state, r) for r in self._mine}
+    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
         runs = self._ran(seen, batch, keeps=False)
         for r in self._mine:
             self.pipelines[r].moves.settle()
