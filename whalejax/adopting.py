@@ -118,9 +118,10 @@ def _other_leaves(state: TrainState, own: TrainState) -> Iterator[str]:
         a, b = (_text(leaves.get(name)) for leaves in (given, wanted))
         if a != b:
             yield f"{name} is {a}; expected {b}"
-    trees = [jax.tree.structure(_sections(one)) for one in (state, own)]
-    if given.keys() == wanted.keys() and trees[0] != trees[1]:
-        yield f"its containers are {trees[0]!s:.200}; expected {trees[1]!s:.200}"
+    there: Any = jax.tree.structure(_sections(state))
+    here: Any = jax.tree.structure(_sections(own))
+    if given.keys() == wanted.keys() and there != here:
+        yield f"its containers are {there!s:.200}; expected {here!s:.200}"
 
 
 def _sections(state: TrainState) -> list[Any]:

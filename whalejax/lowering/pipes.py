@@ -82,7 +82,7 @@ class Pipes(Following):
             home: runs the same plan, and its states are to be evaluated.
         """
         each = len(devices) // len(plan.pipelines)
-        self.pipelines = [
+        self.pipelines: list[Apart] = [
             Apart(
                 own,
                 captured,
@@ -458,7 +458,8 @@ class Pipes(Following):
             )
             for r in self._mine
         }
-        return self._agreed(told)
+        found: Evaluation = self._agreed(told)
+        return found
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(

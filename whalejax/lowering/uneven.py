@@ -269,7 +269,10 @@ class Uneven(Following):
         told = self._telling.add(
             {r: self._replicas[r].pack_sums(sums[r]) for r in self._mine}
         )
-        return self._agreed({r: self._replicas[r].report(told[r]) for r in self._mine})
+        found: Evaluation = self._agreed(
+            {r: self._replicas[r].report(told[r]) for r in self._mine}
+        )
+        return found
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
