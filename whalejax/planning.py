@@ -17,7 +17,6 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.capture.reporting import check_clear
 from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
@@ -47,7 +46,7 @@ from whalejax.planner.terms import (
     remat_words,
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note
-from whalejax.programs import Programs, Traces, attention_note
+from whalejax.programs import Programs, Traces, attention_note, check_reports
 from whalejax.xla_options import checked_options, option_note
 
 
@@ -248,8 +247,7 @@ class Asked:
 
     def plan(self) -> Plan:
         """The plan."""
-        kind = _check_options(self)
-        options = checked_options(self.compiler_options)
+        kind, options = _check_options(self), checked_options(self.compiler_options)
         devices, idle = self.cluster.num_devices, self.allow_idle
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         check_mesh(self.mesh or {}, devices, idle, axes)
@@ -293,13 +291,7 @@ class Asked:
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
-        if self.runnable and found.num_micro_batches > 1:
-            told, size = traced.captured, graph.batch_size * graph.num_micro_batches
-            check_clear(
-                told.unclear,
-                size // found.num_micro_batches,
-                traced=told.graph.batch_size,
-            )
+        check_reports(traced.captured, found)
         found = _compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,

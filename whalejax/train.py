@@ -22,6 +22,7 @@ from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
+from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.pipes import Pipes
@@ -95,10 +96,13 @@ class TrainStep:
         adapter = self.adapter.evaluating()
         if adapter is None:
             return self._runner
-        make, captured = runner_of(self.plan), self._traced(adapter)
-        home = {"home": self._runner} if isinstance(self._runner, Apart | Pipes) else {}
+        given = self.plan, self._traced(adapter), *self._made_with
         try:
-            return make(self.plan, captured, *self._made_with, **home)
+            if isinstance(self._runner, Apart):
+                return Evaluating(self._runner, *given)
+            if isinstance(self._runner, Pipes):
+                return Pipes(*given, home=self._runner)
+            return runner_of(self.plan)(*given)
         except PlanError as error:
             raise PlanError(
                 "the model in evaluation mode cannot be run by this plan, which was "

@@ -26,7 +26,7 @@ from whalejax.capture.calls import (
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
-from whalejax.capture.reporting import Told, check_clear, reports
+from whalejax.capture.reporting import Reports, Told, check_clear, reports
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
@@ -308,11 +308,7 @@ def capture(
         num_micro_batches=num_micro_batches,
     )
     graph, walk, results = reader.read(jaxpr)
-    told = reports(
-        graph, results, flat.out_tree, lambda: _with_two(flat, reader, arguments)
-    )
-    if num_micro_batches > 1:
-        check_clear(told.unclear, size)
+    told = _told(flat, reader, arguments, graph, results)
     if picks(graph):
         apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
         if apart is not jaxpr:
@@ -339,6 +335,22 @@ def capture(
         unclear=told.unclear,
         notes=tuple(dict.fromkeys(walk.notes)),
     )
+
+
+def _told(
+    flat: _FlatLoss,
+    reader: _Reader,
+    arguments: Sequence[Any],
+    graph: Graph,
+    results: Sequence[Value],
+) -> Reports:
+    """How what the loss reports is put together; refused where it cannot be."""
+    found = reports(
+        graph, results, flat.out_tree, lambda: _with_two(flat, reader, arguments)
+    )
+    if reader.num_micro_batches > 1:
+        check_clear(found.unclear, flat.size)
+    return found
 
 
 def _with_two(

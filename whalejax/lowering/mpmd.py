@@ -96,19 +96,9 @@ class Apart:
         devices: Sequence[Any],
         batch_axes: tuple[int | None, ...],
         origin: Origin,
-        *,
-        home: Apart | None = None,
     ) -> None:
-        """Trace what is needed to know shapes; compile nothing.
-
-        Args:
-            plan, captured, optimizer, devices, batch_axes, origin: as for all runners.
-            home: runs the same plan, and its states are to be evaluated: what this loss
-                does not read lies where that one has it.
-        """
         assert plan.stages is not None
         self.plan = plan
-        self._home = home
         self._origin = origin
         self.captured = captured
         self._options: Any = dict(plan.compiler_options) or None
@@ -133,10 +123,7 @@ class Apart:
             plan.stages.chunks,
         )
         paths = captured.adapter.param_paths
-        self._owners = [
-            (self if home is None else home).division.owner(i, len(self.plans))
-            for i in range(len(paths))
-        ]
+        self._owners = [self._holder(i) for i in range(len(paths))]
         self.program = _Whole(
             plan=plan,
             captured=captured,
@@ -158,8 +145,7 @@ class Apart:
             named(leaf.spec, self.meshes[self._batch_owner(i)])
             for i, leaf in enumerate(plan.batch)
         )
-        if home is None:
-            self.finish, self._report = self._finishing()
+        self.finish, self._report = self._finishing()
 
     # Starting.
 
@@ -235,8 +221,10 @@ class Apart:
         """The stage that holds an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
-        where = (self._home or self).division
-        found: int = where.owner(number, len(self.plans))
+        return self._holder(number)
+
+    def _holder(self, number: int) -> int:
+        found: int = self.division.owner(number, len(self.plans))
         return found
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:

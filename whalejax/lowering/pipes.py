@@ -22,6 +22,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture import Captured
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.alike import several_kinds
+from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following, told_size
 from whalejax.lowering.gathering import Group, groups_of, together
 from whalejax.lowering.mpmd import Apart
@@ -82,18 +83,13 @@ class Pipes(Following):
             home: runs the same plan, and its states are to be evaluated.
         """
         each = len(devices) // len(plan.pipelines)
-        self.pipelines: list[Apart] = [
-            Apart(
-                own,
-                captured,
-                optimizer,
-                devices[r * each : (r + 1) * each],
-                batch_axes,
-                origin,
-                home=None if home is None else home.pipelines[r],
+        self.pipelines: list[Apart] = []
+        for r, own in enumerate(plan.pipelines):
+            some = devices[r * each : (r + 1) * each]
+            given = own, captured, optimizer, some, batch_axes, origin
+            self.pipelines.append(
+                Apart(*given) if home is None else Evaluating(home.pipelines[r], *given)
             )
-            for r, own in enumerate(plan.pipelines)
-        ]
         super().__init__(
             plan, [r for r, one in enumerate(self.pipelines) if any(one.here)]
         )
