@@ -83,6 +83,9 @@ def checked(state: Any) -> TrainState:
 
 def _check_apart(state: TrainState) -> None:
     """Refuse an array that stands in two places, which a step cannot reuse twice."""
+    leaves = jax.tree.leaves(state)
+    if len({*map(id, leaves)}) == len(leaves):
+        return
     names: dict[int, str] = {}
     for name, leaf in _leaves(state).items():
         first = names.setdefault(id(leaf), name)

@@ -126,15 +126,16 @@ def check_alive(state: TrainState) -> None:
             "this state was consumed by a step, which reuses its memory. Go on with "
             "the state that the step returned: state, metrics = step(state, batch)"
         )
+    if not any(map(_is_gone, jax.tree.leaves(state))):
+        return
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     gone = [jax.tree_util.keystr(path) for path, leaf in leaves if _is_gone(leaf)]
-    if gone:
-        raise PlanError(
-            f"{len(gone)} of the {len(leaves)} arrays of this state (state{gone[0]} "
-            "first) were consumed by a step, which reuses their memory, or deleted. "
-            "Put a state together from the one that the last step returned alone, or "
-            "restore a checkpoint"
-        )
+    raise PlanError(
+        f"{len(gone)} of the {len(leaves)} arrays of this state (state{gone[0]} first) "
+        "were consumed by a step, which reuses their memory, or deleted. Put a state "
+        "together from the one that the last step returned alone, or restore a "
+        "checkpoint"
+    )
 
 
 def _is_gone(leaf: Any) -> bool:

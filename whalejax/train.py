@@ -205,7 +205,7 @@ class TrainStep:
         """
         own = bare(own_state(state, self._origin, self.abstract_state, trains=False))
         runner = self._runner if training else self._evaluator
-        if isinstance(runner, Following):
+        if isinstance(runner, Following) and runner is not self._runner:
             runner.shares = self.shares
         leaves = self._layout.flat(batch)
         alone = jax.process_count() == 1

@@ -78,7 +78,7 @@ class Marked:
                 chosen = jnp.take_along_axis(logits, batch["tokens"][:, None], 1)[:, 0]
                 weight = batch["weights"].astype(chosen.dtype)
                 total = -(chosen * weight).sum()
-        metrics = {"size": jnp.abs(z).mean()}
+        metrics = {"size": jnp.abs(z).mean(), "chosen": chosen}
         return wh.WeightedLoss(total, weight.sum()), wh.Aux(metrics=metrics)
 
     def batch(self, step: int, count: int) -> Any:

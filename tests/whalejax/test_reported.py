@@ -235,9 +235,16 @@ def test_what_cannot_be_put_together_is_refused(report: Any, why: str) -> None:
         merged(report)
     assert "metrics['aux'] of shape" in str(raised.value)
     assert "micro-batches of 16 samples report" in str(raised.value)
-    assert "wh.Aux(samples={...}), what is to be added up as sums=" in str(raised.value)
+    assert "wh.Aux(samples={...}), what is to be added up" in str(raised.value)
     assert "num_micro_batches=1" in str(raised.value)
     merged(report, 1)  # Of one micro-batch there is nothing to put together.
+
+
+def test_a_loss_of_single_samples_only() -> None:
+    text = "metrics.'aux'. of shape .1, 10. is of a loss that cannot be traced with two"
+    with pytest.raises(wh.WhaleError, match=text):
+        merged(lambda z: z.reshape(1, 10), 32)
+    assert not isinstance(merged(lambda z: z.reshape(1, 10).sum(), 32), Merged)
 
 
 def test_a_plan_that_chooses_micro_batches_refuses_too() -> None:

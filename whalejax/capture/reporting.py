@@ -6,7 +6,7 @@ knows where their rows are; and it says in words what cannot be put together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,10 @@ def reports(
     if graph.batch_size == 1:  # Dimensions of size 1 are in no operation's factors.
         if graph.num_micro_batches == 1:
             return Reports(out_tree=out_tree, unclear=())
-        graph, results = again()
+        try:
+            graph, results = again()
+        except Exception:  # Of the loss itself, which may take one sample only.
+            return Reports(out_tree=out_tree, unclear=_untold(graph, results, named))
     where = {n: results[n] for n in named.values() if _has_shape(graph, results[n])}
     values = [v for v in where.values() if v is not None]
     found = dict(zip(where, reported_rows(graph, values), strict=True))
@@ -95,10 +98,10 @@ def check_clear(unclear: Told, size: int, *, traced: int | None = None) -> None:
             problems.add(_words(name, value))
     problems.raise_if_any(
         WhaleError,
-        title=f"micro-batches of {size} samples report what cannot be put together. "
-        "Give what has a row for each sample as wh.Aux(samples={...}), what is to be "
-        "added up as sums={...} and what is to be averaged as means={...}, or plan "
-        "with num_micro_batches=1",
+        title=f"micro-batches of {size} sample{'s' * (size > 1)} report what cannot be "
+        "put together. Give what has a row for each sample as wh.Aux(samples={...}), "
+        "what is to be added up as sums={...} and what is to be averaged as "
+        "means={...}, or plan with num_micro_batches=1",
     )
 
 
@@ -119,6 +122,19 @@ def _open_leaves(metrics: Any) -> dict[str, int]:
         for path, leaf in leaves
         if not isinstance(leaf, Merged)
     }
+
+
+def _untold(graph: Graph, results: Sequence[Value], named: Mapping[str, int]) -> Told:
+    """Every value with a shape, where the loss can be traced with one sample only."""
+    why = "is of a loss that cannot be traced with two samples to see its rows"
+    shapes = {
+        name: graph.tensors[value].shape
+        for name, n in named.items()
+        if (value := results[n]) is not None
+    }
+    return tuple(
+        (name, Unclear(shape=shape, why=why)) for name, shape in shapes.items() if shape
+    )
 
 
 def _is_merged(x: Any) -> bool:
