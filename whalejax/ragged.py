@@ -182,7 +182,8 @@ class _Combined:
             jnp.where(weight != 0, x * weight.astype(x.dtype), jnp.zeros_like(x))
             for x, weight in pairs
         )
-        return total / sum(self.weights).astype(values[0].dtype)
+        weight: Any = sum(self.weights)
+        return total / weight.astype(values[0].dtype)
 
     def sum(self, *values: Any) -> Any:
         """The sum over the samples, each counted once."""

@@ -236,7 +236,9 @@ def test_a_linen_loss_for_evaluation_takes_the_same_states() -> None:
     net = LinenNet()
 
     def linen_loss(variables: Any, batch: Any, rng: Any, *, training: bool) -> Any:
-        z = net.apply(variables, batch["x"], training=training, rngs={"dropout": rng})
+        z: Any = net.apply(
+            variables, batch["x"], training=training, rngs={"dropout": rng}
+        )
         return optax.softmax_cross_entropy_with_integer_labels(z, batch["y"]).mean()
 
     def training(variables: Any, batch: Any, rng: Any) -> Any:
