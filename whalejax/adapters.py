@@ -162,9 +162,36 @@ class Adapter:
         """For each leaf of the rest: it is a weight that is not trained."""
         return tuple(path in self._form.frozen for path in self.rest_paths)
 
-    def rebuild(self, params: Any, rest: Any) -> Any:
-        """The model in the user's own type, from its two parts."""
-        return self._form.rebuild(params, rest)
+    def rebuild(self, params: Any, rest: Any, modes: Any = None) -> Any:
+        """The model in the user's own type, from its two parts.
+
+        Args:
+            params, rest: the parts.
+            modes: from ``modes_of``; those of the adapted model if left out.
+        """
+        model = self._form.rebuild(params, rest)
+        if modes:
+            from whalejax.adapters_nnx import set_modes
+
+            set_modes(model, modes)
+        return model
+
+    def evaluating(self) -> Adapter | None:
+        """The same with the model in evaluation mode; None where that is no other.
+
+        Only NNX modules have modes of their own: a Linen module or a plain function
+        takes them as arguments, which the loss function gives.
+        """
+        form = self._form.evaluating()
+        return None if form is None else dataclasses.replace(self, _form=form)
+
+    def modes_of(self, model: Any) -> Any:
+        """The modes that were set on a rebuilt model, such as by its ``eval()``."""
+        if self.kind != "nnx":
+            return None
+        from whalejax.adapters_nnx import modes_of
+
+        return modes_of(model)
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         """The (params, rest) of another instance of the same model.

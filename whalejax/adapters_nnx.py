@@ -86,6 +86,37 @@ class NnxForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self.join(params, rest)
 
+    def evaluating(self) -> NnxForm | None:
+        """The same with the module in evaluation mode; None where that is no other.
+
+        Raises:
+            WhaleError: the module's ``eval`` changes what variables it has.
+        """
+        flat = nnx.from_flat_state([*self._variables.items()])
+        model = nnx.merge(self._graph, flat)
+        before = nnx.graphdef(model)
+        if isinstance(model, nnx.Module):
+            model.eval()
+        else:  # A container of some.
+            for _, module in nnx.iter_modules(model):
+                module.eval()
+        graph, state = nnx.split(model)
+        if graph == before:
+            return None
+        other = set(self._variables).symmetric_difference(
+            dict(nnx.to_flat_state(state))
+        )
+        if other:
+            names = ", ".join(sorted(map(_dotted, other)))
+            raise WhaleError(
+                f"the model's eval() adds or removes variables ({names}); expected it "
+                "to set attributes only. Evaluate with training=True, or with a "
+                "function of your own on state.model"
+            )
+        found = copy.copy(self)
+        found._graph = graph
+        return found
+
     def without_values(self) -> NnxForm:
         found = copy.copy(self)
         found._by_path = {}  # Metadata has been read.
@@ -96,6 +127,26 @@ class NnxForm:
             for path, variable in self._variables.items()
         }
         return found
+
+
+Modes = dict[Path, dict[str, bool]]
+"""By the path of a module, its attributes that are true or false."""
+
+
+def modes_of(model: Any) -> Modes:
+    """The modes of all modules of a model, such as ``deterministic``."""
+    return {
+        path: {k: v for k, v in vars(module).items() if isinstance(v, bool)}
+        for path, module in nnx.iter_modules(model)
+    }
+
+
+def set_modes(model: Any, modes: Modes) -> None:
+    """Give the modules of a model the modes of another instance's."""
+    for path, module in nnx.iter_modules(model):
+        for name, value in modes.get(path, {}).items():
+            if isinstance(getattr(module, name, None), bool):
+                setattr(module, name, value)
 
 
 def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:

@@ -53,6 +53,10 @@ class Form(Protocol):
         """The model in the user's own type."""
         ...
 
+    def evaluating(self) -> Form | None:
+        """The same in evaluation mode; None where that is no other."""
+        ...
+
     def without_values(self) -> Form:
         """The same without any array of the model that it was made from."""
         ...
@@ -171,6 +175,9 @@ class PytreeForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self.join(params, rest)
 
+    def evaluating(self) -> PytreeForm | None:
+        return None
+
     def without_values(self) -> PytreeForm:
         return self
 
@@ -236,6 +243,9 @@ class BoxedForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._boxes.boxed(self.join(params, rest))
 
+    def evaluating(self) -> BoxedForm | None:
+        return None
+
     def without_values(self) -> BoxedForm:
         found = copy.copy(self)
         found._boxes = self._boxes.without_values()
@@ -286,6 +296,9 @@ class LinenForm:
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._boxes.boxed(self.join(params, rest))
+
+    def evaluating(self) -> LinenForm | None:
+        return None
 
     def without_values(self) -> LinenForm:
         found = copy.copy(self)

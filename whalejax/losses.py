@@ -64,9 +64,12 @@ class Aux:
     """What a loss function hands out beside the loss, as ``(loss, Aux(...))``.
 
     Attributes:
-        metrics: values to report, by name, best as scalars. With several micro-batches
-            floating-point ones are averaged over them (by weight, beside a
-            ``WeightedLoss``) and integers, such as counts, are added up.
+        metrics: values to report, by name. With several micro-batches those with a
+            batch dimension are put together in the order of the global batch; of the
+            others, floating-point ones are averaged over the micro-batches (by weight,
+            beside a ``WeightedLoss``) and integers, such as counts, are added up.
+            Where a value's relation to the batch cannot be told, it is refused.
+        means: such values that are averaged, whatever their shape.
         sums: such values that are added up over the micro-batches, whatever their type.
         samples: such values with a row for each sample, which are put together in the
             order of the global batch.
@@ -74,6 +77,7 @@ class Aux:
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    means: Mapping[str, Any] = field(default_factory=dict)
     sums: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -90,15 +94,25 @@ class Aux:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What is reported of several micro-batches otherwise than as a mean.
+    """What is reported of several micro-batches, and how it is put together.
 
     Attributes:
         value: of one, or of several.
-        how: ``"sum"``, or ``"concat"`` along the samples.
+        how: ``"mean"``; ``"sum"``; ``"concat"`` along the samples, as the user says;
+            or ``"rows"``, the same where the program shows it.
+        axis: the dimension with the samples.
+        outer: how often all samples are repeated in it.
+        inner: how many elements in a row are of one sample.
     """
 
     value: Any
     how: str
+    axis: int = 0
+    outer: int = 1
+    inner: int = 1
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,11 +293,11 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
     import jax
     import numpy as np
 
-    names = [*aux.metrics, *aux.sums, *aux.samples]
+    names = [*aux.metrics, *aux.means, *aux.sums, *aux.samples]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise WhaleError(
-            f"wh.Aux has {', '.join(twice)} in several of metrics=, sums= and "
+            f"wh.Aux has {', '.join(twice)} in several of metrics=, means=, sums= and "
             "samples=. Give each one name of its own."
         )
     for name, value in aux.samples.items():
@@ -294,6 +308,7 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
             )
     return {
         **aux.metrics,
+        **{name: Merged(value, "mean") for name, value in aux.means.items()},
         **{name: Merged(value, "sum") for name, value in aux.sums.items()},
         **{name: Merged(value, "concat") for name, value in aux.samples.items()},
     }
@@ -381,6 +396,7 @@ def _register_pytrees() -> None:
         lambda aux: (
             (
                 (jax.tree_util.GetAttrKey("metrics"), aux.metrics),
+                (jax.tree_util.GetAttrKey("means"), aux.means),
                 (jax.tree_util.GetAttrKey("sums"), aux.sums),
                 (jax.tree_util.GetAttrKey("samples"), aux.samples),
                 (jax.tree_util.GetAttrKey("variables"), aux.variables),
@@ -388,14 +404,14 @@ def _register_pytrees() -> None:
             None,
         ),
         lambda _, parts: _rebuilt(
-            Aux, ("metrics", "sums", "samples", "variables"), parts
+            Aux, ("metrics", "means", "sums", "samples", "variables"), parts
         ),
     )
     jax.tree_util.register_pytree_with_keys(
         Merged,
         lambda merged: (
             ((jax.tree_util.GetAttrKey("value"), merged.value),),
-            merged.how,
+            (merged.how, merged.axis, merged.outer, merged.inner),
         ),
-        lambda how, parts: Merged(value=next(iter(parts)), how=how),
+        lambda how, parts: Merged(next(iter(parts)), *how),
     )

@@ -48,7 +48,7 @@ from whalejax.planner.terms import (
 )
 from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
-from whalejax.programs import Programs, Traces, attention_note
+from whalejax.programs import Programs, Traces, attention_note, check_reports
 from whalejax.xla_options import checked_options, compiled_with, option_note
 
 
@@ -307,6 +307,7 @@ class Asked:
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
         check_update(found, adapter, self.optimizer)
+        check_reports(traced.captured, found)
         found = compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,

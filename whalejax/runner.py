@@ -27,10 +27,13 @@ from whalejax.optimizers import kin_of, owners_of
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import LossScale, all_finite
-from whalejax.state import Origin, TrainState, strongly_typed
+from whalejax.state import Origin, TrainState, bare, strongly_typed
 
 
 Metrics = dict[str, Any]
+
+Evaluation = tuple[Metrics, Any]
+"""Metrics of a batch, and the sum of the weights of its losses."""
 
 
 class Runner(Protocol):
@@ -69,8 +72,13 @@ class Runner(Protocol):
         """One step, from a state and a global batch as its layout gives it."""
         ...
 
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """The loss and metrics of a batch."""
+    def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
+        """The loss and metrics of a batch, and what they weigh.
+
+        Args:
+            state: as ``state.bare`` gives it.
+            batch: a global batch as its layout gives it.
+        """
         ...
 
     def lower(self, state: TrainState, batch: Any) -> Any:
@@ -107,19 +115,19 @@ class OneProgram:
         self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
         self.shardings = self._shardings()
         whole = NamedSharding(self.mesh, PartitionSpec())
-        places = (self.shardings, list(self.batch_shardings))
+        batch = list(self.batch_shardings)
         options: Any = dict(plan.compiler_options) or None
         check_compiler_options(options, whole, devices[0].platform)
         self._step = jax.jit(
             self._advance,
-            in_shardings=places,
+            in_shardings=(self.shardings, batch),
             out_shardings=(self.shardings, whole),
             donate_argnums=0,
             compiler_options=options,
         )
         self._loss = jax.jit(
             self._evaluate,
-            in_shardings=places,
+            in_shardings=(bare(self.shardings), batch),
             out_shardings=whole,
             compiler_options=options,
         )
@@ -138,10 +146,10 @@ class OneProgram:
         self.watch.issued(jax.tree.leaves(found[1]))
         return found
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         self._agreement.check(self.program)
         with self.watch.step("an evaluation"):
-            found: Metrics = self._loss(state, list(batch))
+            found: Evaluation = self._loss(state, list(batch))
         self.watch.issued(jax.tree.leaves(found))
         return found
 
@@ -183,12 +191,12 @@ class OneProgram:
         )
         return finished(program, state, sums, rest)
 
-    def _evaluate(self, state: TrainState, batch: list[Any]) -> Metrics:
+    def _evaluate(self, state: TrainState, batch: list[Any]) -> Evaluation:
         program = self.program
         rng = state.rng if program.adapter.takes_rng else None
         params = jax.tree.leaves(state.params)
         sums = losses_of(program, params, state.rest, batch, rng, state.step)
-        return metrics_of(program, sums)
+        return evaluation_of(program, sums)
 
 
 def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]:
@@ -367,6 +375,15 @@ def metrics_of(program: Program, sums: Sums) -> Metrics:
     weighted = program.captured.graph.weighted
     count = sums.weight if weighted else program.plan.num_micro_batches
     return {**reported(sums.metrics, count), "loss": sums.total / sums.weight}
+
+
+def evaluation_of(program: Program, sums: Sums) -> Evaluation:
+    """What an evaluation gives.
+
+    Args:
+        program, sums: as for ``metrics_of``.
+    """
+    return metrics_of(program, sums), sums.weight
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:

@@ -8,6 +8,7 @@ and hands the state back in the user's own types.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,10 +18,13 @@ import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
+from whalejax.adopting import adopted, checked, own_state
 from whalejax.arguments import refuse_bad_optimizer
 from whalejax.capture import Captured, capture
+from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
+from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.pipes import Pipes
@@ -39,8 +43,9 @@ from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
+from whalejax.ragged import check_mean, passes, real_samples, repeated, together
 from whalejax.runner import OneProgram, Runner, abstract_state
-from whalejax.state import Origin, check_alive, host_copy, typed_key
+from whalejax.state import Origin, bare, host_copy, typed_key
 from whalejax.state import TrainState as TrainState
 
 
@@ -68,7 +73,15 @@ class TrainStep:
         devices: Sequence[Any],
         batch: Any,
         batch_axes: tuple[int | None, ...],
+        traced: Callable[[Adapter], Captured],
     ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, adapter, captured, optimizer, devices, batch_axes: what is run.
+            batch: structure of a batch.
+            traced: traces the loss with another mode of the model, as planned.
+        """
         if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
             raise WhaleError(
                 "a TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…), "
@@ -83,21 +96,33 @@ class TrainStep:
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer
         )
-        make: Callable[..., Runner] = (
-            Pipes
-            if plan.pipelines
-            else Apart
-            if plan.apart
-            else Uneven
-            if plan.shares
-            else OneProgram
-        )
-        self._runner: Runner = make(
-            plan, captured, extended, devices, batch_axes, self._origin
-        )
+        self._made_with = extended, devices, batch_axes, self._origin
+        self._traced = traced
+        self._runner: Runner = runner_of(plan)(plan, captured, *self._made_with)
         self.mesh = self._runner.mesh
         self.shardings = self._runner.shardings
         self._layout = layout_of(self._runner, plan, batch)
+
+    @functools.cached_property
+    def _evaluator(self) -> Runner:
+        """What runs the loss with the model in evaluation mode."""
+        adapter = self.adapter.evaluating()
+        if adapter is None:
+            return self._runner
+        given = self.plan, self._traced(adapter), *self._made_with
+        try:
+            if isinstance(self._runner, Apart):
+                return Evaluating(self._runner, *given)
+            if isinstance(self._runner, Pipes):
+                return Pipes(*given, home=self._runner)
+            return runner_of(self.plan)(*given)
+        except PlanError as error:
+            raise PlanError(
+                "the model in evaluation mode cannot be run by this plan, which was "
+                f"made for the model as it trains ({error}). Evaluate with "
+                "training=True, or with a plan of its own for the model after "
+                "model.eval(), without an optimizer"
+            ) from error
 
     # Starting.
 
@@ -177,32 +202,70 @@ class TrainStep:
             The new state, and metrics: ``loss`` and what the loss function reports.
 
         Raises:
-            PlanError: the batch has another shape than the plan is for.
+            PlanError: the batch has another shape than the plan is for, or the state
+                another layout, for which there is ``adopt``.
         """
-        self._check_owner(state)
         if not self._trains:
             raise PlanError(
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.plan and wh.compile to train"
             )
-        new, metrics = self._runner.advance(state, self._layout.place(batch))
+        own = own_state(state, self._origin, self.abstract_state, trains=True)
+        new, metrics = self._runner.advance(own, self._layout.place(batch))
         seen = state.samples
-        return self._begun(
-            new, None if seen is None else seen + self._batch_size
-        ), metrics
+        taken = None if seen is None else seen + self._batch_size
+        return self._begun(new, taken).follow(state), metrics
 
-    def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
+    def eval(
+        self, state: TrainState, batch: Any, *, training: bool = False
+    ) -> dict[str, Any]:
         """The loss and metrics of a batch, without a gradient; nothing changes.
 
-        It is the loss of training, with its dropout and its statistics of the batch;
-        for another loss call a function of your own on ``state.model``.
+        NNX modules are evaluated as after ``model.eval()``: without dropout, and with
+        the statistics that training has gathered. A Linen module's mode is an argument
+        that the loss gives it: compile a loss of your own for evaluation, which takes
+        the same states.
 
         Args:
-            state: is kept.
-            batch: as for a step.
+            state: is kept. That of another step of the same layout will do, with any
+                optimizer or none.
+            batch: as for a step; or with fewer samples, such as the last of an epoch,
+                if one process gives all of them and the loss is a mean over samples.
+                The result is that of these samples.
+            training: with the model in the mode in which a step runs it.
+
+        Raises:
+            PlanError: the batch or the layout of the state is another.
         """
-        self._check_owner(state)
-        return self._runner.evaluate(state, self._layout.place(batch))
+        own = bare(own_state(state, self._origin, self.abstract_state, trains=False))
+        runner = self._runner if training else self._evaluator
+        if isinstance(runner, Following) and runner is not self._runner:
+            runner.shares = self.shares
+        leaves = self._layout.flat(batch)
+        alone = jax.process_count() == 1
+        sizes = real_samples(leaves, self.plan, self.batch_axes) if alone else None
+        if sizes is None:
+            return runner.evaluate(own, self._layout.place(batch))[0]
+        return self._ragged(runner, own, leaves, *sizes)
+
+    def _ragged(
+        self,
+        runner: Runner,
+        state: TrainState,
+        leaves: Sequence[Any],
+        samples: int,
+        whole: int,
+    ) -> dict[str, Any]:
+        """The evaluation of fewer samples than a whole batch has."""
+        captured = runner.program.captured
+        check_mean(captured, samples, whole)
+        parts = []
+        for first, count in passes(samples, whole):
+            several = repeated(leaves, self.batch_axes, first, count, whole)
+            tree: Any = self._layout.structure
+            batch = self._layout.place(tree.unflatten(several))
+            parts.append((count, runner.evaluate(state, batch)))
+        return together(parts, captured, whole)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -277,16 +340,6 @@ class TrainStep:
             )
         return self._runner
 
-    def _check_owner(self, state: TrainState) -> None:
-        if getattr(state, "origin", None) is not self._origin:
-            raise PlanError(
-                f"the state is {type(state).__name__} and was not made by this step; "
-                "expected the TrainState that its init, init_from or restore gave, or "
-                "that its last call returned. To go on under another plan, save with "
-                "one step and restore with the other"
-            )
-        check_alive(state)
-
     def lower(self, state: TrainState | None = None) -> Any:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
 
@@ -295,11 +348,8 @@ class TrainStep:
         """
         if state is None:
             state = self.abstract_state()
-        if not isinstance(state, TrainState):
-            raise PlanError(
-                f"state is {shown(state)}; expected a TrainState, or None for an "
-                "abstract one"
-            )
+        else:
+            state = own_state(state, self._origin, self.abstract_state, trains=True)
         return self._runner.lower(state, self._layout.abstract())
 
     def rehearse(self) -> Rehearsal:
@@ -348,10 +398,25 @@ class TrainStep:
 
         problems = Arguments("TrainStep.save")
         problems.path("path", path, "the path of a folder that does not exist yet")
-        problems.of("state", state, TrainState, "the TrainState to be saved")
         problems.raise_if_any()
-        check_alive(state)
-        save(path, state, self.plan, self._batch_size)
+        save(path, checked(state), self.plan, self._batch_size)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """A copy of another step's state in this one's layout, by way of the devices.
+
+        Steps take each other's states as they are where the layout is the same: the
+        same plan compiled again, another loss, another batch size. Where it is not,
+        arrays go from device to device, and by no file or host memory.
+
+        Args:
+            state: is kept. Of the same model and, where this step trains, with an
+                optimizer's state of the same form.
+
+        Raises:
+            PlanError: it is consumed, another model's or optimizer's, or several
+                processes hold its arrays on other devices than this step.
+        """
+        return adopted(state, self.abstract_state())
 
     def restore(
         self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
@@ -386,6 +451,15 @@ class TrainStep:
         born = self._born_from((found.params, found.rest), found.rng)
         number = jax.device_put(np.int32(found.step), born.step.sharding)
         return self._begun(dataclasses.replace(born, step=number), found.samples)
+
+
+def runner_of(plan: Plan) -> Callable[..., Runner]:
+    """What makes the runner of a plan."""
+    if plan.pipelines:
+        return Pipes
+    if plan.apart:
+        return Apart
+    return Uneven if plan.shares else OneProgram
 
 
 def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
@@ -480,12 +554,17 @@ def step_of(
     chosen = devices_of(plan, devices)
     _check_host_memory(plan, chosen[0])
     adapter = at_precision(adapter.without_values(), plan.precision)
-    captured = capture(
-        adapter,
-        example,
-        num_micro_batches=plan.num_micro_batches,
-        batch_axes=batch_axes,
-    )
+    example = jax.tree.map(aval_of, example)
+
+    def traced(adapter: Adapter) -> Captured:
+        return capture(
+            adapter,
+            example,
+            num_micro_batches=plan.num_micro_batches,
+            batch_axes=batch_axes,
+        )
+
+    captured = traced(adapter)
     check_same_model(plan, captured, example)
     _check_planned_state(plan, adapter, optimizer)
     return TrainStep(
@@ -496,6 +575,7 @@ def step_of(
         chosen,
         jax.tree.structure(example),
         captured.batch_axes,
+        lambda other: traced(other).as_planned(plan),
     )
 
 

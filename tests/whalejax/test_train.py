@@ -96,13 +96,6 @@ def test_loss_falls_and_the_users_arrays_survive() -> None:
     np.testing.assert_array_equal(model["w"], MODEL["w"])
 
 
-def test_a_state_of_another_step_is_refused() -> None:
-    first, second = (step_for(squares, MODEL, BATCH) for _ in range(2))
-    state = first.init_from(MODEL)
-    with pytest.raises(wh.WhaleError, match="not made by this step.*restore"):
-        second(state, BATCH)
-
-
 def test_metrics_of_a_weighted_loss_are_weighed_over_micro_batches() -> None:
     weights = np.arange(1, 17, dtype=np.float32)
 

@@ -28,6 +28,13 @@ class BatchLeaf:
     dtype: Any
     axis: int | None
 
+    def sized(self, samples: int) -> tuple[int, ...]:
+        """The shape of a micro-batch with so many samples."""
+        if self.axis is None:
+            return self.micro_shape
+        front, behind = self.micro_shape[: self.axis], self.micro_shape[self.axis + 1 :]
+        return (*front, samples, *behind)
+
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """What is traced in its place."""

@@ -30,6 +30,7 @@ from whalejax.capture.lengthened import lengthened
 from whalejax.capture.narrowing import left_wide, narrowed, wide_products
 from whalejax.capture.own_layouts import constraint_notes
 from whalejax.capture.recompute import applicable, recomputed
+from whalejax.capture.reporting import Reports, Told, check_clear, reports
 from whalejax.capture.unnamed import aligned
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
@@ -63,6 +64,7 @@ class Captured:
         given: for every checkpointed region by position, the tensor ids of its inputs.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
+        unclear: reported values that several micro-batches cannot put together.
         notes: what could not be counted, in words.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
@@ -80,6 +82,7 @@ class Captured:
     given: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
+    unclear: Told = ()
     notes: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
@@ -296,9 +299,13 @@ class _Reader:
         return graph, walk, results
 
 
-def _rewritten(jaxpr: Any, reader: _Reader) -> tuple[Any, tuple[Graph, Walk, Any]]:
+_Read = tuple[Graph, Walk, tuple[Value, ...]]
+"""What a reader makes of a program."""
+
+
+def _rewritten(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
     """The program, rewritten where that lets more of its dimensions be shared."""
-    jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader)
+    jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader, read)
     if picks(graph):
         apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
         if apart is not jaxpr:
@@ -361,27 +368,27 @@ def capture(
         weighted=flat.weighted,
         num_micro_batches=num_micro_batches,
     )
-    jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader)
+    read = reader.read(jaxpr)
+    told = _told(flat, reader, arguments, read[0], read[2])
+    jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,
         adapter=adapter,
         batch_tree=batch_tree,
-        out_tree=flat.out_tree,
+        out_tree=told.out_tree,
         outputs=walk.outputs,
         given=walk.given,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
+        unclear=told.unclear,
         notes=tuple(dict.fromkeys(walk.notes)),
     )
 
 
-def _lengthened(
-    jaxpr: Any, reader: _Reader
-) -> tuple[Any, tuple[Graph, Walk, tuple[Value, ...]]]:
+def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
     """A program, read; with cuts of the last tokens put off where that gathers less."""
-    read = reader.read(jaxpr)
     cuts = last_tokens_cut(read[0])
     if cuts:
         program = lengthened(jaxpr, cuts)
@@ -389,6 +396,35 @@ def _lengthened(
         if gathered_bytes(other[0]) < gathered_bytes(read[0]):
             return program, other
     return jaxpr, read
+
+
+def _told(
+    flat: _FlatLoss,
+    reader: _Reader,
+    arguments: Sequence[Any],
+    graph: Graph,
+    results: Sequence[Value],
+) -> Reports:
+    """How what the loss reports is put together; refused where it cannot be."""
+    found = reports(
+        graph, results, flat.out_tree, lambda: _with_two(flat, reader, arguments)
+    )
+    if reader.num_micro_batches > 1:
+        check_clear(found.unclear, flat.size)
+    return found
+
+
+def _with_two(
+    flat: _FlatLoss, reader: _Reader, arguments: Sequence[Any]
+) -> tuple[Graph, tuple[Value, ...]]:
+    """The loss as it is with two samples, by which dimensions can be told."""
+    twice = [replace(leaf, micro_shape=leaf.sized(2)) for leaf in reader.leaves]
+    first = len(flat.model_avals)
+    behind = arguments[first + len(twice) :]
+    given = [*flat.model_avals, *(leaf.aval for leaf in twice), *behind]
+    other = _FlatLoss(flat.adapter, flat.batch_tree, 2)
+    graph, _, results = replace(reader, leaves=twice).read(_compat.trace(other, given))
+    return graph, results
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:

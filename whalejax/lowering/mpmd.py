@@ -40,13 +40,14 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.stage_models import places_of, stage_graph
 from whalejax.runner import (
+    Evaluation,
     Metrics,
     abstract_state,
     check_compiler_options,
+    evaluation_of,
     finished,
     fresh_state,
     laid_out,
-    metrics_of,
 )
 from whalejax.state import Origin, TrainState, consuming
 
@@ -122,9 +123,7 @@ class Apart:
             plan.stages.chunks,
         )
         paths = captured.adapter.param_paths
-        self._owners = [
-            self.division.owner(i, len(self.plans)) for i in range(len(paths))
-        ]
+        self._owners = [self._holder(i) for i in range(len(paths))]
         self.program = _Whole(
             plan=plan,
             captured=captured,
@@ -229,6 +228,9 @@ class Apart:
         """The stage that holds an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
+        return self._holder(number)
+
+    def _holder(self, number: int) -> int:
         found: int = self.division.owner(number, len(self.plans))
         return found
 
@@ -297,14 +299,14 @@ class Apart:
         tree: Any = jax.tree.structure(state)
         return tree.unflatten(leaves), self._report(results[len(before) :])
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         self.moves.agree()
         with self.watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self.watch.issued(jax.tree.leaves(found))
         return found
 
-    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         run = Pass(self, state, batch, keeps=False)
         for event in self.moves.order:
             if event.action == "forward":
@@ -313,14 +315,14 @@ class Apart:
         self.moves.settle()
         return self.reported(run.losses())
 
-    def reported(self, sums: Sums | None) -> Metrics:
+    def reported(self, sums: Sums | None) -> Evaluation:
         """What an evaluation gives.
 
         Args:
             sums: what the losses add up to; None if that is not here.
         """
-        metrics = self._told if sums is None else self._metrics(sums)
-        told: Metrics = self._evaluated(jax.tree.leaves(metrics))
+        found = self._told if sums is None else self._metrics(sums)
+        told: Evaluation = self._evaluated(jax.tree.leaves(found))
         return told
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
@@ -330,14 +332,14 @@ class Apart:
         )
 
     @functools.cached_property
-    def _metrics(self) -> Callable[..., Metrics]:
-        return jax.jit(functools.partial(metrics_of, self.program))
+    def _metrics(self) -> Callable[..., Evaluation]:
+        return jax.jit(functools.partial(evaluation_of, self.program))
 
     @functools.cached_property
-    def _told(self) -> Metrics:
+    def _told(self) -> Evaluation:
         """Shapes and dtypes of what an evaluation reports."""
-        told: Metrics = jax.eval_shape(
-            functools.partial(metrics_of, self.program), self.sums
+        told: Evaluation = jax.eval_shape(
+            functools.partial(evaluation_of, self.program), self.sums
         )
         return told
 

@@ -22,7 +22,13 @@ from whalejax.lowering.exchange import Buffers
 from whalejax.lowering.following import told_size
 from whalejax.lowering.spmd import Program, Sums, differentiator, evaluator
 from whalejax.lowering.statistics import Untrained
-from whalejax.runner import Metrics, finished, metrics_of, rest_layouts
+from whalejax.runner import (
+    Evaluation,
+    Metrics,
+    evaluation_of,
+    finished,
+    rest_layouts,
+)
 from whalejax.state import TrainState
 
 
@@ -42,7 +48,7 @@ class Replica:
         evaluate: from sums, what ``inputs_of`` takes, a micro-batch and its number to
             sums, without gradients.
         pack_sums, report: from such sums to buffers, and from what the exchange of them
-            gave to metrics.
+            gave to metrics and their weight.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class Replica:
         self.pack_sums: Callable[..., list[Any]] = self._jit(
             lambda sums: self._told_buffers.pack(jax.tree.leaves(sums))
         )
-        self.report: Callable[..., Metrics] = self._jit(
+        self.report: Callable[..., Evaluation] = self._jit(
             self._report, out_shardings=self._whole
         )
 
@@ -226,9 +232,9 @@ class Replica:
             found.append(self._untrained.after(i, old, total))
         return structure.unflatten(found)
 
-    def _report(self, buffers: Sequence[Any]) -> Metrics:
+    def _report(self, buffers: Sequence[Any]) -> Evaluation:
         sums = self._reported.unflatten(self._told_buffers.unpack(buffers))
-        return metrics_of(self.program, sums)
+        return evaluation_of(self.program, sums)
 
 
 def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:
