@@ -28,7 +28,7 @@ from whalejax.meshes.problems import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-STUCK_SECONDS: Final = 40
+STUCK_SECONDS: Final = 300
 """A mutant that takes so long ends the process: none takes a hundredth of it."""
 
 LONGEST_MESSAGE: Final = 20_000
