@@ -62,6 +62,28 @@ def recursion(equation: Any) -> Recursion | None:
     return _RECURSIONS.get(equation.primitive.name)
 
 
+def differentiable_operands(equation: Any) -> list[int]:
+    """Operands of an equation that a gradient may flow to, by number.
+
+    The first operands of a call with a derivative rule of its own are what its function
+    closes over; the rule gives no gradient of these, and JAX refuses to take one.
+    """
+    ruled = equation.primitive.name.startswith("custom_")
+    closed_over = equation.params.get("num_consts", 0) if ruled else 0
+    return [
+        i
+        for i, atom in enumerate(equation.invars)
+        if i >= closed_over and is_inexact(atom.aval.dtype)
+    ]
+
+
+def instantiated(cotangent: Any) -> Any:
+    """A cotangent as an array, where JAX knows only that it is zero."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
     """The jaxprs inside a call-like equation, in the order that positions count.
 
@@ -145,7 +167,9 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def scan_residuals(
-    equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    equation: Any,
+    run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
     """What one turn of a scan keeps for its backward pass, as JAX decides it.
 
@@ -154,12 +178,14 @@ def scan_residuals(
     Args:
         equation: the scan.
         run: what runs it, where that is not as it was traced.
+        flowing: for each operand, whether a gradient flows through it; through every
+            number of floating point if left out.
 
     Returns:
         Shape and dtype of each kept value, and whether only products read it.
     """
     known = _kept_by_checkpoint(equation)
-    return residuals_by_vjp(equation, run) if known is None else known
+    return residuals_by_vjp(equation, run, flowing) if known is None else known
 
 
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
@@ -215,13 +241,18 @@ def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool
 
 
 def residuals_by_vjp(
-    equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    equation: Any,
+    run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
     """``scan_residuals``, by a derivative in any case."""
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
     flows = [
-        i >= parts.num_consts and is_inexact(aval.dtype) for i, aval in enumerate(avals)
+        i >= parts.num_consts
+        and is_inexact(aval.dtype)
+        and (flowing is None or flowing[i])
+        for i, aval in enumerate(avals)
     ]
 
     def kept(*arguments: Any) -> list[Any]:

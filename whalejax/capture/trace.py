@@ -55,6 +55,7 @@ class Captured:
             ids of its results; None for a scalar constant.
         results: the same for the flat function's own results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
+        given_rules: the same for every call with a derivative rule of its own.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
         notes: what could not be counted, in words.
@@ -72,6 +73,7 @@ class Captured:
     outputs: dict[Position, tuple[Value, ...]]
     results: tuple[Value, ...]
     given: dict[Position, tuple[Value, ...]]
+    given_rules: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
     notes: tuple[str, ...] = ()
@@ -183,6 +185,7 @@ class Captured:
             jaxpr=program,
             outputs=walk.outputs,
             given=walk.given,
+            given_rules=walk.given_rules,
             results=results,
             attention=tuple(attention),
             notes=tuple(dict.fromkeys(walk.notes)),
@@ -325,6 +328,7 @@ def capture(
         out_tree=flat.out_tree,
         outputs=walk.outputs,
         given=walk.given,
+        given_rules=walk.given_rules,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,

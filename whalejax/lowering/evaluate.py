@@ -314,10 +314,11 @@ def _as_it_is(
     specs = [laid[s] if s is not None and laid else () for s in slots]
     if is_grouped(equation) and laid:
         return grouped(equation, values, specs, scope.mesh)
-    if _compat.recursion(equation) == "opaque" and holds_grouped(equation):
+    flows = scope.constraints.flows.get(position)
+    if _compat.recursion(equation) == "opaque" and holds_grouped(equation, flows):
         return in_whole(equation, values, scope.mesh)
     if scope.constraints.carried:
-        found = in_stages(equation, values, specs, scope.mesh)
+        found = in_stages(equation, values, specs, scope.mesh, flows)
         if found is not None:
             return found
     return _compat.bind(equation, values)

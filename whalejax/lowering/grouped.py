@@ -25,9 +25,14 @@ def is_grouped(equation: Any) -> bool:
     )
 
 
-def holds_grouped(equation: Any) -> bool:
-    """Whether a call with a derivative rule of its own holds such a convolution."""
-    return holds(equation, is_grouped)
+def holds_grouped(equation: Any, flows: Sequence[bool] | None = None) -> bool:
+    """Whether a call with a derivative rule of its own holds such a convolution.
+
+    Args:
+        equation: the call.
+        flows: for each operand, whether a gradient flows through it.
+    """
+    return holds(equation, is_grouped, flows)
 
 
 def grouped(
