@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -372,12 +372,40 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
         jaxpr: as traced.
         places: of the results, in their order.
     """
-    body, constants = open_jaxpr(jaxpr)
-    wanted = [i in places for i in range(len(body.outvars))]
-    found, _ = partial_eval.dce_jaxpr(body, wanted, instantiate=True)
-    closed = jax.extend.core.ClosedJaxpr(found, constants)
+    _, constants = open_jaxpr(jaxpr)
+    closed = jax.extend.core.ClosedJaxpr(needed_jaxpr(jaxpr, places), constants)
     function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(closed)
     return function
+
+
+def needed_jaxpr(jaxpr: Any, places: Sequence[int]) -> Any:
+    """The open jaxpr of ``needed``."""
+    body, _ = open_jaxpr(jaxpr)
+    wanted = [i in places for i in range(len(body.outvars))]
+    return partial_eval.dce_jaxpr(body, wanted, instantiate=True)[0]
+
+
+def read_inputs(jaxpr: Any, place: int) -> list[int]:
+    """Numbers of the inputs that one result of a jaxpr is made of."""
+    body, _ = open_jaxpr(jaxpr)
+    wanted = [i == place for i in range(len(body.outvars))]
+    _, used = partial_eval.dce_jaxpr(body, wanted)
+    return [i for i, flag in enumerate(used) if flag]
+
+
+def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
+    """A closed jaxpr some of whose results are its inputs as they are.
+
+    Args:
+        jaxpr: as traced.
+        inputs: number of a result to that of an input of its type.
+    """
+    body, constants = open_jaxpr(jaxpr)
+    outputs = [
+        body.invars[inputs[i]] if i in inputs else atom
+        for i, atom in enumerate(body.outvars)
+    ]
+    return jax.extend.core.ClosedJaxpr(body.replace(outvars=outputs), constants)
 
 
 def pruned(jaxpr: Any) -> Any:

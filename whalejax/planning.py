@@ -291,7 +291,7 @@ class Asked:
             again=programs.again,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
-        check_update(found, adapter, self.optimizer)
+        check_update(found, adapter, self.optimizer, traced.captured.steady)
         found = _compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
             found,
@@ -302,6 +302,7 @@ class Asked:
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
                 *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
+                *_changing_note(traced.captured.changing, found),
             ),
             question=self,
         )
@@ -503,6 +504,19 @@ def _checked_offload(
         )
     problems.raise_if_any()
     return tuple(name for name in OFFLOADS if name in given)
+
+
+def _changing_note(paths: Sequence[str], found: Plan) -> list[str]:
+    """State that samples change, where a step has several micro-batches."""
+    count = found.num_micro_batches
+    if not paths or count == 1:
+        return []
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return [
+        f"{', '.join(paths[:3])}{more}: not trained, and changed by the samples or by "
+        f"random numbers, so {count} times a step, with every micro-batch, as on one "
+        "device with as much accumulation; num_micro_batches=1 changes it once"
+    ]
 
 
 def _remat_note(asked: Remat, found: Plan) -> list[str]:

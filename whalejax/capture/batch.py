@@ -5,7 +5,7 @@ All leaves must agree on the number of samples; every disagreement is reported a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,13 @@ class BatchLeaf:
     def aval(self) -> jax.ShapeDtypeStruct:
         """What is traced in its place."""
         return _compat.abstract(self.micro_shape, self.dtype)
+
+    def resized(self, times: int) -> BatchLeaf:
+        """The same with so many times the samples in a micro-batch."""
+        shape = list(self.micro_shape)
+        if self.axis is not None:
+            shape[self.axis] *= times
+        return replace(self, micro_shape=tuple(shape))
 
 
 def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:

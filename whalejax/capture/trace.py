@@ -26,6 +26,7 @@ from whalejax.capture.calls import (
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
+from whalejax.capture.steady import Steady, held_back
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
@@ -62,6 +63,8 @@ class Captured:
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
         chunks: into how many parts the tokens are cut where logits are made of them.
+        steady: what the program leaves alone because it changes once a step.
+        changing: paths of what else is not trained and changes, with every micro-batch.
         whole: of attention that cannot be, where it stands and why.
     """
 
@@ -81,6 +84,8 @@ class Captured:
     whole: tuple[str, ...] = ()
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
+    steady: Steady = Steady()
+    changing: tuple[str, ...] = ()
 
     def as_planned(self, plan: Plan) -> Captured:
         """The same loss with all that a plan changes of its program."""
@@ -299,6 +304,13 @@ def capture(
             if not isinstance(error, WhaleError):
                 error.add_note("whalejax: raised in loss_fn, traced without values")
             raise
+    jaxpr, steady, changing = held_back(
+        jaxpr,
+        adapter.rest,
+        len(adapter.param_paths),
+        size,
+        lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments),
+    )
 
     reader = _Reader(
         adapter=adapter,
@@ -333,6 +345,8 @@ def capture(
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
         notes=tuple(dict.fromkeys(walk.notes)),
+        steady=steady,
+        changing=tuple(adapter.rest_paths[i] for i in changing),
     )
 
 
@@ -355,6 +369,19 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
             return apart
         fused = helped
     return jaxpr
+
+
+def _traced_twice_as_large(
+    adapter: Adapter, leaves: Sequence[BatchLeaf], batch_tree: Any, arguments: list[Any]
+) -> Any:
+    """The same loss with twice as many samples in a micro-batch."""
+    larger = [leaf.resized(2) for leaf in leaves]
+    size = next(x.micro_shape[x.axis] for x in larger if x.axis is not None)
+    first = len(adapter.param_paths) + len(adapter.rest_paths)
+    given = [*arguments[:first], *(x.aval for x in larger)]
+    given += arguments[first + len(leaves) :]
+    with recording():
+        return _compat.trace(_FlatLoss(adapter, batch_tree, size), given)
 
 
 class _FlatLoss:

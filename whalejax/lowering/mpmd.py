@@ -222,8 +222,16 @@ class Apart:
         """The stage that holds an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
+        home = self._homes.get(number - len(self._owners))
+        if home is not None:
+            return home
         found: int = self.division.owner(number, len(self.plans))
         return found
+
+    @functools.cached_property
+    def _homes(self) -> dict[int, int]:
+        """Where state lies that follows parameters of one stage."""
+        return self.captured.steady.homes(self._owners)
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
         """Where an input of the loss lies on a stage."""
