@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -471,6 +472,12 @@ def aval_bytes(aval: Any) -> int:
 def trace(function: Any, arguments: Sequence[Any]) -> Any:
     """The jaxpr of a flat function at abstract arguments."""
     return jax.make_jaxpr(function)(*arguments)
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """The axis that nobody binds, where JAX complains of one; otherwise None."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    return found[1] if found else None
 
 
 def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:

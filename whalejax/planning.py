@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt
+from whalejax.ambient import without_mesh
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, resized
 from whalejax.capture.calls import most_tokens
@@ -111,7 +112,9 @@ def plan(
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes
             one dotted path, or (NNX) a filter such as ``LoRAParam``. What is left out
             stays whole on every device.
-        batch_axes: the batch dimension of the batch's leaves.
+        batch_axes: the batch dimension of the batch's leaves: one number for all, or a
+            tree like the batch with a number for each leaf, and None for one without
+            samples, as in ``{"nodes": 0, "edges": None}``. At least one must have it.
         mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
             chooses the others.
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
@@ -192,6 +195,7 @@ def plan(
     ).plan()
 
 
+@without_mesh
 def ask(
     loss_fn: Callable[..., Any],
     model: Any,
@@ -245,6 +249,7 @@ class Asked:
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: Traces = field(default_factory=Traces)
 
+    @without_mesh
     def plan(self) -> Plan:
         """The plan."""
         kind = _check_options(self)
@@ -303,6 +308,7 @@ class Asked:
                 *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
                 *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
                 *_changing_note(traced.captured.changing, found),
+                *_axes_note(traced.captured.axes),
             ),
             question=self,
         )
@@ -516,6 +522,15 @@ def _changing_note(paths: Sequence[str], found: Plan) -> list[str]:
         f"{', '.join(paths[:3])}{more}: not trained, and changed by the samples or by "
         f"random numbers, so {count} times a step, with every micro-batch, as on one "
         "device with as much accumulation; num_micro_batches=1 changes it once"
+    ]
+
+
+def _axes_note(names: Sequence[str]) -> list[str]:
+    """Axes that the loss names, and what they stand for."""
+    return [
+        f'the loss names the axis "{name}": it stands for all samples of a micro-batch, '
+        "so that pmean and psum over it change nothing"
+        for name in names
     ]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
+from whalejax.ambient import without_mesh
 from whalejax.capture import Captured, capture
 from whalejax.losses import Job as Job
 from whalejax.lowering.evaluate import HOST_MEMORY
@@ -88,6 +89,7 @@ class TrainStep:
 
     # Starting.
 
+    @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
         """A fresh state, every array born in its own layout.
 
@@ -107,6 +109,7 @@ class TrainStep:
 
         return self._runner.born(build, self._key(rng))
 
+    @without_mesh
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
 
@@ -131,6 +134,7 @@ class TrainStep:
 
     # Running.
 
+    @without_mesh
     def __call__(
         self, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -155,6 +159,7 @@ class TrainStep:
             )
         return self._runner.advance(state, self._layout.place(batch))
 
+    @without_mesh
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """The loss and metrics of a batch, without a gradient; nothing changes.
 
@@ -249,6 +254,7 @@ class TrainStep:
             )
         check_alive(state)
 
+    @without_mesh
     def lower(self, state: TrainState | None = None) -> Any:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
 
@@ -259,6 +265,7 @@ class TrainStep:
             state = self.abstract_state()
         return self._runner.lower(state, self._layout.abstract())
 
+    @without_mesh
     def rehearse(self) -> Rehearsal:
         """The compiled programs of stages that have their own, and what they hold.
 
@@ -280,6 +287,7 @@ class TrainStep:
             )
         return rehearsed(self._runner, self.abstract_state(), self._layout.abstract())
 
+    @without_mesh
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state, with no array behind them."""
         shapes = abstract_state(self._runner.program, self._origin)
@@ -302,6 +310,7 @@ class TrainStep:
         check_alive(state)
         save(path, state, self.plan)
 
+    @without_mesh
     def restore(self, path: str | os.PathLike[str]) -> TrainState:
         """Read a checkpoint into this plan's layout, whatever plan wrote it.
 
@@ -332,6 +341,7 @@ def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
     )
 
 
+@without_mesh
 def compile(
     plan: Plan,
     loss_fn: Callable[..., Any],
@@ -386,6 +396,7 @@ def compile(
     )
 
 
+@without_mesh
 def step_of(
     plan: Plan,
     adapter: Adapter,

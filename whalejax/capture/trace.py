@@ -14,6 +14,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
+from whalejax.ambient import tracing
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
@@ -24,6 +25,7 @@ from whalejax.capture.calls import (
     with_logits,
 )
 from whalejax.capture.drafts import Position, Value
+from whalejax.capture.named_axes import bound, traced_with_axes
 from whalejax.capture.narrowing import left_wide, narrowed
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.steady import Steady, held_back
@@ -63,6 +65,7 @@ class Captured:
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
         chunks: into how many parts the tokens are cut where logits are made of them.
+        axes: names of axes that the loss uses and nobody binds: all samples.
         steady: what the program leaves alone because it changes once a step.
         changing: paths of what else is not trained and changes, with every micro-batch.
         whole: of attention that cannot be, where it stands and why.
@@ -84,6 +87,7 @@ class Captured:
     whole: tuple[str, ...] = ()
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
+    axes: tuple[str, ...] = ()
     steady: Steady = Steady()
     changing: tuple[str, ...] = ()
 
@@ -299,8 +303,15 @@ def capture(
         arguments.append(_key_aval(rng))
     with recording() as record:
         try:
-            jaxpr = _compat.trace(flat, arguments)
+            jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
         except Exception as error:
+            if "context mesh cannot be empty" in str(error):
+                raise WhaleError(
+                    "loss_fn calls jax.shard_map without a mesh, and the plan's own is "
+                    "chosen after the loss is traced. Give the call mesh=, plan and "
+                    "compile under jax.set_mesh(mesh), or leave jax.shard_map out: the "
+                    "plan divides the work itself"
+                ) from error
             if not isinstance(error, WhaleError):
                 error.add_note("whalejax: raised in loss_fn, traced without values")
             raise
@@ -309,7 +320,7 @@ def capture(
         adapter.rest,
         len(adapter.param_paths),
         size,
-        lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments),
+        lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments, axes),
     )
 
     reader = _Reader(
@@ -345,6 +356,7 @@ def capture(
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
         notes=tuple(dict.fromkeys(walk.notes)),
+        axes=axes,
         steady=steady,
         changing=tuple(adapter.rest_paths[i] for i in changing),
     )
@@ -372,7 +384,11 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
 
 
 def _traced_twice_as_large(
-    adapter: Adapter, leaves: Sequence[BatchLeaf], batch_tree: Any, arguments: list[Any]
+    adapter: Adapter,
+    leaves: Sequence[BatchLeaf],
+    batch_tree: Any,
+    arguments: list[Any],
+    axes: Sequence[str],
 ) -> Any:
     """The same loss with twice as many samples in a micro-batch."""
     larger = [leaf.resized(2) for leaf in leaves]
@@ -381,7 +397,8 @@ def _traced_twice_as_large(
     given = [*arguments[:first], *(x.aval for x in larger)]
     given += arguments[first + len(leaves) :]
     with recording():
-        return _compat.trace(_FlatLoss(adapter, batch_tree, size), given)
+        flat = bound(_FlatLoss(adapter, batch_tree, size), axes)
+        return tracing(_compat.trace)(flat, given)
 
 
 class _FlatLoss:

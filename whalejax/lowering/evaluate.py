@@ -20,7 +20,8 @@ from whalejax.capture.calls import called_logits, makes_logits
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
-from whalejax.lowering.grouped import grouped, holds_grouped, is_grouped
+from whalejax.lowering.grouped import grouped, is_grouped
+from whalejax.lowering.kernels import runs_whole
 from whalejax.lowering.lookups import in_whole
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
@@ -315,7 +316,7 @@ def _as_it_is(
     if is_grouped(equation) and laid:
         return grouped(equation, values, specs, scope.mesh)
     flows = scope.constraints.flows.get(position)
-    if _compat.recursion(equation) == "opaque" and holds_grouped(equation, flows):
+    if scope.mesh.size > 1 and runs_whole(equation, flows):
         return in_whole(equation, values, scope.mesh)
     if scope.constraints.carried:
         found = in_stages(equation, values, specs, scope.mesh, flows)
