@@ -63,12 +63,14 @@ def _updated(
     params: Any,
     loss: Any,
 ) -> tuple[Any, Any]:
+    found: tuple[Any, Any]
     try:
-        return optimizer.update(gradients, state, params, value=loss)
+        found = optimizer.update(gradients, state, params, value=loss)
     except TypeError as error:
         if "unexpected keyword argument 'value'" not in str(error):
             raise
-    return optimizer.update(gradients, state, params)
+        found = optimizer.update(gradients, state, params)
+    return found
 
 
 def optimizer_bytes(

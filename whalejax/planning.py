@@ -528,8 +528,8 @@ def _changing_note(paths: Sequence[str], found: Plan) -> list[str]:
 def _axes_note(names: Sequence[str]) -> list[str]:
     """Axes that the loss names, and what they stand for."""
     return [
-        f'the loss names the axis "{name}": it stands for all samples of a micro-batch, '
-        "so that pmean and psum over it change nothing"
+        f'the loss names the axis "{name}": it stands for all samples of a '
+        "micro-batch, so that pmean and psum over it change nothing"
         for name in names
     ]
 

@@ -41,7 +41,9 @@ def named(model: Any, x: Any) -> Any:
         return lax.pmean(y, "batch")
 
     total = lax.psum(jnp.sum(means(jnp.tanh(model(x))) ** 2), "batch")
-    count = lax.psum(jnp.float32(x.size), "batch") + lax.axis_index("batch").astype(x.dtype)
+    count = lax.psum(jnp.float32(x.size), "batch") + lax.axis_index("batch").astype(
+        x.dtype
+    )
     return total / count
 
 

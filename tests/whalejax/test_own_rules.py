@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.ode import odeint
 
-import whalejax as wh
 from tests.equality import check, on_one_device
 from whalejax.losses import Job
 

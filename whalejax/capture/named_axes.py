@@ -21,7 +21,9 @@ Flat = Callable[..., list[Any]]
 
 
 def traced_with_axes(
-    trace: Callable[[Flat, Sequence[Any]], Any], function: Flat, arguments: Sequence[Any]
+    trace: Callable[[Flat, Sequence[Any]], Any],
+    function: Flat,
+    arguments: Sequence[Any],
 ) -> tuple[Any, tuple[str, ...]]:
     """The jaxpr of a function, and the axes that it names and nobody binds.
 

@@ -117,8 +117,8 @@ def _pickled(request: Request) -> bytes:
         ) from error
 
 
-def _by_value(request: Request) -> bytes:
-    """A request with what a user defined in a program of their own.
+def _by_value(request: Any) -> bytes:
+    """A request, with what a user defined in a program of their own.
 
     JAX's functions with a backward pass of their own can be made of a function alone,
     so pickle cannot; they may refer to themselves.
