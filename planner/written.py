@@ -203,7 +203,8 @@ def _notes(
     marked = [g for g in graph.task_graphs if g.marks]
     idle = idle_marks(graph, search.options)
     if len(marked) > len(idle):
-        notes.append(f"{len(marked) - len(idle)} {OBEYED}")
+        obeyed = len(marked) - len(idle)
+        notes.append(f"{obeyed} {OBEYED[obeyed > 1]}")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
     notes += _held_notes(search, best.mesh)
     named = dict.fromkeys(name for t in graph.params for name in t.names if name)

@@ -13,6 +13,7 @@ import jax
 import optax
 
 from whalejax.adapters import Adapter, adapt
+from whalejax.ambient import without_mesh
 from whalejax.arguments import refuse_bad_optimizer
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, check_batch, resized
@@ -110,7 +111,9 @@ def plan(
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes
             one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights that are
             left out are stored and computed with like others, without gradients.
-        batch_axes: the batch dimension of the batch's leaves.
+        batch_axes: the batch dimension of the batch's leaves: one number for all, or a
+            tree like the batch with a number for each leaf, and None for one without
+            samples, as in ``{"nodes": 0, "edges": None}``. At least one must have it.
         mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
             chooses the others.
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
@@ -191,6 +194,7 @@ def plan(
     ).plan()
 
 
+@without_mesh
 def ask(
     loss_fn: Callable[..., Any],
     model: Any,
@@ -247,6 +251,7 @@ class Asked:
     traced: Traces = field(default_factory=Traces)
 
     @collections_paused()
+    @without_mesh
     def plan(self) -> Plan:
         """The plan."""
         check_options(self)
@@ -306,7 +311,7 @@ class Asked:
             again=programs.again,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
-        check_update(found, adapter, self.optimizer)
+        check_update(found, adapter, self.optimizer, traced.captured.steady)
         check_reports(traced.captured, found)
         found = compiled_with(found, options, traced.captured.precisions)
         found = dataclasses.replace(
@@ -318,6 +323,8 @@ class Asked:
                 *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
                 *(*_notes(found, programs), *option_note(options)),
                 *bf16_note(found, graph),
+                *_changing_note(traced.captured.changing, found),
+                *_axes_note(traced.captured.axes),
             ),
             question=self,
         )
@@ -437,6 +444,28 @@ class Asked:
                 )
             changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
+
+
+def _changing_note(paths: Sequence[str], found: Plan) -> list[str]:
+    """State that samples change, where a step has several micro-batches."""
+    count = found.num_micro_batches
+    if not paths or count == 1:
+        return []
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return [
+        f"{', '.join(paths[:3])}{more}: not trained, and changed by the samples or by "
+        f"random numbers, so {count} times a step, with every micro-batch, as on one "
+        "device with as much accumulation; num_micro_batches=1 changes it once"
+    ]
+
+
+def _axes_note(names: Sequence[str]) -> list[str]:
+    """Axes that the loss names, and what they stand for."""
+    return [
+        f'the loss names the axis "{name}": it stands for all samples of a '
+        "micro-batch, so that pmean and psum over it change nothing"
+        for name in names
+    ]
 
 
 def _remat_note(asked: Remat, found: Plan) -> list[str]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.capture import Captured
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.agreement import Agreement
+from whalejax.lowering.away import out_of_host
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.executor import gradients_of, losses_of
@@ -337,6 +338,8 @@ def finished(
     finite = None if scaling is None else all_finite(gradients)
     fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
     metrics = metrics_of(program, sums)
+    here = [out_of_host(p) for p in params]
+    rest = program.captured.steady.after(here, state.rest, rest)
     if scaling is not None and finite is not None:
         rest = _if_finite(program, finite, rest, state.rest)
         scaling = scaling.after(finite)

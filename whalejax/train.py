@@ -19,6 +19,7 @@ import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
 from whalejax.adopting import adopted, checked, own_state
+from whalejax.ambient import without_mesh
 from whalejax.arguments import refuse_bad_optimizer
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
@@ -126,6 +127,7 @@ class TrainStep:
 
     # Starting.
 
+    @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
         """A fresh state, every array born in its own layout.
 
@@ -151,6 +153,7 @@ class TrainStep:
 
         return self._begun(self._runner.born(build, self._key(rng)), 0)
 
+    @without_mesh
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
 
@@ -188,6 +191,7 @@ class TrainStep:
 
     # Running.
 
+    @without_mesh
     def __call__(
         self, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -216,6 +220,7 @@ class TrainStep:
         taken = None if seen is None else seen + self._batch_size
         return self._begun(new, taken).follow(state), metrics
 
+    @without_mesh
     def eval(
         self, state: TrainState, batch: Any, *, training: bool = False
     ) -> dict[str, Any]:
@@ -340,6 +345,7 @@ class TrainStep:
             )
         return self._runner
 
+    @without_mesh
     def lower(self, state: TrainState | None = None) -> Any:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
 
@@ -352,6 +358,7 @@ class TrainStep:
             state = own_state(state, self._origin, self.abstract_state, trains=True)
         return self._runner.lower(state, self._layout.abstract())
 
+    @without_mesh
     def rehearse(self) -> Rehearsal:
         """The compiled programs of stages that have their own, and what they hold.
 
@@ -373,6 +380,7 @@ class TrainStep:
             )
         return rehearsed(self._runner, self.abstract_state(), self._layout.abstract())
 
+    @without_mesh
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state, with no array behind them."""
         shapes = abstract_state(self._runner.program, self._origin)
@@ -401,6 +409,7 @@ class TrainStep:
         problems.raise_if_any()
         save(path, checked(state), self.plan, self._batch_size)
 
+    @without_mesh
     def adopt(self, state: TrainState) -> TrainState:
         """A copy of another step's state in this one's layout, by way of the devices.
 
@@ -418,6 +427,7 @@ class TrainStep:
         """
         return adopted(state, self.abstract_state())
 
+    @without_mesh
     def restore(
         self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
     ) -> TrainState:
@@ -477,6 +487,7 @@ def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
     )
 
 
+@without_mesh
 def compile(
     plan: Plan,
     loss_fn: Callable[..., Any],
@@ -534,6 +545,7 @@ def compile(
     )
 
 
+@without_mesh
 def step_of(
     plan: Plan,
     adapter: Adapter,

@@ -175,7 +175,7 @@ def spmd() -> Plan:
         memory=MEMORY,
         candidates=CANDIDATES,
         notes=(
-            "1 marked TaskGraphs obeyed",
+            "1 marked TaskGraph obeyed",
             "norms: split() has no effect: no dimension of what it covers can be "
             "sharded",
             "the loss: its statistics over the batch are per micro-batch of 256",

@@ -180,7 +180,7 @@ def graph_of(
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
         whole=tuple(dict.fromkeys(v for v in others if v is not None)),
-        stacked=tuple(walk.stacked),
+        stacked=walk.stacked(flows),
     )
     return replace(graph, model_hash=model_hash(graph, leaves))
 

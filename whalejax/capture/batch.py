@@ -5,7 +5,7 @@ All leaves must agree on the number of samples; every disagreement is reported a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,13 @@ class BatchLeaf:
     def aval(self) -> jax.ShapeDtypeStruct:
         """What is traced in its place."""
         return _compat.abstract(self.micro_shape, self.dtype)
+
+    def resized(self, times: int) -> BatchLeaf:
+        """The same with so many times the samples in a micro-batch."""
+        shape = list(self.micro_shape)
+        if self.axis is not None:
+            shape[self.axis] *= times
+        return replace(self, micro_shape=tuple(shape))
 
 
 def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -91,7 +98,7 @@ def batch_leaves(
                 path=name, shape=shape, micro_shape=micro, dtype=aval.dtype, axis=axis
             )
         )
-    _check_sizes(sizes, num_micro_batches, problems)
+    _check_sizes(sizes, len(with_paths), num_micro_batches, problems)
     problems.raise_if_any()
     return leaves, tree
 
@@ -164,12 +171,25 @@ def _with_gaps(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
 
 
+def _no_samples(num_leaves: int) -> str:
+    if not num_leaves:
+        return "no leaf has a batch dimension. Give at least one array."
+    arrays = "the 1 array" if num_leaves == 1 else f"none of the {num_leaves} arrays"
+    has = "has no batch dimension" if num_leaves == 1 else "has a batch dimension"
+    return (
+        f"{arrays} {has} by batch_axes=, and a step is divided among devices and "
+        "micro-batches by samples. Give the dimension of what the loss is a mean over, "
+        "such as the nodes of a graph, and None for the others: batch_axes= takes a "
+        'tree like the batch, as in {"nodes": 0, "edges": None}'
+    )
+
+
 def _check_sizes(
-    sizes: dict[str, int], num_micro_batches: int, problems: Problems
+    sizes: dict[str, int], num_leaves: int, num_micro_batches: int, problems: Problems
 ) -> None:
     if not sizes:
         if not problems:
-            problems.add("no leaf has a batch dimension. Give at least one array.")
+            problems.add(_no_samples(num_leaves))
         return
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())

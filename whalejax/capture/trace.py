@@ -15,6 +15,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
+from whalejax.ambient import tracing
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
@@ -27,10 +28,12 @@ from whalejax.capture.calls import (
 from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
 from whalejax.capture.lengthened import lengthened
+from whalejax.capture.named_axes import bound, traced_with_axes
 from whalejax.capture.narrowing import left_wide, narrowed, wide_products
 from whalejax.capture.own_layouts import constraint_notes
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.reporting import Reports, Told, check_clear, reports
+from whalejax.capture.steady import Steady, held_back
 from whalejax.capture.unnamed import aligned
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
@@ -62,6 +65,7 @@ class Captured:
             ids of its results; None for a scalar constant.
         results: the same for the flat function's own results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
+        given_rules: the same for every call with a derivative rule of its own.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
         unclear: reported values that several micro-batches cannot put together.
@@ -69,6 +73,9 @@ class Captured:
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
         chunks: into how many parts the tokens are cut where logits are made of them.
+        axes: names of axes that the loss uses and nobody binds: all samples.
+        steady: what the program leaves alone because it changes once a step.
+        changing: paths of what else is not trained and changes, with every micro-batch.
         whole: of attention that cannot be, where it stands and why.
     """
 
@@ -80,6 +87,7 @@ class Captured:
     outputs: dict[Position, tuple[Value, ...]]
     results: tuple[Value, ...]
     given: dict[Position, tuple[Value, ...]]
+    given_rules: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
     unclear: Told = ()
@@ -88,6 +96,9 @@ class Captured:
     whole: tuple[str, ...] = ()
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
+    axes: tuple[str, ...] = ()
+    steady: Steady = Steady()
+    changing: tuple[str, ...] = ()
 
     @property
     def weights(self) -> tuple[bool, ...]:
@@ -221,6 +232,7 @@ class Captured:
             jaxpr=program,
             outputs=walk.outputs,
             given=walk.given,
+            given_rules=walk.given_rules,
             results=results,
             attention=tuple(attention),
             notes=tuple(dict.fromkeys(walk.notes)),
@@ -355,11 +367,25 @@ def capture(
         arguments.append(_key_aval(rng))
     with recording() as record:
         try:
-            jaxpr = _compat.trace(flat, arguments)
+            jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
         except Exception as error:
+            if "context mesh cannot be empty" in str(error):
+                raise WhaleError(
+                    "loss_fn calls jax.shard_map without a mesh, and the plan's own is "
+                    "chosen after the loss is traced. Give the call mesh=, plan and "
+                    "compile under jax.set_mesh(mesh), or leave jax.shard_map out: the "
+                    "plan divides the work itself"
+                ) from error
             if not isinstance(error, WhaleError):
                 error.add_note("whalejax: raised in loss_fn, traced without values")
             raise
+    jaxpr, steady, changing = held_back(
+        jaxpr,
+        adapter.rest,
+        len(adapter.param_paths),
+        size,
+        lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments, axes),
+    )
 
     reader = _Reader(
         adapter=adapter,
@@ -369,7 +395,7 @@ def capture(
         num_micro_batches=num_micro_batches,
     )
     read = reader.read(jaxpr)
-    told = _told(flat, reader, arguments, read[0], read[2])
+    told = _told(flat, reader, arguments, axes, read)
     jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
         graph=graph,
@@ -379,11 +405,15 @@ def capture(
         out_tree=told.out_tree,
         outputs=walk.outputs,
         given=walk.given,
+        given_rules=walk.given_rules,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
         unclear=told.unclear,
         notes=tuple(dict.fromkeys(walk.notes)),
+        axes=axes,
+        steady=steady,
+        changing=tuple(adapter.rest_paths[i] for i in changing),
     )
 
 
@@ -402,12 +432,15 @@ def _told(
     flat: _FlatLoss,
     reader: _Reader,
     arguments: Sequence[Any],
-    graph: Graph,
-    results: Sequence[Value],
+    axes: Sequence[str],
+    read: _Read,
 ) -> Reports:
     """How what the loss reports is put together; refused where it cannot be."""
     found = reports(
-        graph, results, flat.out_tree, lambda: _with_two(flat, reader, arguments)
+        read[0],
+        read[2],
+        flat.out_tree,
+        lambda: _with_two(flat, reader, arguments, axes),
     )
     if reader.num_micro_batches > 1:
         check_clear(found.unclear, flat.size)
@@ -415,15 +448,16 @@ def _told(
 
 
 def _with_two(
-    flat: _FlatLoss, reader: _Reader, arguments: Sequence[Any]
+    flat: _FlatLoss, reader: _Reader, arguments: Sequence[Any], axes: Sequence[str]
 ) -> tuple[Graph, tuple[Value, ...]]:
     """The loss as it is with two samples, by which dimensions can be told."""
     twice = [replace(leaf, micro_shape=leaf.sized(2)) for leaf in reader.leaves]
     first = len(flat.model_avals)
     behind = arguments[first + len(twice) :]
     given = [*flat.model_avals, *(leaf.aval for leaf in twice), *behind]
-    other = _FlatLoss(flat.adapter, flat.batch_tree, 2)
-    graph, _, results = replace(reader, leaves=twice).read(_compat.trace(other, given))
+    other = bound(_FlatLoss(flat.adapter, flat.batch_tree, 2), axes)
+    program = tracing(_compat.trace)(other, given)
+    graph, _, results = replace(reader, leaves=twice).read(program)
     return graph, results
 
 
@@ -446,6 +480,24 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
             return apart
         fused = helped
     return jaxpr
+
+
+def _traced_twice_as_large(
+    adapter: Adapter,
+    leaves: Sequence[BatchLeaf],
+    batch_tree: Any,
+    arguments: list[Any],
+    axes: Sequence[str],
+) -> Any:
+    """The same loss with twice as many samples in a micro-batch."""
+    larger = [leaf.resized(2) for leaf in leaves]
+    size = next(x.micro_shape[x.axis] for x in larger if x.axis is not None)
+    first = len(adapter.param_paths) + len(adapter.rest_paths)
+    given = [*arguments[:first], *(x.aval for x in larger)]
+    given += arguments[first + len(leaves) :]
+    with recording():
+        flat = bound(_FlatLoss(adapter, batch_tree, size), axes)
+        return tracing(_compat.trace)(flat, given)
 
 
 class _FlatLoss:

@@ -21,7 +21,8 @@ from whalejax.capture.own_layouts import CONSTRAINT
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
-from whalejax.lowering.grouped import grouped, holds_grouped, is_grouped
+from whalejax.lowering.grouped import grouped, is_grouped
+from whalejax.lowering.kernels import runs_whole
 from whalejax.lowering.lookups import in_whole
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
@@ -317,10 +318,11 @@ def _as_it_is(
     specs = [laid[s] if s is not None and laid else () for s in slots]
     if is_grouped(equation) and laid:
         return grouped(equation, values, specs, scope.mesh)
-    if _compat.recursion(equation) == "opaque" and holds_grouped(equation):
+    flows = scope.constraints.flows.get(position)
+    if scope.mesh.size > 1 and runs_whole(equation, flows):
         return in_whole(equation, values, scope.mesh)
     if scope.constraints.carried:
-        found = in_stages(equation, values, specs, scope.mesh)
+        found = in_stages(equation, values, specs, scope.mesh, flows)
         if found is not None:
             return found
     return _compat.bind(equation, values)

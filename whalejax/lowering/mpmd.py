@@ -228,11 +228,17 @@ class Apart:
         """The stage that holds an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
-        return self._holder(number)
+        home = self._homes.get(number - len(self._owners))
+        return self._holder(number) if home is None else home
 
     def _holder(self, number: int) -> int:
         found: int = self.division.owner(number, len(self.plans))
         return found
+
+    @functools.cached_property
+    def _homes(self) -> dict[int, int]:
+        """Where state lies that follows parameters of one stage."""
+        return self.captured.steady.homes(self._owners)
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
         """Where an input of the loss lies on a stage."""
