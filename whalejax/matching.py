@@ -6,6 +6,7 @@ compiler's message that names none of the user's words.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 from whalejax import _compat
+from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import is_key
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
+from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.ways import absent, is_here
 from whalejax.meshes.build import are_devices
 from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
+from whalejax.optimizers import optimizer_bytes
+from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
 
@@ -331,3 +337,34 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
 
 def _shape_text(entry: tuple[tuple[int, ...], str] | None) -> str:
     return "no such leaf" if entry is None else f"{entry[1]}{list(entry[0])}"
+
+
+def check_planned_state(
+    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
+) -> None:
+    """Warn where an optimizer keeps more than the plan's memory was counted with."""
+    planned = plan.optimizer_bytes
+    if planned is None or optimizer is None:
+        return
+    given = optimizer_bytes(adapter, optimizer).followed_bytes
+    if given > planned:
+        warnings.warn(
+            f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
+            f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
+            "more memory is needed than was predicted. Give wh.plan the optimizer "
+            "that wh.compile is given",
+            stacklevel=5,
+        )
+
+
+def check_host_memory(plan: Plan, device: Any) -> None:
+    """Refuse a plan that keeps something where these devices reach nothing."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if plan.offload and HOST_MEMORY not in kinds:
+        saved = plan.memory.host_bytes
+        raise PlanError(
+            f"the plan keeps {' and '.join(plan.offload)} in host memory "
+            f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
+            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows of'} "
+            "(so have GPUs that are compiled for and not there). Plan with offload=()"
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +23,6 @@ from whalejax.arguments import refuse_bad_optimizer
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
-from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following
 from whalejax.lowering.mpmd import Apart
@@ -34,14 +32,14 @@ from whalejax.lowering.uneven import Uneven
 from whalejax.lowering.ways import is_here, stages_mesh
 from whalejax.matching import (
     BatchLayout,
+    check_host_memory,
     check_planned,
+    check_planned_state,
     check_same_model,
     devices_of,
 )
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.problems import WhaleError
-from whalejax.optimizers import optimizer_bytes
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
 from whalejax.ragged import check_mean, passes, real_samples, repeated, together
@@ -564,7 +562,7 @@ def step_of(
         optimizer, batch_axes, devices: as for ``compile``.
     """
     chosen = devices_of(plan, devices)
-    _check_host_memory(plan, chosen[0])
+    check_host_memory(plan, chosen[0])
     adapter = at_precision(adapter.without_values(), plan.precision)
     example = jax.tree.map(aval_of, example)
 
@@ -578,7 +576,7 @@ def step_of(
 
     captured = traced(adapter)
     check_same_model(plan, captured, example)
-    _check_planned_state(plan, adapter, optimizer)
+    check_planned_state(plan, adapter, optimizer)
     return TrainStep(
         plan,
         adapter,
@@ -589,34 +587,3 @@ def step_of(
         captured.batch_axes,
         lambda other: traced(other).as_planned(plan),
     )
-
-
-def _check_planned_state(
-    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
-) -> None:
-    """Warn where an optimizer keeps more than the plan's memory was counted with."""
-    planned = plan.optimizer_bytes
-    if planned is None or optimizer is None:
-        return
-    given = optimizer_bytes(adapter, optimizer).followed_bytes
-    if given > planned:
-        warnings.warn(
-            f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
-            f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
-            "more memory is needed than was predicted. Give wh.plan the optimizer "
-            "that wh.compile is given",
-            stacklevel=5,
-        )
-
-
-def _check_host_memory(plan: Plan, device: Any) -> None:
-    """Refuse a plan that keeps something where these devices reach nothing."""
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if plan.offload and HOST_MEMORY not in kinds:
-        saved = plan.memory.host_bytes
-        raise PlanError(
-            f"the plan keeps {' and '.join(plan.offload)} in host memory "
-            f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
-            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows of'} "
-            "(so have GPUs that are compiled for and not there). Plan with offload=()"
-        )

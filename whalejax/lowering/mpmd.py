@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.units import avals_of, units_of
-from whalejax.cutting import Fixed, Operand, Steps
+from whalejax.cutting import Steps
 from whalejax.lowering.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.moves import Moves
@@ -436,8 +436,8 @@ class Apart:
                 continue
             steps, names = site.place.steps, site.place.names
             avals = [
-                [_aval(steps, x) for x in names.sums],
-                [_aval(steps, x) for x in names.gradients],
+                [steps.aval_of(x) for x in names.sums],
+                [steps.aval_of(x) for x in names.gradients],
             ]
             places = (
                 [self.whole[site.stage]] * len(names.sums),
@@ -567,7 +567,7 @@ class Apart:
             self.whole,
             self._options,
         )
-        avals = [_aval(steps, x) for x in steps.outputs]
+        avals = [steps.aval_of(x) for x in steps.outputs]
         return parted, Report(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
@@ -597,11 +597,3 @@ def _division(plan: Plan, captured: Captured) -> Division:
     if plan.stages.starts:
         return divided(units, plan.stages.starts)
     return divided_by_marks(units, units.labels(captured.graph))
-
-
-def _aval(steps: Steps, operand: Operand) -> Any:
-    if isinstance(operand, Fixed):
-        value = jnp.asarray(operand.value)
-        return jax.ShapeDtypeStruct(value.shape, value.dtype)
-    aval = steps.avals[operand]
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
