@@ -316,12 +316,11 @@ def _nodes(
         for key, value in (("count", count), ("repeat", repeat)):
             if value < 1:
                 table.problem(key, value, "at least 1")
-        total += max(count, 0) * max(repeat, 0)
-        if total > MAX_DEVICES:
-            table.problem("count", total, f"at most {MAX_DEVICES} devices")
-            break
-        if count < 1 or repeat < 1:
+        here = max(count, 0) * max(repeat, 0)
+        if total + here > MAX_DEVICES:
+            table.problem("count", total + here, f"at most {MAX_DEVICES} devices")
             continue
+        total += here
         if name in kinds:
             nodes += [Node(kind=kinds[name], count=count)] * repeat
         elif name and name not in defined:

@@ -86,7 +86,7 @@ FILES: dict[str, bytes] = {
     "20 kB of a key": b"k" * 20_000 + b" = 1",
     "20 kB of a name": b'[[nodes]]\ncount = 1\nkind = "' + b"k" * 20_000 + b'"',
     "20 kB of a value": b'nodes = "' + b"v" * 20_000 + b'"',
-    "many nodes": b'[[nodes]]\nkind = "h100"\ncount = 8\nrepeat = 131072\n' * 50,
+    "many nodes": b'[[nodes]]\nkind = "h100"\ncount = 8\nrepeat = 131072\n' * 5,
 }
 
 
