@@ -233,7 +233,8 @@ def check_fields(
         WhaleError: or ``kind``; every field that is wrong is listed.
     """
     problems = Arguments(title, kind)
-    for name, hint, expected in _hints(type(instance)):
+    known: Any = type(instance)
+    for name, hint, expected in _hints(known):
         value = getattr(instance, name)
         if not _fits(value, hint):
             problems.refuse(name, value, expected)

@@ -58,7 +58,8 @@ def attention(
     _check(query, key, value, bias, mask)
     problems = Arguments("wh.attention")
     problems.switch("is_causal", is_causal)
-    if not (_is_array(scale) and np.ndim(scale) == 0):
+    given: Any = scale
+    if not (_is_array(given) and np.ndim(given) == 0):
         problems.number("scale", scale, none=True)
     problems.raise_if_any()
     if isinstance(scale, int):

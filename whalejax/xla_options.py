@@ -44,8 +44,8 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
                 f"{name} is {shown(value)}; expected a number, a text, True or False"
             )
         else:
-            switches: dict[str, Any] = {"true": True, "false": False}
-            found[name] = switches.get(str(plain).lower(), plain)
+            text = str(plain).lower()
+            found[name] = text == "true" if text in ("true", "false") else plain
     check_options(found, problems)
     problems.raise_if_any()
     return found
