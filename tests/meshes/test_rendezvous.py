@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pytest
 
@@ -31,6 +31,8 @@ from whalejax.meshes.rendezvous import (
 class Process:
     """A thread that stands for a process: what it has found, and why it was to end."""
 
+    made: ClassVar[list[Host | Guest]] = []
+
     def __init__(self, place: Place) -> None:
         self.place = place
         self.ends: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -39,7 +41,9 @@ class Process:
 
     def _run(self) -> None:
         try:
-            self._found.put(rendezvous(self.place, self.ends.put))
+            made = rendezvous(self.place, self.ends.put)
+            self.made.append(made)
+            self._found.put(made)
         except WhaleError as error:
             self._found.put(error)
 
@@ -48,6 +52,13 @@ class Process:
 
     def told(self) -> str:
         return self.ends.get(timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while Process.made:
+        Process.made.pop().close()
 
 
 def place_of(count: int, host: str = "127.0.0.1", **more: Any) -> Place:
