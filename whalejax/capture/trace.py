@@ -43,10 +43,10 @@ from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.fused import fused_dimensions, merging_reshapes, picks
 from whalejax.planner.graph import ATTENTION, Graph, Mark
+from whalejax.planner.last_tokens import gathered_bytes, last_tokens_cut
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import precision_for
 from whalejax.planner.recompute import regions
-from whalejax.planner.sequence import gathered_bytes, last_tokens_cut
 from whalejax.planner.terms import ALL, precision_words
 
 
