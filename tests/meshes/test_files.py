@@ -372,7 +372,7 @@ def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
     with pytest.raises(WhaleError, match="cannot be read as TOML: Invalid value"):
         Cluster.load(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(WhaleError, match="cannot be read as TOML: 'utf-8' codec"):
+    with pytest.raises(WhaleError, match="cannot be read as TOML: byte 0 is no UTF-8"):
         Cluster.load(path)
     with pytest.raises(WhaleError, match="cannot be read as TOML: "):
         Cluster.load(tmp_path)
