@@ -26,6 +26,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.telling import tell
+from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
@@ -40,11 +41,8 @@ from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
-    NO_EFFECT,
     OFFLOADS,
     Chosen,
-    Remat,
-    remat_words,
 )
 from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note
 from whalejax.programs import Programs, Traces, attention_note
@@ -252,8 +250,7 @@ class Asked:
     @without_mesh
     def plan(self) -> Plan:
         """The plan."""
-        kind = _check_options(self)
-        options = checked_options(self.compiler_options)
+        kind, options = _check_options(self), checked_options(self.compiler_options)
         devices, idle = self.cluster.num_devices, self.allow_idle
         axes = PLANNED_AXES if self.runnable else MESH_AXES
         check_mesh(self.mesh or {}, devices, idle, axes)
@@ -304,11 +301,10 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
-                *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
+                *(*found.notes, *traced.captured.notes, *remat_note(remat, found)),
                 *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
                 *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
-                *_changing_note(traced.captured.changing, found),
-                *_axes_note(traced.captured.axes),
+                *loss_notes(traced.captured, found),
             ),
             question=self,
         )
@@ -510,37 +506,6 @@ def _checked_offload(
         )
     problems.raise_if_any()
     return tuple(name for name in OFFLOADS if name in given)
-
-
-def _changing_note(paths: Sequence[str], found: Plan) -> list[str]:
-    """State that samples change, where a step has several micro-batches."""
-    count = found.num_micro_batches
-    if not paths or count == 1:
-        return []
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return [
-        f"{', '.join(paths[:3])}{more}: not trained, and changed by the samples or by "
-        f"random numbers, so {count} times a step, with every micro-batch, as on one "
-        "device with as much accumulation; num_micro_batches=1 changes it once"
-    ]
-
-
-def _axes_note(names: Sequence[str]) -> list[str]:
-    """Axes that the loss names, and what they stand for."""
-    return [
-        f'the loss names the axis "{name}": it stands for all samples of a '
-        "micro-batch, so that pmean and psum over it change nothing"
-        for name in names
-    ]
-
-
-def _remat_note(asked: Remat, found: Plan) -> list[str]:
-    if not asked or found.remat:
-        return []
-    return [
-        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
-        "itself puts them into jax.checkpoint or another call that is kept as it is"
-    ]
 
 
 def _at_once(decided: Callable[[Request], Plan], request: Request) -> Plan:
