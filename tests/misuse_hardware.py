@@ -93,12 +93,12 @@ HARDWARE: Final[Mapping[str, Entry]] = {
         given=lambda w: fields_of(w.kind),
         legal={
             "name": ("text", "any words"),
-            "memory_bytes_per_second": ("half huge", "any number above 0"),
+            "memory_bytes_per_second": ("half", "a number above 0, below 1e24"),
             "label": ("empty text", "any words"),
             "host_memory_bytes": NONE,
-            "op_overhead_seconds": ("zero half huge", "any number from 0"),
+            "op_overhead_seconds": ("zero half", "any number from 0"),
             "curve": ("empty", "what was measured holds"),
-            "matmul_half_size": ("zero half huge", "any number from 0"),
+            "matmul_half_size": ("zero half", "any number from 0"),
             **dict.fromkeys(
                 (
                     "host_link_bytes_per_second",
@@ -108,7 +108,7 @@ HARDWARE: Final[Mapping[str, Entry]] = {
                     "convolution_share",
                     "price_per_hour",
                 ),
-                ("none half huge", "not known, or a number above 0"),
+                ("none half", "not known, or a number above 0"),
             ),
             "cores": ("zero", "tiles do not matter"),
         },

@@ -102,9 +102,9 @@ NOT_WHOLE: Final[Mapping[str, str]] = {
 ENTRIES: Final[Mapping[str, Entry]] = {
     # Losses and jobs.
     "Aux": Entry(
-        given=given(metrics={}, sums={}, samples={}, variables={}),
+        given=given(metrics={}, means={}, sums={}, samples={}, variables={}),
         legal=dict.fromkeys(
-            ("metrics", "sums", "samples", "variables"),
+            ("metrics", "means", "sums", "samples", "variables"),
             ("dict entry", "values by name; a loss that returns them is checked"),
         ),
     ),
@@ -144,13 +144,20 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     # Feeds.
     "Feed": Entry(
         given=given(
-            source=[1, 2, 3], batch_size=2, step=None, seed=0, first=0, epochs=1
+            source=[1, 2, 3],
+            batch_size=2,
+            step=None,
+            seed=0,
+            first=0,
+            first_sample=None,
+            epochs=1,
         ),
         legal={
             "source": ("array", "three samples"),
             "step": ("none", "whole global batches"),
             "seed": ("none zero", "the order of the source; a seed"),
             "first": ("zero", "the first step"),
+            "first_sample": ("none zero", "as first says; the first sample"),
             "epochs": ("none zero", "no end; an end at once"),
         },
         says={"source": "source|samples"},
@@ -338,6 +345,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
                 "devices",
                 "batch",
                 "batch_axes",
+                "traced",
             )
         ),
         says=dict.fromkeys(
@@ -349,6 +357,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
                 "devices",
                 "batch",
                 "batch_axes",
+                "traced",
             ),
             "wh.compile",
         ),
@@ -356,7 +365,12 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "TrainStep.__call__": Entry(of=lambda w: w.step, given=given("state", "batch")),
     "TrainStep.abstract_state": Entry(of=lambda w: w.step),
     "TrainStep.batch_rows": Entry(of=lambda w: w.step),
-    "TrainStep.eval": Entry(of=lambda w: w.step, given=given("state", "batch")),
+    "TrainStep.adopt": Entry(of=lambda w: w.step, given=given("state")),
+    "TrainStep.eval": Entry(
+        of=lambda w: w.step,
+        given=lambda w: {"state": w.state, "batch": w.batch, "training": False},
+        legal={"training": SWITCH},
+    ),
     "TrainStep.init": Entry(
         of=lambda w: w.step,
         given=lambda w: {"make_model": make_model, "rng": jax.random.key(0)},
@@ -379,7 +393,9 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     ),
     "TrainStep.rehearse": Entry(of=lambda w: w.step),
     "TrainStep.restore": Entry(
-        of=lambda w: w.step, given=lambda w: {"path": w.folder / "checkpoint"}
+        of=lambda w: w.step,
+        given=lambda w: {"path": w.folder / "checkpoint", "only": None},
+        legal={"only": NONE},
     ),
     "TrainStep.save": Entry(
         of=lambda w: w.step,
@@ -401,8 +417,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             process_id=0,
             timeout_seconds=2.0,
             heartbeat_seconds=2.0,
+            preemption=False,
         ),
         legal={
+            "preemption": SWITCH,
             "process_id": ("zero", "the first one"),
             "timeout_seconds": POSITIVE,
             "heartbeat_seconds": POSITIVE,

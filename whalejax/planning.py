@@ -28,6 +28,7 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.telling import tell
+from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
@@ -42,10 +43,7 @@ from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
-    NO_EFFECT,
     Chosen,
-    Remat,
-    remat_words,
 )
 from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
@@ -320,11 +318,10 @@ class Asked:
             batch_tree=batch_tree(self.batch),
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
-                *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
+                *(*found.notes, *traced.captured.notes, *remat_note(remat, found)),
                 *(*_notes(found, programs), *option_note(options)),
                 *bf16_note(found, graph),
-                *_changing_note(traced.captured.changing, found),
-                *_axes_note(traced.captured.axes),
+                *loss_notes(traced.captured, found),
             ),
             question=self,
         )
@@ -444,37 +441,6 @@ class Asked:
                 )
             changes["cluster"] = parsed_cluster(changes["cluster"])
         return dataclasses.replace(self, **changes).plan()
-
-
-def _changing_note(paths: Sequence[str], found: Plan) -> list[str]:
-    """State that samples change, where a step has several micro-batches."""
-    count = found.num_micro_batches
-    if not paths or count == 1:
-        return []
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return [
-        f"{', '.join(paths[:3])}{more}: not trained, and changed by the samples or by "
-        f"random numbers, so {count} times a step, with every micro-batch, as on one "
-        "device with as much accumulation; num_micro_batches=1 changes it once"
-    ]
-
-
-def _axes_note(names: Sequence[str]) -> list[str]:
-    """Axes that the loss names, and what they stand for."""
-    return [
-        f'the loss names the axis "{name}": it stands for all samples of a '
-        "micro-batch, so that pmean and psum over it change nothing"
-        for name in names
-    ]
-
-
-def _remat_note(asked: Remat, found: Plan) -> list[str]:
-    if not asked or found.remat:
-        return []
-    return [
-        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
-        "itself puts them into jax.checkpoint or another call that is kept as it is"
-    ]
 
 
 def _notes(found: Plan, programs: Programs) -> list[str]:

@@ -266,16 +266,21 @@ def _reduction(identity: Callable[[Any], Any]) -> Rule:
     return rule
 
 
+def _limits(dtype: Any) -> Any:
+    of: Any = jnp.iinfo
+    return of(dtype)
+
+
 def _least(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return False
-    return -jnp.inf if _compat.is_inexact(dtype) else jnp.iinfo(dtype).min
+    return -jnp.inf if _compat.is_inexact(dtype) else _limits(dtype).min
 
 
 def _most(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return True
-    return jnp.inf if _compat.is_inexact(dtype) else jnp.iinfo(dtype).max
+    return jnp.inf if _compat.is_inexact(dtype) else _limits(dtype).max
 
 
 def _product(equation: Any, operands: Sequence[Any]) -> Any:

@@ -363,22 +363,9 @@ def capture(
     size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
     flat = _FlatLoss(adapter, batch_tree, size)
     arguments = [*flat.model_avals, *(leaf.aval for leaf in leaves)]
-    if adapter.takes_rng:
-        arguments.append(_key_aval(rng))
+    arguments += [_key_aval(rng)] if adapter.takes_rng else []
     with recording() as record:
-        try:
-            jaxpr, axes = traced_with_axes(tracing(_compat.trace), flat, arguments)
-        except Exception as error:
-            if "context mesh cannot be empty" in str(error):
-                raise WhaleError(
-                    "loss_fn calls jax.shard_map without a mesh, and the plan's own is "
-                    "chosen after the loss is traced. Give the call mesh=, plan and "
-                    "compile under jax.set_mesh(mesh), or leave jax.shard_map out: the "
-                    "plan divides the work itself"
-                ) from error
-            if not isinstance(error, WhaleError):
-                error.add_note("whalejax: raised in loss_fn, traced without values")
-            raise
+        jaxpr, axes = _traced(flat, arguments)
     jaxpr, steady, changing = held_back(
         jaxpr,
         adapter.rest,
@@ -480,6 +467,23 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
             return apart
         fused = helped
     return jaxpr
+
+
+def _traced(flat: _FlatLoss, arguments: list[Any]) -> tuple[Any, tuple[str, ...]]:
+    """The loss as it was written, and axes that it names and nobody binds."""
+    try:
+        return traced_with_axes(tracing(_compat.trace), flat, arguments)
+    except Exception as error:
+        if "context mesh cannot be empty" in str(error):
+            raise WhaleError(
+                "loss_fn calls jax.shard_map without a mesh, and the plan's own is "
+                "chosen after the loss is traced. Give the call mesh=, plan and "
+                "compile under jax.set_mesh(mesh), or leave jax.shard_map out: the "
+                "plan divides the work itself"
+            ) from error
+        if not isinstance(error, WhaleError):
+            error.add_note("whalejax: raised in loss_fn, traced without values")
+        raise
 
 
 def _traced_twice_as_large(

@@ -164,7 +164,8 @@ class _Collector:
                     place = (index, len(op.operands) + op.results.index(tensor))
                     if place in self.dims.whole:
                         made = self._read(*place, tensor, table)
-                        way = (made, final) if made != final else (final,)
+                        both = (made, final)
+                        way = both if made != final else both[1:]
                     else:
                         way = _from_whole(op, final)
                     self.results[op.position, slot] = way
