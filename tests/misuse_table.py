@@ -407,7 +407,17 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "TrainState": Entry(
         given=lambda w: fields_of(w.state),
         legal=dict.fromkeys(
-            ("params", "rest", "opt_state", "step", "rng", "loss_scale", "origin"), _ANY
+            (
+                "params",
+                "rest",
+                "opt_state",
+                "step",
+                "rng",
+                "loss_scale",
+                "origin",
+                "samples",
+            ),
+            _ANY,
         ),
     ),
     "init_distributed": Entry(
@@ -425,8 +435,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "timeout_seconds": POSITIVE,
             "heartbeat_seconds": POSITIVE,
         },
-        stops=("jax:distributed.initialize",),
-        kept=("jax:distributed.initialize",),
+        stops=("whalejax.joining:_join",),
+        kept=("whalejax.joining:_join",),
     ),
     **HARDWARE,
 }

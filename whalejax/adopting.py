@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import PlanError
 from whalejax.precision import LossScale
-from whalejax.state import Origin, TrainState, bare, check_alive
+from whalejax.state import Origin, TrainState, bare, check_alive, following
 
 
 _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")
@@ -45,7 +45,7 @@ def own_state(
         problems = [*_other_leaves(*compared)]
         _raise_for(problems, _OTHER if trains else _OTHER_MODEL)
         _raise_for([*_other_places(*compared)], _ELSEWHERE)
-        state = replace(state, origin=origin).follow(state)
+        state = following(replace(state, origin=origin), state)
     if trains:
         _check_apart(state)
     return state
@@ -180,10 +180,10 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
     """
     state = checked(given)
     if not jax.tree.leaves(abstract.opt_state):
-        state = replace(state, opt_state=abstract.opt_state).follow(state)
+        state = following(replace(state, opt_state=abstract.opt_state), state)
     if (state.loss_scale is None) != (abstract.loss_scale is None):
         scale = None if abstract.loss_scale is None else LossScale.fresh()
-        state = replace(state, loss_scale=scale).follow(state)
+        state = following(replace(state, loss_scale=scale), state)
     _raise_for([*_other_leaves(state, abstract)], _OTHER)
     _check_reach(state, abstract)
     moved = {
@@ -194,7 +194,7 @@ def adopted(given: Any, abstract: TrainState) -> TrainState:
         )
         for name in _SECTIONS
     }
-    return replace(abstract, samples=state.samples, **moved).follow(state)
+    return following(replace(abstract, samples=state.samples, **moved), state)
 
 
 def _check_reach(state: TrainState, abstract: TrainState) -> None:

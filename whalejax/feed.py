@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.problems import WhaleError
 
 
@@ -109,7 +109,7 @@ class Feed:
         problems.whole(
             "first_sample", first_sample, none=True, what="the number of a sample"
         )
-        if first and first_sample is not None:
+        if is_whole(first, 1) and first_sample is not None:
             problems.add(
                 f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
                 "both say where to begin. Give one of them; "

@@ -85,15 +85,10 @@ def init_distributed(
         "num_processes": num_processes,
         "process_id": process_id,
     }
-    _check(given, timeout_seconds, heartbeat_seconds)
+    _check(given, timeout_seconds, heartbeat_seconds, preemption)
     if jax.distributed.is_initialized():
         return _again(given)
     place = _place(given, timeout_seconds, heartbeat_seconds)
-    if _compat.backends_are_there():
-        raise WhaleError(
-            "init_distributed came too late. Call it before anything asks for devices "
-            "or arrays"
-        )
     with _interruptible(place.rank):
         _join(place, heartbeat_seconds, preemption)
         if place.count > 1:
@@ -132,6 +127,11 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
 
 def _join(place: Place, heartbeat: float, preemption: bool) -> None:
     """Have JAX join the processes, once all are there."""
+    if _compat.backends_are_there():
+        raise WhaleError(
+            "init_distributed came too late. Call it before anything asks for devices "
+            "or arrays"
+        )
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
     came = rendezvous(place, functools.partial(end_process, rank=place.rank))
@@ -204,8 +204,11 @@ def _end_interrupted(rank: int) -> None:
     os._exit(128 + signal.SIGINT)
 
 
-def _check(given: dict[str, Any], timeout: float, heartbeat: float) -> None:
+def _check(
+    given: dict[str, Any], timeout: float, heartbeat: float, preemption: bool
+) -> None:
     problems = Arguments("init_distributed", WhaleError)
+    problems.switch("preemption", preemption)
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         problems.add(

@@ -85,7 +85,7 @@ class Aux:
     def __post_init__(self) -> None:
         _register_pytrees()
         problems = Arguments("wh.Aux")
-        for name in ("metrics", "sums", "samples", "variables"):
+        for name in ("metrics", "means", "sums", "samples", "variables"):
             value = getattr(self, name)
             if not isinstance(value, Mapping) or not all(map(is_printable, value)):
                 problems.refuse(name, value, 'values by name, such as {"accuracy": x}')

@@ -109,21 +109,23 @@ class TrainState:
             mesh = self.origin.mesh
             parts = jax.tree.map(lambda leaf: spread(leaf, mesh), parts)
         adapter, shown = self.origin.adapter, self._shown
-        model = adapter.rebuild(*parts, modes=self.modes())
+        model = adapter.rebuild(*parts, modes=modes_of(self))
         shown.model = model if adapter.kind == "nnx" else None
         return model
 
-    def modes(self) -> Any:
-        """The modes that were set on its model, or None."""
-        shown = self._shown
-        if shown.model is not None:
-            shown.modes = self.origin.adapter.modes_of(shown.model)
-        return shown.modes
 
-    def follow(self, other: TrainState) -> TrainState:
-        """This state, whose model has the modes that were set on another one's."""
-        self._shown.modes = other.modes()
-        return self
+def modes_of(state: TrainState) -> Any:
+    """The modes that were set on the model of a state, or None."""
+    shown = state._shown
+    if shown.model is not None:
+        shown.modes = state.origin.adapter.modes_of(shown.model)
+    return shown.modes
+
+
+def following(state: TrainState, other: TrainState) -> TrainState:
+    """A state, whose model has the modes that were set on another one's."""
+    state._shown.modes = modes_of(other)
+    return state
 
 
 def check_alive(state: TrainState) -> None:

@@ -44,7 +44,7 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
 from whalejax.ragged import check_mean, passes, real_samples, repeated, together
 from whalejax.runner import OneProgram, Runner, abstract_state
-from whalejax.state import Origin, bare, host_copy, typed_key
+from whalejax.state import Origin, bare, following, host_copy, typed_key
 from whalejax.state import TrainState as TrainState
 
 
@@ -216,7 +216,7 @@ class TrainStep:
         new, metrics = self._runner.advance(own, self._layout.place(batch))
         seen = state.samples
         taken = None if seen is None else seen + self._batch_size
-        return self._begun(new, taken).follow(state), metrics
+        return following(self._begun(new, taken), state), metrics
 
     @without_mesh
     def eval(
@@ -240,6 +240,9 @@ class TrainStep:
         Raises:
             PlanError: the batch or the layout of the state is another.
         """
+        problems = Arguments("TrainStep.eval")
+        problems.switch("training", training)
+        problems.raise_if_any()
         own = bare(own_state(state, self._origin, self.abstract_state, trains=False))
         runner = self._runner if training else self._evaluator
         if isinstance(runner, Following) and runner is not self._runner:
