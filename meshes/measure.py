@@ -111,7 +111,8 @@ def _looped(
     def on_device(iterations: jax.Array, *blocks: jax.Array) -> jax.Array:
         state, *rest = (jnp.squeeze(block, 0) for block in blocks)
 
-        def turn(_: jax.Array, x: jax.Array) -> jax.Array:
+        def turn(number: jax.Array, x: jax.Array) -> jax.Array:
+            del number
             for _ in range(repeated - 1):
                 x = jax.lax.optimization_barrier(body(x, *rest))
             return body(x, *rest)

@@ -164,8 +164,7 @@ class _Collector:
                     place = (index, len(op.operands) + op.results.index(tensor))
                     if place in self.dims.whole:
                         made = self._read(*place, tensor, table)
-                        both = (made, final)
-                        way = both if made != final else both[1:]
+                        way = tuple(dict.fromkeys((made, final)))
                     else:
                         way = _from_whole(op, final)
                     self.results[op.position, slot] = way
