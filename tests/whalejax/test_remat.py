@@ -352,10 +352,10 @@ def test_what_checkpoints_keep_takes_no_derivative_to_tell(
     found = capture(adapter, job.batch_at(0, 8)).with_attention(attention)
     told = []
 
-    def both(scan: Any, run: Any = None) -> Any:
+    def both(scan: Any, run: Any = None, flowing: Any = None) -> Any:
         kept = _compat._kept_by_checkpoint(scan)
         assert kept is not None
-        told.append((kept, _compat.residuals_by_vjp(scan, run)))
+        told.append((kept, _compat.residuals_by_vjp(scan, run, flowing)))
         return kept
 
     monkeypatch.setattr(_compat, "scan_residuals", both)
