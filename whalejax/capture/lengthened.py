@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from whalejax import _compat
@@ -269,13 +270,13 @@ def _reduction(identity: Callable[[Any], Any]) -> Rule:
 def _least(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return False
-    return -jnp.inf if _compat.is_inexact(dtype) else jnp.iinfo(dtype).min
+    return -jnp.inf if _compat.is_inexact(dtype) else np.iinfo(dtype).min
 
 
 def _most(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return True
-    return jnp.inf if _compat.is_inexact(dtype) else jnp.iinfo(dtype).max
+    return jnp.inf if _compat.is_inexact(dtype) else np.iinfo(dtype).max
 
 
 def _product(equation: Any, operands: Sequence[Any]) -> Any:

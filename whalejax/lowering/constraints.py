@@ -159,7 +159,7 @@ class _Collector:
                     place = (index, len(op.operands) + op.results.index(tensor))
                     if place in self.dims.whole:
                         made = self._read(*place, tensor, table)
-                        way = (made, final) if made != final else (final,)
+                        way: tuple[Spec, ...] = tuple(dict.fromkeys((made, final)))
                     else:
                         way = _from_whole(op, final)
                     self.results[op.position, slot] = way
