@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from whalejax import _compat
@@ -266,21 +267,16 @@ def _reduction(identity: Callable[[Any], Any]) -> Rule:
     return rule
 
 
-def _limits(dtype: Any) -> Any:
-    of: Any = jnp.iinfo
-    return of(dtype)
-
-
 def _least(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return False
-    return -jnp.inf if _compat.is_inexact(dtype) else _limits(dtype).min
+    return -jnp.inf if _compat.is_inexact(dtype) else np.iinfo(dtype).min
 
 
 def _most(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return True
-    return jnp.inf if _compat.is_inexact(dtype) else _limits(dtype).max
+    return jnp.inf if _compat.is_inexact(dtype) else np.iinfo(dtype).max
 
 
 def _product(equation: Any, operands: Sequence[Any]) -> Any:
