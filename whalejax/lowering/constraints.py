@@ -51,6 +51,8 @@ class Constraints:
             checkpointed region to numbers of its inputs, and of an equation inside one
             to numbers of its results.
         carried: layouts of what layers hand to the next stage; empty without stages.
+        flows: position of a call with a derivative rule of its own to whether a
+            gradient flows through each operand.
     """
 
     results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
@@ -68,6 +70,7 @@ class Constraints:
     chunks: int = 1
     waiting: Waiting = field(default_factory=dict)
     carried: tuple[Spec, ...] = ()
+    flows: Mapping[Position, tuple[bool, ...]] = field(default_factory=dict)
 
 
 def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
@@ -123,7 +126,9 @@ class _Collector:
         for op in self.graph.ops:
             for result in op.results:
                 if self.weight[result]:
-                    source = next((o for o in op.operands if o in found), None)
+                    known = [o for o in op.operands if o in found]
+                    # Of a kernel and its scale the kernel says where they are stored.
+                    source = max(known, key=lambda o: len(found[o]), default=None)
                     found[result] = {} if source is None else found[source]
         return found
 
@@ -159,7 +164,7 @@ class _Collector:
                     place = (index, len(op.operands) + op.results.index(tensor))
                     if place in self.dims.whole:
                         made = self._read(*place, tensor, table)
-                        way: tuple[Spec, ...] = tuple(dict.fromkeys((made, final)))
+                        way = tuple(dict.fromkeys((made, final)))
                     else:
                         way = _from_whole(op, final)
                     self.results[op.position, slot] = way
@@ -310,6 +315,15 @@ def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
     return frozenset(place for place, t in enumerate(tensors) if t in wanted)
 
 
+def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
+    """Through which operands of calls with derivative rules a gradient flows."""
+    tensors = captured.graph.tensors
+    return {
+        position: tuple(t is not None and tensors[t].differentiable for t in given)
+        for position, given in captured.given_rules.items()
+    }
+
+
 def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constraints:
     """The constraints that make a traced loss follow a plan.
 
@@ -319,7 +333,7 @@ def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constr
         captured: that trace.
     """
     collector = _Collector(plan, analysed, captured.outputs)
-    found = collector.collect()
+    found = replace(collector.collect(), flows=_flows(captured))
     if plan.stages is not None:
         found = replace(found, carried=collector.carried())
     if "activations" not in plan.offload:
