@@ -92,8 +92,8 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("memory.params_bytes", 0, "memory.params_bytes is 0; the shards of all leaves"),
     ("memory.working_bytes", -1, "memory.working_bytes is -1; expected at least 0"),
     ("memory.host_bytes", 2**60, "memory.host_bytes is 1152921504606846976; expected"),
-    ("optimizer_bytes", -1, "optimizer_bytes is -1; expected at least 0"),
-    ("product_flops", -1, "product_flops is -1; expected at least 0"),
+    ("optimizer_bytes", -1, "optimizer_bytes is -1; expected 0 or more"),
+    ("product_flops", -1, "product_flops is -1; expected 0 or more"),
     ("leaves.0.shape.0", 7, "leaves[0].shape[0] is 7; tokens.embedding[0] is 4096"),
     ("batch.0.shape.0", 63, "batch[0].spec: data × fsdp is 4, which does not divid"),
     ("leaves.0.shape", [4096], "leaves[0].compute_spec has 2 entries; the shape has 1"),
@@ -106,9 +106,9 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("axes.0.0", "moon", "axes has 'moon'; expected each of stage, data, fsdp"),
     ("device_order", [0, 0], "device_order does not name devices 0 to 7 once"),
     ("shares", [2, 2], "shares add up to 4; num_micro_batches is 1"),
-    ("num_micro_batches", 0, "num_micro_batches is 0; expected 1 to"),
-    ("zero", 7, "zero is 7; expected 0 to 3"),
-    ("precision", "f3", "precision is 'f3'; expected one of f32, bf16, f16"),
+    ("num_micro_batches", 0, "num_micro_batches is 0; expected a whole number, 1"),
+    ("zero", 7, "zero is 7; expected a whole number, 0 to 2"),
+    ("precision", "f3", "precision is 'f3'; expected f32, bf16 or f16"),
     ("remat", [["*", "all"]], "remat.* is 'all'; expected one of none, dots"),
     ("offload", ["everything"], "offload is 'everything'; expected one of optimizer"),
     ("collectives.0.count", -1, "collectives[0].count is -1; expected at least 0"),
@@ -139,7 +139,7 @@ def test_numbers_that_no_plan_has(
 
 def test_all_of_them_are_said_at_once(document: dict[str, Any]) -> None:
     data = changed(document, "time.compute_seconds", -5.0)
-    data = changed(data, "zero", 9)
+    data = changed(data, "collectives.0.count", -1)
     assert "numbers that no plan has: 2 problems\n" in refused(data)
 
 
@@ -205,7 +205,7 @@ def test_a_value_of_20_kilobytes_is_not_repeated(document: dict[str, Any]) -> No
 def test_endless_files_and_odd_paths() -> None:
     with pytest.raises(WhaleError, match="it has more than 268435456 bytes"):
         Plan.load("/dev/zero")
-    with pytest.raises(WhaleError, match="null byte"):
+    with pytest.raises(WhaleError, match="without control characters"):
         Plan.load("a\x00b")
 
 
