@@ -309,6 +309,7 @@ class Pipes(Following):
             slopes=slopes(self.program.captured),
             counters={n - self._first_rest: x for n, x in counters.items()},
             count=self._plan.num_micro_batches,
+            steady=self.program.captured.steady.leaves,
         )
 
     def _met(

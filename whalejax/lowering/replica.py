@@ -76,6 +76,7 @@ class Replica:
             slopes=slopes,
             counters=self._counters,
             count=program.plan.num_micro_batches,
+            steady=program.captured.steady.leaves,
         )
         self._whole = NamedSharding(program.mesh, PartitionSpec())
         self._jit = functools.partial(jax.jit, compiler_options=options)

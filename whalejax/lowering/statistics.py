@@ -33,15 +33,17 @@ class Untrained:
         slopes: of moving averages, by the number of the leaf.
         counters: what each micro-batch adds, by the number of the leaf.
         count: micro-batches of all.
+        steady: numbers of leaves that micro-batches leave alone.
     """
 
     slopes: Mapping[int, np.ndarray]
     counters: Mapping[int, Any]
     count: int
+    steady: tuple[int, ...] = ()
 
     def is_own(self, number: int, leaf: Any) -> bool:
-        """Every replica knows it after the step: a random key, or a counter."""
-        return is_key(leaf) or number in self.counters
+        """Every replica knows it after the step: a key, a counter, what is steady."""
+        return is_key(leaf) or number in self.counters or number in self.steady
 
     def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
         """A replica's part of a leaf, to be added up over replicas.
