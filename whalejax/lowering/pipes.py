@@ -318,6 +318,7 @@ class Pipes(Following):
             counters={n - self._first_rest: x for n, x in counters.items()},
             frozen=self.program.captured.frozen,
             count=self._plan.num_micro_batches,
+            steady=self.program.captured.steady.leaves,
         )
 
     def _met(

@@ -83,6 +83,7 @@ class Replica:
             counters=self._counters,
             frozen=program.captured.frozen,
             count=program.plan.num_micro_batches,
+            steady=program.captured.steady.leaves,
         )
         self._whole = NamedSharding(program.mesh, PartitionSpec())
         self._jit = functools.partial(jax.jit, compiler_options=options)

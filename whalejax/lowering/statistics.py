@@ -34,16 +34,22 @@ class Untrained:
         counters: what each micro-batch adds, by the number of the leaf.
         frozen: numbers of weights.
         count: micro-batches of all.
+        steady: numbers of leaves that micro-batches leave alone.
     """
 
     slopes: Mapping[int, np.ndarray]
     counters: Mapping[int, Any]
     count: int
     frozen: frozenset[int] = frozenset()
+    steady: tuple[int, ...] = ()
 
     def is_own(self, number: int, leaf: Any) -> bool:
-        """Every replica knows it after the step: a key, a counter, or a weight."""
-        return is_key(leaf) or number in self.counters or number in self.frozen
+        """Every replica knows it after the step: a key, a counter, a weight, a count.
+
+        The last are what is ``steady``: no sample changes it.
+        """
+        known = number in self.frozen or number in self.steady
+        return is_key(leaf) or number in self.counters or known
 
     def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
         """A replica's part of a leaf, to be added up over replicas.
