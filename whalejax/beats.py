@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax import _compat
+from whalejax import _compat_processes
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame
 
 
@@ -223,7 +223,7 @@ class Beats:
         """
         self.silent_seconds = silent_seconds
         self._pause = silent_seconds / BEATS_IN_SILENCE
-        self._mine = _compat.joined_processes()[0]
+        self._mine = _compat_processes.joined_processes()[0]
         self._together = processes is not None
         self._hearing = Hearing(self._mine, silent_seconds, processes)
         self._lock = threading.Lock()
@@ -324,7 +324,7 @@ class Beats:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 # Of a service that does not answer the other thread tells.
                 self._say()
-                told = _compat.all_told(_FOLDER)
+                told = _compat_processes.all_told(_FOLDER)
                 beats = {
                     int(key.rpartition("/")[2]): Beat(**json.loads(text))
                     for key, text in told
@@ -351,7 +351,9 @@ class Beats:
             "failed": self._failed,
             **more,
         }
-        _compat.tell_processes(f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True)
+        _compat_processes.tell_processes(
+            f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True
+        )
 
     def _say_briefly(self, **more: Any) -> None:
         """Say a last word, to a service that may not listen any more."""

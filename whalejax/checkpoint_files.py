@@ -23,7 +23,7 @@ from typing import Final
 
 import jax
 
-from whalejax import _compat
+from whalejax import _compat_processes
 from whalejax.checkpoint_record import Record, files_of, refuse_damaged, unfinished
 from whalejax.meshes.problems import Problems, WhaleError
 
@@ -80,12 +80,14 @@ def told_by_all(mine: str, what: str) -> list[str]:
         return [mine]
     number = next(_rounds)
     folder = f"whalejax/checkpoints/{number}"
-    _compat.tell_processes(f"{folder}/{here}", mine)
+    _compat_processes.tell_processes(f"{folder}/{here}", mine)
     wait_for_all_processes(f"{what} ({folder})")
     # Who came here has read what was told in the round before.
     if number:
-        _compat.forget_told(f"whalejax/checkpoints/{number - 1}/{here}")
-    said = [_compat.told_by(f"{folder}/{n}", _WAIT_SECONDS) for n in range(count)]
+        _compat_processes.forget_told(f"whalejax/checkpoints/{number - 1}/{here}")
+    said = [
+        _compat_processes.told_by(f"{folder}/{n}", _WAIT_SECONDS) for n in range(count)
+    ]
     silent = [str(n) for n, text in enumerate(said) if text is None]
     if silent:
         raise WhaleError(

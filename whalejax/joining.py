@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax import _compat, beats
+from whalejax import _compat_processes, beats
 from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.launched import (
     introduce,
@@ -107,7 +107,7 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
         known = given["coordinator"], given["num_processes"], given["process_id"]
     else:
         with contextlib.suppress(RuntimeError, ValueError, OSError, KeyError):
-            known = _compat.detected_cluster(timeout)
+            known = _compat_processes.detected_cluster(timeout)
     if known is None:
         raise WhaleError(
             "no cluster is known here. Under Slurm start with srun, under Open MPI "
@@ -127,7 +127,7 @@ def _place(given: dict[str, Any], timeout: float, heartbeat: float) -> Place:
 
 def _join(place: Place, heartbeat: float, preemption: bool) -> None:
     """Have JAX join the processes, once all are there."""
-    if _compat.backends_are_there():
+    if _compat_processes.backends_are_there():
         raise WhaleError(
             "init_distributed came too late. Call it before anything asks for devices "
             "or arrays"
@@ -138,9 +138,9 @@ def _join(place: Place, heartbeat: float, preemption: bool) -> None:
     try:
         if local:
             # Gloo takes numbers, of the kind that the name has.
-            _compat.listen_locally("::1" if ":" in host else "127.0.0.1")
+            _compat_processes.listen_locally("::1" if ":" in host else "127.0.0.1")
         bind = None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ else (host, port)
-        with _compat.preemption_service(on=preemption):
+        with _compat_processes.preemption_service(on=preemption):
             jax.distributed.initialize(
                 place.coordinator,
                 place.count,

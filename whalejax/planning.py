@@ -44,6 +44,7 @@ from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
     Chosen,
+    Remat,
 )
 from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
@@ -309,19 +310,27 @@ class Asked:
             again=programs.again,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
-        check_update(found, adapter, self.optimizer, traced.captured.steady)
-        check_reports(traced.captured, found)
-        found = compiled_with(found, options, traced.captured.precisions)
+        return self._finished(found, programs, request, remat)
+
+    def _finished(
+        self, found: Plan, programs: Programs, request: Request, remat: Remat
+    ) -> Plan:
+        """What a search found, checked against the optimizer and with its notes."""
+        captured = programs.traced.captured
+        check_update(found, programs.adapter, self.optimizer, captured.steady)
+        check_reports(captured, found)
+        xla = checked_options(self.compiler_options)
+        found = compiled_with(found, xla, captured.precisions)
         found = dataclasses.replace(
             found,
             cluster=self.cluster,
             batch_tree=batch_tree(self.batch),
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
-                *(*found.notes, *traced.captured.notes, *remat_note(remat, found)),
-                *(*_notes(found, programs), *option_note(options)),
-                *bf16_note(found, graph),
-                *loss_notes(traced.captured, found),
+                *(*found.notes, *captured.notes, *remat_note(remat, found)),
+                *(*_notes(found, programs), *option_note(xla)),
+                *bf16_note(found, programs.graph),
+                *loss_notes(captured, found),
             ),
             question=self,
         )
