@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -389,6 +390,11 @@ class Beats:
         """Say how this process ends; one that failed waits for nobody."""
         if not jax.distributed.is_initialized():
             return
+        # Python drops what Ctrl-C raises at the exit, and JAX's own goodbye with it,
+        # so that the others would wait for one that has left.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
         error = getattr(sys, "last_value", None)
         if error is not None and tells_of_loss(error) and not self._blames:
             # It came where nothing of ours was looking on.

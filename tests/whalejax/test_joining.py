@@ -154,6 +154,14 @@ if case == "address":
 else:
     port = f"127.0.0.1:{port}"
 wh.init_distributed(port, 2, rank, heartbeat_seconds=10)
+if case == "goodbye" and rank == 0:
+    atexit.register(time.sleep, 600)
+if case == "goodbye" and rank == 1:
+    def interrupt():
+        while not beats.begun()._ended:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
 if case == "exit":
     beats.EXIT_SECONDS = 1.0
     if rank == 1:
@@ -232,6 +240,19 @@ def test_the_right_process_is_named(
     assert tuple(process.returncode for process in running) == statuses, said
     for text, expected in zip(said, says, strict=True):
         assert re.search(expected, text), text
+
+
+@pytest.mark.full
+def test_an_interrupt_at_the_exit_ends_a_process_by_its_signal() -> None:
+    """Raised there it would be dropped, and the others would be blamed."""
+    running = windows("goodbye")
+    try:
+        running[1].communicate(timeout=240)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert running[1].returncode == -signal.SIGINT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
