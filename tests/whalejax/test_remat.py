@@ -282,9 +282,9 @@ def test_a_plan_remembers_it(tmp_path: Any) -> None:
         ("some", "'some' is no policy; expected one of none, dots, named, full"),
         ("named", "it names nothing: put jax.ad_checkpoint.checkpoint_name"),
         ({"head": "full"}, "there is no TaskGraph 'head'; expected some of default"),
-        (3, "3 is neither a policy nor one for each TaskGraph"),
+        (3, "remat is 3; expected a word such as 'full', one for each"),
         ("named:", "'named:' lists no name"),
-        ({"default": ["dots"]}, r"\['dots'\] is no policy"),
+        ({"default": ["dots"]}, r"remat is {'default': \['dots'\]}; expected a word"),
         ({"experts": "full"}, "there is no TaskGraph 'experts'"),
     ],
 )
