@@ -28,8 +28,9 @@ OPS_IN_CHAIN = 16
 REPEATED = 8
 """Times that an accelerator does the work of a loop's body in each turn.
 
-A turn of a loop costs a GPU ten to twenty microseconds of its own, as the host reads
-whether another follows: measured on an H200, 15 us of a turn that added 1 MB."""
+A turn of a loop costs a GPU more than ten microseconds of its own, as the host reads
+whether another follows: on an H200 (2026-11-26) a turn that added 1 MB took 17.3 us,
+and each of eight such additions in one turn 3.6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 XLA for GPUs computes a reduction over a row and the operations that read both its
 result and the row itself in one kernel: the row is read once, however many passes over
 it the program writes down. That holds where the backward pass computes them again: what
-it reads instead has to be written, and the kernel falls apart. Measured on an H200 with
-GPTs of 124 and 354 million parameters: as kernels, steps under remat "dots" are
-predicted 0 to 18 % short (22 to 42 % long without); without remat, 6 % short to 11 %
-long as separate operations (7 to 35 % short as kernels).
+it reads instead has to be written, and the kernel falls apart. Measured with three
+GPTs on an H200 (2026-11-26, five steps): as kernels, steps under remat "dots" are
+predicted 17 % short to 1 % long (20 to 42 % long as separate operations); without
+remat, 6 % short to 11 % long as separate operations (7 to 35 % short as kernels).
 
 The operations of such kernels are found here; which compilers make them says
 ``meshes.CompilerProfile``.
