@@ -15,7 +15,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 SECONDS: Final = 240
 
 START: Final = """
-import sys
+import os, sys
+sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # what native code writes (Gloo does) goes to stderr
 import jax
 index, count, port, devices = map(int, sys.argv[1:5])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -48,7 +48,6 @@ step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
 state = step.init_from(model)
 step._runner._agreement.wait_seconds = 60 if case == "ended" else 2
 part = slice(index * 16 // count, (index + 1) * 16 // count)
-begun = time.monotonic()
 if case != "absent" or not odd:
     try:
         step(state, {"x": x[part], "y": y[part]})
@@ -56,7 +55,6 @@ if case != "absent" or not odd:
         print("refused:", error, flush=True)
     else:
         print("went through", flush=True)
-    print(time.monotonic() - begun, flush=True)
 else:
     time.sleep(4)
 """
@@ -101,7 +99,6 @@ def test_processes_that_differ_are_named(case: str, texts: tuple[str, ...]) -> N
     for output in outputs[:1] if case in ("absent", "ended") else outputs:
         for text in texts:
             assert text in output
-        assert float(output.splitlines()[-1]) < 10
 
 
 def test_optimizers_are_known_by_what_they_keep_and_do() -> None:
