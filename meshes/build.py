@@ -8,14 +8,15 @@ what a plan means.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.checks import Arguments, is_printable, is_whole, shown
+from whalejax.meshes.problems import WhaleError
 
 
 # Type checkers see a variable in ``jax.Device``, not a class.
@@ -49,8 +50,12 @@ def build_mesh(
         >>> build_mesh((("data", len(jax.devices())),)).axis_names
         ('data',)
     """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
+    problems = Arguments("mesh")
+    _check(axes, devices, allow_idle, order, problems)
+    problems.raise_if_any()
     given = list(jax.devices() if devices is None else devices)
-    problems = Problems("mesh")
     names = [name for name, _ in axes]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -97,12 +102,59 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
         >>> tuple(partition_spec(((), ("data", "fsdp"), ())))
         (None, ('data', 'fsdp'))
     """
+    if not _is_spec(spec):
+        raise WhaleError(
+            f"spec is {shown(spec)}; expected a tuple of mesh axes for each dimension, "
+            "such as ((), ('data', 'fsdp'))"
+        )
     entries: list[tuple[str, ...] | str | None] = [
         axes if len(axes) > 1 else (axes[0] if axes else None) for axes in spec
     ]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def _is_spec(spec: Any) -> bool:
+    return isinstance(spec, list | tuple) and all(
+        isinstance(axes, list | tuple) and all(map(is_printable, axes)) for axes in spec
+    )
+
+
+def _check(
+    axes: Any, devices: Any, allow_idle: Any, order: Any, problems: Arguments
+) -> None:
+    """Record arguments of ``build_mesh`` that are of other types."""
+    if not isinstance(axes, list | tuple) or not all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and is_printable(pair[0])
+        and is_whole(pair[1])
+        for pair in axes
+    ):
+        problems.refuse("axes", axes, "(name, size) of each axis, outermost first")
+    if devices is not None and not are_devices(devices):
+        problems.refuse("devices", devices, "devices in node order, or None for all")
+    problems.switch("allow_idle", allow_idle)
+    numbers = list(order) if isinstance(order, list | tuple) else [None]
+    count = len(jax.devices() if devices is None else devices) if not problems else 0
+    distinct = len({n for n in numbers if is_whole(n, 0, count - 1)}) == len(numbers)
+    if not problems and not distinct:
+        problems.refuse(
+            "order", order, f"numbers of devices, each once, of 0 to {count - 1}"
+        )
+
+
+def are_devices(devices: Any) -> bool:
+    """Whether it holds devices, one or more.
+
+    Args:
+        devices: what somebody gave as such.
+    """
+    if isinstance(devices, str | bytes | type) or not isinstance(devices, Iterable):
+        return False
+    found = list(np.ravel(devices) if isinstance(devices, np.ndarray) else devices)
+    return bool(found) and all(hasattr(one, "platform") for one in found)
 
 
 def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int) -> str:

@@ -22,6 +22,7 @@ from whalejax.meshes import cache, host
 from whalejax.meshes.beside import check_joined, check_kind, check_replaced, renamed
 from whalejax.meshes.build import Device
 from whalejax.meshes.catalogue import Entry, Link, entry_of_device
+from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
 from whalejax.meshes.fit import CollectiveTime, LinkFit, fit_link
 from whalejax.meshes.kinds import (
@@ -68,10 +69,15 @@ def calibrate(
     Raises:
         WhaleError: a budget of zero or less.
     """
-    if budget_seconds <= 0:
+    if not is_number(budget_seconds) or budget_seconds <= 0:
         raise WhaleError(
-            f"budget_seconds: got {budget_seconds}, expected a number above zero"
+            f"budget_seconds: got {shown(budget_seconds)}, expected a number above zero"
         )
+    problems = Arguments("calibrate")
+    problems.switch("use_cache", use_cache)
+    problems.function("clock", clock, "a function that gives seconds, rising")
+    problems.of("today", today, datetime.date, "a date", none=True)
+    problems.raise_if_any()
     devices = jax.local_devices()
     key = _machine(devices)
     if use_cache:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.checks import shown
 from whalejax.meshes.fitted import constants
 from whalejax.meshes.kinds import DeviceKind, Source
 from whalejax.meshes.problems import WhaleError
@@ -125,9 +126,11 @@ def entry(name: str) -> Entry:
     Raises:
         WhaleError: an unknown name; the message gives the nearest ones.
     """
-    found = _by_name().get(name.strip().lower())
+    known = _by_name() if isinstance(name, str) else {}
+    found = known.get(name.strip().lower()) if known else None
     if found is None:
-        raise WhaleError(unknown_kind(name, tuple(_by_name())))
+        text = name if isinstance(name, str) else shown(name)
+        raise WhaleError(unknown_kind(text, tuple(_by_name())))
     return found
 
 
@@ -136,7 +139,7 @@ def unknown_kind(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"unknown device kind {name.strip()!r}. {hint}Known: "
+        f"unknown device kind {shown(name.strip())}. {hint}Known: "
         f"{', '.join(kind_names())}. Any other kind can be described in a TOML file"
     )
 

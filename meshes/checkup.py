@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from whalejax.meshes.catalogue import entry_of_device
-from whalejax.meshes.launched import PORT
+from whalejax.meshes.launched import PORT, printable, split_address
 from whalejax.meshes.quota import why_no_quota
 
 
@@ -81,10 +81,46 @@ class Report:
         return {"host": self.host, "facts": dict(self.facts), "checks": checks}
 
     @classmethod
-    def from_document(cls, data: Mapping[str, Any]) -> Report:
-        """The report that ``document`` described."""
-        checks = tuple(Check(**check) for check in data["checks"])
-        return cls(host=data["host"], facts=data["facts"], checks=checks)
+    def from_document(cls, data: Any) -> Report:
+        """The report that ``document`` described.
+
+        Raises:
+            ValueError: it is no such document.
+        """
+        match data:
+            case {"host": str(host), "facts": dict(facts), "checks": list(checks)}:
+                pass
+            case _:
+                raise ValueError("not a report")
+        texts = (host, *facts, *facts.values())
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("facts are texts")
+        return cls(
+            host=printable(host),
+            facts={printable(name): printable(fact) for name, fact in facts.items()},
+            checks=tuple(map(_check_from, checks)),
+        )
+
+
+def _check_from(data: Any) -> Check:
+    """A check as another host describes it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    names = set(Check.__slots__)
+    if not isinstance(data, dict) or not {"name", "found"} <= data.keys() <= names:
+        raise ValueError("not a check")
+    if not all(isinstance(text, str) for text in data.values()):
+        raise ValueError("a check consists of texts")
+    verdicts: dict[str, Verdict] = {word: word for word in get_args(Verdict)}
+    verdict = verdicts.get(data.get("verdict", "ok"))
+    if verdict is None:
+        raise ValueError("an unknown verdict")
+    name, found, remedy = (
+        printable(data.get(name, "")) for name in ("name", "found", "remedy")
+    )
+    return Check(name=name, found=found, verdict=verdict, remedy=remedy)
 
 
 def report(version: str, coordinator: str | None = None) -> Report:
@@ -249,9 +285,9 @@ def _port(port: int) -> Check:
 
 def _coordinator(coordinator: str) -> Check:
     """Whether the place to meet has an address, seen from here."""
-    host, _, port = coordinator.rpartition(":")
+    host, port = split_address(coordinator)
     try:
-        where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         return Check(
             name="coordinator",

@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from whalejax.meshes.checks import Arguments, check_fields, is_printable, shown
 from whalejax.meshes.displays import Shown
-from whalejax.meshes.kinds import DeviceKind, Platform
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.dtypes import dtype_name
+from whalejax.meshes.kinds import MOST_NUMBER, DeviceKind, Platform, check_name
+from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import quoted
 from whalejax.meshes.topology import COMPILERS as COMPILERS
 from whalejax.meshes.topology import CompilerProfile as CompilerProfile
 from whalejax.meshes.topology import Level as Level
@@ -59,6 +62,7 @@ class Cluster(Shown):
     _slowest: dict[str, DeviceKind] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, "cluster")
         problems = Problems("cluster")
         _check_nodes(self.nodes, problems)
         _check_levels(self, problems)
@@ -102,8 +106,9 @@ class Cluster(Shown):
             >>> [mixed.slowest_for(t).name for t in ("float16", "bfloat16")]
             ['rtx3090', 'v100-32']
         """
-        found = self._slowest.get(dtype)
+        found = self._slowest.get(dtype) if isinstance(dtype, str) else None
         if found is None:
+            dtype_name(dtype)  # says what is wrong with it
             found = min(self._kinds, key=lambda kind: _speed(kind, dtype))
             self._slowest[dtype] = found
         return found
@@ -165,6 +170,12 @@ class Cluster(Shown):
             80.0
         """
 
+        problems = Arguments("with_prices")
+        if problems.of("prices", prices, Mapping, "prices by the name of a kind"):
+            for name, price in prices.items():
+                problems.number(f"prices[{shown(name)}]", price, above=0)
+        problems.raise_if_any()
+
         def priced(kind: DeviceKind) -> DeviceKind:
             given = prices.get(kind.name, kind.price_per_hour)
             return dataclasses.replace(kind, price_per_hour=given)
@@ -196,6 +207,11 @@ class Cluster(Shown):
             >>> print(cluster("h100:4x8").part(16))
             16×H100 (2 nodes of 8, nvlink + infiniband)
         """
+        problems = Arguments("part")
+        if problems.whole("num_devices", num_devices, least=1, most=self.num_devices):
+            most = self.num_devices - num_devices
+            problems.whole("first", first, most=most)
+        problems.raise_if_any()
         left, levels = num_devices, []
         for place, level in enumerate(self.levels):
             size = math.gcd(level.size, left)
@@ -245,6 +261,10 @@ class Cluster(Shown):
             4294967296
         """
 
+        problems = Arguments("with_memory")
+        problems.whole("memory_bytes", memory_bytes, least=1)
+        problems.raise_if_any()
+
         def changed(kind: DeviceKind) -> DeviceKind:
             sources = tuple(s for s in kind.sources if s.field != "memory_bytes")
             return dataclasses.replace(kind, memory_bytes=memory_bytes, sources=sources)
@@ -269,12 +289,16 @@ class Cluster(Shown):
         """
         from whalejax.meshes.files import from_data
 
+        problems = Arguments("Cluster.from_json")
+        problems.of("data", data, Mapping, "what Cluster.to_json gave")
+        problems.raise_if_any()
         return from_data(data, "cluster")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a TOML file that ``load`` reads back."""
         from whalejax.meshes.files import save
 
+        _check_path("Cluster.save", path)
         save(self, path)
 
     @classmethod
@@ -286,6 +310,7 @@ class Cluster(Shown):
         """
         from whalejax.meshes.files import load
 
+        _check_path("Cluster.load", path)
         return load(path)
 
     @classmethod
@@ -297,6 +322,7 @@ class Cluster(Shown):
         """
         from whalejax.meshes.paddle import load
 
+        _check_path("Cluster.from_paddle", path)
         return load(path)
 
     @classmethod
@@ -312,6 +338,9 @@ class Cluster(Shown):
         """
         from whalejax.meshes.detect import detect
 
+        problems = Arguments("Cluster.detect")
+        problems.switch("calibrate", calibrate)
+        problems.raise_if_any()
         return detect(calibrate=calibrate)
 
 
@@ -331,7 +360,18 @@ def cluster(text: str) -> Cluster:
     """
     from whalejax.meshes.grammar import parse
 
+    if not is_printable(text):
+        raise WhaleError(
+            f"cluster: text is {shown(text)}; expected such as 'h100:8', 'v5p:4x4x4' "
+            "or a .toml file"
+        )
     return parse(text)
+
+
+def _check_path(title: str, path: object) -> None:
+    problems = Arguments(title)
+    problems.path("path", path)
+    problems.raise_if_any()
 
 
 def _speed(kind: DeviceKind, dtype: str) -> tuple[float, float]:
@@ -368,19 +408,28 @@ def check_level(index: int, level: Level, problems: Problems) -> None:
         level: the level.
         problems: where to record it.
     """
-    where = f"levels.{index} ({level.name})"
+    where = f"levels.{index} ({quoted(level.name, str)})"
+    check_name(f"levels.{index}.name", level.name, problems)
     if level.size < 1:
         problems.add(f"{where}.size: got {level.size}, expected at least 1")
     speed = level.bandwidth_bytes_per_second
-    if not (speed > 0 and math.isfinite(speed)):
+    if not 0 < speed <= MOST_NUMBER:
         problems.add(
             f"{where}.bandwidth_bytes_per_second: got {speed}, expected a number "
             f"above zero"
         )
     wait = level.latency_seconds
-    if not (wait >= 0 and math.isfinite(wait)):
+    if not 0 <= wait <= MOST_NUMBER:
         problems.add(f"{where}.latency_seconds: got {wait}, expected at least zero")
-    if level.peers and (level.peers < level.size - 1 or level.torus or level.shared):
+    for collective, factor in level.slowdown:
+        check_name(f"levels.{index}.slowdown", collective, problems)
+        if not 0 < factor <= MOST_NUMBER:
+            problems.add(
+                f"{where}.slowdown.{quoted(collective, str)}: got {factor}, expected a "
+                "factor above zero"
+            )
+    joined_to_all = level.peers >= level.size - 1
+    if level.peers and (not joined_to_all or level.torus or level.shared):
         problems.add(
             f"{where}.peers: got {level.peers}, expected at least {level.size - 1}, so "
             "that each member has a link to every other, and neither torus nor shared; "
@@ -409,7 +458,7 @@ def _check_links(cluster: Cluster, problems: Problems) -> None:
         problems.add(f"links: expected {count} rows of {count} numbers, or none")
         return
     for a, row in enumerate(links):
-        bad = [b for b, x in enumerate(row) if a != b and not 0 < x < math.inf]
+        bad = [b for b, x in enumerate(row) if a != b and not 0 < x <= MOST_NUMBER]
         if bad:
             problems.add(
                 f"links.{a}.{bad[0]}: got {row[bad[0]]}, expected bytes per second "

@@ -6,6 +6,7 @@ off its arrays; here the two meet.
 
 from __future__ import annotations
 
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import WhaleError
 
 
@@ -45,6 +46,11 @@ def dtype_name(dtype: str) -> str:
         >>> dtype_name("bfloat16"), dtype_name("float8_e4m3fn"), dtype_name("f32")
         ('bf16', 'f8', 'f32')
     """
+    if not isinstance(dtype, str):
+        raise WhaleError(
+            f"dtype is {shown(dtype)}; expected the name of an element type, one of "
+            f"{', '.join(DTYPES)}"
+        )
     if dtype in FALLBACKS:
         return dtype
     if dtype in _NUMPY_NAMES:
@@ -54,6 +60,6 @@ def dtype_name(dtype: str) -> str:
     if dtype.startswith(("int", "uint")):
         return "f32"
     raise WhaleError(
-        f"element type {dtype!r} has no FLOP/s; expected one of {', '.join(DTYPES)} or "
-        f"numpy's name of a floating or integer type"
+        f"element type {shown(dtype)} has no FLOP/s; expected one of "
+        f"{', '.join(DTYPES)} or numpy's name of a floating or integer type"
     )

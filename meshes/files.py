@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -44,19 +43,20 @@ from whalejax.meshes.kinds import (
     TimedModel,
 )
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.reading import Unreadable, check_depth, parse_toml, read_text
 from whalejax.meshes.tables import Table, toml_text
 
 
 def load(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster from a TOML file."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_toml(read_text(path))
     except FileNotFoundError:
         raise WhaleError(
             f"cluster file {os.fspath(path)!r} does not exist. "
             f"whalejax calibrate -o {os.fspath(path)} writes one for this machine"
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, Unreadable) as error:
         raise WhaleError(
             f"cluster file {os.fspath(path)!r} cannot be read as TOML: {error}"
         ) from error
@@ -124,6 +124,10 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
         WhaleError: with every problem.
     """
     problems = Problems(title)
+    try:
+        check_depth(data)
+    except Unreadable as error:
+        raise WhaleError(f"{title}: {error}") from None
     top = Table(data, "", problems)
     facts = _compiler(top.table("compiler")) if "compiler" in top else {}
     tables = top.table("kinds")
@@ -304,6 +308,7 @@ def _nodes(
 ) -> tuple[Node, ...]:
     """The nodes in order; kinds that the file does not define are the catalogue's."""
     nodes: list[Node] = []
+    total = 0
     for table in tables:
         name = table.text("kind")
         count, repeat = table.integer("count"), table.integer("repeat", 1)
@@ -311,9 +316,11 @@ def _nodes(
         for key, value in (("count", count), ("repeat", repeat)):
             if value < 1:
                 table.problem(key, value, "at least 1")
-        if count * repeat > MAX_DEVICES:
-            table.problem("count", count * repeat, f"at most {MAX_DEVICES} devices")
+        here = max(count, 0) * max(repeat, 0)
+        if total + here > MAX_DEVICES:
+            table.problem("count", total + here, f"at most {MAX_DEVICES} devices")
             continue
+        total += here
         if name in kinds:
             nodes += [Node(kind=kinds[name], count=count)] * repeat
         elif name and name not in defined:
@@ -351,12 +358,17 @@ def _links(tables: list[Table], count: int) -> tuple[tuple[float, ...], ...]:
             table.problem("source", table.data.get("source"), f"{number}, in order")
         rates = dict(table.table("bytes_per_second").numbers())
         table.done()
-        stray = [key for key in rates if not key.isdigit() or int(key) >= count]
+        stray = [key for key in rates if not _is_device(key, count)]
         for key in stray:
             table.problem(f"bytes_per_second.{key}", key, f"0 to {count - 1}")
         # What is missing is found by the cluster, as a rate of zero.
         rows.append(tuple(rates.get(str(other), 0.0) for other in range(count)))
     return tuple(rows)
+
+
+def _is_device(key: str, count: int) -> bool:
+    """Whether a key is the number of one of so many devices."""
+    return key.isdecimal() and len(key) < 10 and int(key) < count
 
 
 def _default_levels(

@@ -15,9 +15,13 @@ from whalejax.meshes.catalogue import Entry, Link, Torus, entry, kind_names
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
 from whalejax.meshes.fitted import WHOLE, Achieved, constants
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import quoted
 
 
 MAX_DEVICES = 2**20
+
+MOST_TEXT = 1000
+"""Characters of a cluster's text."""
 
 GRAMMAR = f"""\
 A cluster is written as one of
@@ -64,7 +68,12 @@ def parse(text: str) -> Cluster:
         return Cluster.load(stripped)
     if stripped.lower().endswith(".json"):
         return Cluster.from_paddle(stripped)
-    problems = Problems(f"cluster {text!r}")
+    problems = Problems(f"cluster {quoted(text)}")
+    if len(stripped) > MOST_TEXT:
+        raise WhaleError(
+            f"cluster {quoted(text)}: expected at most {MOST_TEXT} characters. "
+            "Describe a large cluster in a TOML file"
+        )
     terms = stripped.lower().split("+")
     parts = [part for term in terms if (part := _part(term, problems)) is not None]
     _check_together(parts, problems)
@@ -96,7 +105,11 @@ def _part(term: str, problems: Problems) -> _Part | None:
     except WhaleError as error:
         problems.add(str(error))
         return None
-    numbers = [int(n) for n in match[2].split("x")]
+    digits = match[2].split("x")
+    if max(map(len, digits)) > len(str(MAX_DEVICES)):
+        problems.add(f"{term!r}: expected at most {MAX_DEVICES} devices")
+        return None
+    numbers = [int(n) for n in digits]
     if 0 in numbers:
         problems.add(f"{term!r} has a 0, expected numbers of at least 1")
         return None

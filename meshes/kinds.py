@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.fitted import constants, pace_of, shape_share
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -25,6 +27,14 @@ PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 VOLTA = 7
 """The last generation of GPUs for which no attention kernel is written."""
+
+MOST_MEMORY_BYTES = 2**50
+"""Of one device and of its share of a host; the largest hosts have a thirtieth."""
+
+MOST_NUMBER = 1e24
+"""Of a rate, a time or a price: beyond it products of them are no numbers."""
+
+MOST_CORES = 10**6
 
 KEPT_BYTES = 2**25
 """Largest block of memory that glibc's malloc may keep when it is freed, where the
@@ -49,6 +59,9 @@ class Source:
     title: str = ""
     date: str
 
+    def __post_init__(self) -> None:
+        check_fields(self, "source")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulPoint:
@@ -64,6 +77,9 @@ class MatmulPoint:
     flops_per_second: float
     batch: int = 1
 
+    def __post_init__(self) -> None:
+        check_fields(self, "matmul point")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandwidthPoint:
@@ -71,6 +87,9 @@ class BandwidthPoint:
 
     moved_bytes: int
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "bandwidth point")
 
 
 FILLED = (64, 256, 512)
@@ -109,6 +128,9 @@ class TimedModel:
     seconds: float
     predicted_seconds: float
     title: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "timed model")
 
 
 class _Curve:
@@ -303,6 +325,8 @@ class DeviceKind:
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
             batch: how many of them one operation does.
         """
+        for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
+            _check_amount(name, side, above_zero=True)
         if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
             dtype = "tf32"
         if dtype_name(dtype) == "bf16" and self.widens_bfloat16:
@@ -354,6 +378,7 @@ class DeviceKind:
             >>> seconds >= 2 * 4096**3 / kind.peak_flops("bf16")
             True
         """
+        _check_amount("count", count, above_zero=True)
         rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
         return 2.0 * m * k * n * count / rate
 
@@ -377,6 +402,9 @@ class DeviceKind:
 
         Blocks of up to ``KEPT_BYTES`` cost nothing: they are had from what was freed.
         """
+        if isinstance(nbytes, np.ndarray):
+            raise WhaleError("nbytes is an array; expected one number of bytes")
+        _check_amount("nbytes", nbytes)
         if self.fresh_bytes_per_second is None or nbytes <= KEPT_BYTES:
             return 0.0
         return nbytes / self.fresh_bytes_per_second
@@ -389,6 +417,7 @@ class DeviceKind:
         >>> kind.turned_seconds(2**20) == kind.elementwise_seconds(2 * 2**20)
         True
         """
+        _check_amount("nbytes", nbytes)
         if self.turned_bytes_per_second is None:
             return self.elementwise_seconds(2 * nbytes)
         return nbytes / self.turned_bytes_per_second
@@ -405,6 +434,8 @@ class DeviceKind:
             >>> 1.0 < device_kind("a100-80").elementwise_seconds(2.039e12) < 2.0
             True
         """
+        _check_amount("moved_bytes", moved_bytes)
+        _check_amount("transcendentals", transcendentals)
         seconds: Any
         if self._memory is None:
             seconds = moved_bytes / self.achieved_bytes_per_second
@@ -419,19 +450,87 @@ class DeviceKind:
         return seconds
 
 
+def _check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no number of bytes or elements.
+
+    Of arrays of bytes, of which a search makes many, only the type is looked at.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+        if not above_zero or (value.size and value.min() > 0):
+            return
+    most = LARGEST if above_zero else 1e300
+    value = value.item() if isinstance(value, np.number) else value
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if known and 0 <= value <= most and (value > 0 or not above_zero):
+        return
+    least = "above 0" if above_zero else "of at least zero"
+    raise WhaleError(f"{name} is {shown(value)}; expected a number {least}")
+
+
+def check_name(where: str, name: str, problems: Problems) -> None:
+    """Record a name that cannot be shown as it is.
+
+    Args:
+        where: the parameter, for the message.
+        name: of a kind, a level or whatever else reaches terminals and charts.
+        problems: where to record it.
+    """
+    if not isinstance(name, str) or not is_shown_as_written(name):
+        problems.add(
+            f"{where}: got {as_json(name)}, expected text without control characters "
+            "and marks of direction"
+        )
+    elif len(name) > MOST_NAME:
+        problems.add(
+            f"{where}: got {quoted(name)}, expected at most {MOST_NAME} characters"
+        )
+
+
 def _check(kind: DeviceKind) -> None:
-    """Raise if a number of a kind cannot be one."""
-    problems = Problems(f"device kind {kind.name!r}")
+    """Raise if a name or a number of a kind cannot be one."""
+    title = f"device kind {shown(kind.name)}"
+    check_fields(kind, title)
+    problems = Problems(title)
+    _check_names(kind, problems)
+    for path, value in _positive_numbers(kind).items():
+        most = MOST_MEMORY_BYTES if path in _MEMORIES else MOST_NUMBER
+        if value is None or (is_number(value) and 0 < value <= most):
+            continue
+        if is_number(value) and value > most:
+            limit = f"{most}" if path in _MEMORIES else f"{most:g}"
+            problems.add(
+                f"{path}: got {quoted(value)}, expected a number above zero, "
+                f"at most {limit}"
+            )
+        else:
+            problems.add(f"{path}: got {shown(value)}, expected a number above zero")
+    _check_rates(kind, problems)
+    problems.raise_if_any()
+
+
+def _check_names(kind: DeviceKind, problems: Problems) -> None:
+    if not kind.name:
+        problems.add("name: got '', expected a name")
+    for field_name in ("name", "label"):
+        check_name(field_name, getattr(kind, field_name), problems)
+    for place, source in enumerate(kind.sources):
+        for part in ("field", "url", "title", "date"):
+            check_name(f"sources.{place}.{part}", getattr(source, part), problems)
+    for place, timed in enumerate(kind.timed_models):
+        for part in ("weights", "title"):
+            check_name(f"timed_models.{place}.{part}", getattr(timed, part), problems)
     if kind.platform not in PLATFORMS:
         problems.add(
-            f"platform: got {kind.platform!r}, expected one of {', '.join(PLATFORMS)}"
+            f"platform: got {quoted(kind.platform)}, expected one of "
+            f"{', '.join(PLATFORMS)}"
         )
     if kind.curve and kind.curve not in constants().platforms:
         known = ", ".join(constants().platforms)
-        problems.add(f"curve: got {kind.curve!r}, expected one of {known}, or nothing")
-    for path, value in _positive_numbers(kind).items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number above zero")
+        given = shown(kind.curve)
+        problems.add(f"curve: got {given}, expected one of {known}, or nothing")
+
+
+def _check_rates(kind: DeviceKind, problems: Problems) -> None:
     known = ", ".join(DTYPES)
     if not kind.flops_per_second:
         problems.add(f"flops_per_second: got none, expected at least one of {known}")
@@ -439,16 +538,25 @@ def _check(kind: DeviceKind) -> None:
     named += [("matmul_points", p.dtype) for p in kind.matmul_points]
     for path, dtype in named:
         if dtype not in DTYPES:
-            problems.add(f"{path}: got {dtype!r}, expected one of {known}")
+            problems.add(f"{path}: got {shown(dtype)}, expected one of {known}")
     if not 0 < kind.efficiency <= 1:
         problems.add(
-            f"efficiency: got {kind.efficiency}, expected a fraction above 0, at most 1"
+            f"efficiency: got {shown(kind.efficiency)}, expected a fraction above 0, "
+            "at most 1"
         )
     for path in ("op_overhead_seconds", "matmul_half_size"):
         value = getattr(kind, path)
-        if not (value >= 0 and math.isfinite(value)):
-            problems.add(f"{path}: got {value}, expected a number of at least zero")
-    problems.raise_if_any()
+        if not (is_number(value) and 0 <= value <= MOST_NUMBER):
+            said = shown(value)
+            problems.add(f"{path}: got {said}, expected a number of at least zero")
+    if not is_whole(kind.cores, 0, MOST_CORES):
+        problems.add(
+            f"cores: got {shown(kind.cores)}, expected 0 to {MOST_CORES}; leave it "
+            "out where tiles of a product do not matter"
+        )
+
+
+_MEMORIES = frozenset(("memory_bytes", "host_memory_bytes"))
 
 
 def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:

@@ -3,30 +3,44 @@
 Every host starts this for itself. The one that has the coordinator's address listens
 there, on the very port; the others come to it with what was found on them. It takes the
 time of each clock, compares, and gives all of it to all. Plain sockets and lines of
-JSON: where versions of JAX differ, JAX cannot be asked.
+JSON: where versions of JAX differ, JAX cannot be asked. Each visitor has a thread of
+its own, so that one that says nothing, or nonsense, keeps nobody from being heard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from whalejax.meshes.checkup import CLOCK_SECONDS, Check, Report
+from whalejax.meshes.launched import split_address
+from whalejax.meshes.links import (
+    ANSWER_SECONDS,
+    Link,
+    Stranger,
+    greet,
+    listener,
+    receive,
+)
 from whalejax.meshes.problems import WhaleError
 
 
-GREETING: Final = {"whalejax": "doctor"}
+PURPOSE: Final = "doctor"
 ROUNDS: Final = 5
 """Times that a clock is asked; the quickest answer counts."""
 
+AT_ONCE: Final = 64
+"""Visitors more than are expected that are heard at once; others wait."""
+
 _PAUSE_SECONDS: Final = 0.2
+_MOST_BYTES_OF_ALL: Final = 1 << 26  # of what all hosts have, told by the coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +66,29 @@ class Met:
 
     @classmethod
     def from_document(cls, data: dict[str, Any]) -> Met:
-        """What ``document`` described."""
+        """What ``document`` described.
+
+        Raises:
+            ValueError: it is no such document.
+        """
+        hosts = data.get("hosts")
+        if not isinstance(hosts, list) or not hosts:
+            raise ValueError("no hosts")
+        between = Report.from_document(
+            {"host": "", "facts": {}, "checks": data.get("between")}
+        )
         return cls(
-            reports=tuple(map(Report.from_document, data["hosts"])),
-            between=tuple(Check(**check) for check in data["between"]),
+            reports=tuple(map(Report.from_document, hosts)), between=between.checks
         )
 
 
-def meet(mine: Report, coordinator: str, count: int, timeout_seconds: float) -> Met:
+def meet(
+    mine: Report,
+    coordinator: str,
+    count: int,
+    timeout_seconds: float,
+    key: bytes = b"",
+) -> Met:
     """Meet the other hosts.
 
     Args:
@@ -67,104 +96,123 @@ def meet(mine: Report, coordinator: str, count: int, timeout_seconds: float) -> 
         coordinator: ``"host:port"``.
         count: of all that come, this one too.
         timeout_seconds: after which those that have not come are missed.
+        key: a secret that all know, and prove to know; empty where there is none.
 
     Raises:
         WhaleError: the coordinator cannot be reached, or something else listens there.
     """
     end = time.monotonic() + timeout_seconds
-    listener = _listener(coordinator)
-    if listener is None:
-        return _come(mine, coordinator, end, timeout_seconds)
-    with listener:
-        return _receive(mine, coordinator, count, listener, end)
-
-
-def split_address(coordinator: str) -> tuple[str, int]:
-    """Host and port of an address.
-
-    Raises:
-        WhaleError: it is no ``"host:port"``.
-
-    >>> split_address("node0:8476")
-    ('node0', 8476)
-    """
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise WhaleError(
-            f"--coordinator is {coordinator!r}; expected HOST:PORT, such as node0:8476"
-        )
-    return host, int(port)
+    found = _listener(coordinator)
+    if found is None:
+        return _come(mine, coordinator, end, timeout_seconds, key)
+    with found:
+        return _Reception(mine, coordinator, count, key).receive(found, end)
 
 
 def _listener(coordinator: str) -> socket.socket | None:
     """A socket at the coordinator's address; None where that is elsewhere or taken."""
     host, port = split_address(coordinator)
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
+        return listener(host, port)
+    except socket.gaierror as error:
         raise WhaleError(
             f"--coordinator {coordinator}: {host} has no address here "
             f"({error.strerror}). Give an address of its network"
         ) from error
-    found = socket.socket(family, kind, proto)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind(address)
-        found.listen()
     except OSError as error:
-        found.close()
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise WhaleError(
             f"--coordinator {coordinator} cannot be listened at ({error.strerror}). "
             "Give another port"
         ) from error
-    return found
 
 
 # The coordinator's host.
 
 
-def _receive(
-    mine: Report, coordinator: str, count: int, listener: socket.socket, end: float
-) -> Met:
-    came: list[tuple[IO[Any], Report]] = []
-    clocks = []
-    with contextlib.ExitStack() as stack:
-        while len(came) < count - 1 and time.monotonic() < end:
-            listener.settimeout(max(0.05, end - time.monotonic()))
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                link = stack.enter_context(listener.accept()[0])
-                link.settimeout(max(0.05, end - time.monotonic()))
-                lines: IO[Any] = stack.enter_context(
-                    link.makefile("rw", encoding="utf-8")
-                )
-                _tell(lines, GREETING)
-                found = Report.from_document(_told(lines))
-                clocks.append((found.host, *_offset(lines)))
-                came.append((lines, found))
-        reports = (mine, *(found for _, found in came))
+class _Reception:
+    """Hears those that come, several at once, until all came or time is up."""
+
+    def __init__(self, mine: Report, coordinator: str, count: int, key: bytes) -> None:
+        self._mine = mine
+        self._coordinator = coordinator
+        self._count = count
+        self._key = key
+        self._came: list[tuple[Link, Report, tuple[float, float]]] = []
+        self._links: set[Link] = set()
+        self._changed = threading.Condition()
+
+    def receive(self, found: socket.socket, end: float) -> Met:
+        """Hear who comes to a listener, and tell all what was found."""
+        room = threading.BoundedSemaphore(self._count + AT_ONCE)
+        accepting = threading.Thread(
+            target=self._accept, args=(found, room), daemon=True
+        )
+        accepting.start()
+        with self._changed:
+            self._changed.wait_for(self._is_full, max(0.0, end - time.monotonic()))
+            came = list(self._came)
+        # Who waits in accept() is not woken by close() alone.
+        with contextlib.suppress(OSError):
+            found.shutdown(socket.SHUT_RDWR)
+        reports = (self._mine, *(report for _, report, _ in came))
         between = (
-            _attendance(coordinator, count, reports),
+            _attendance(self._coordinator, self._count, reports),
             *compared(reports),
-            *_clocks(clocks),
+            *_clocks([(report.host, *clock) for _, report, clock in came]),
         )
         met = Met(reports=reports, between=between)
-        for lines, _ in came:
+        for link, _, _ in came:
             with contextlib.suppress(OSError):
-                _tell(lines, met.document())
-    return met
+                link.tell(met.document())
+        with self._changed:
+            for link in self._links:
+                link.close()
+        return met
+
+    def _is_full(self) -> bool:
+        return len(self._came) >= self._count - 1
+
+    def _accept(self, found: socket.socket, room: threading.BoundedSemaphore) -> None:
+        while True:
+            room.acquire()
+            try:
+                link = Link(found.accept()[0])
+            except OSError:  # all has ended
+                return
+            with self._changed:
+                self._links.add(link)
+            threading.Thread(target=self._hear, args=(link, room), daemon=True).start()
+
+    def _hear(self, link: Link, room: threading.BoundedSemaphore) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            receive(link, PURPOSE, self._key)
+            found = Report.from_document(link.told())
+            clock = _offset(link)
+            with self._changed:
+                if not self._is_full():
+                    self._came.append((link, found, clock))
+                    self._changed.notify_all()
+                    return  # it is told at the end what was found
+        with self._changed:
+            self._links.discard(link)
+        link.close()
+        room.release()
 
 
-def _offset(lines: IO[Any]) -> tuple[float, float]:
+def _offset(link: Link) -> tuple[float, float]:
     """How far another clock is ahead, and how sure that is, in seconds."""
     best = (0.0, math.inf)
     for _ in range(ROUNDS):
         before = time.time()
-        _tell(lines, {"time": before})
-        there = float(_told(lines)["time"])
+        link.tell({"time": before})
+        told = link.told()
+        there = told.get("time") if isinstance(told, dict) else None
+        if isinstance(there, bool) or not isinstance(there, int | float):
+            raise ValueError("no time")
+        if not abs(there) < 1e11:
+            raise ValueError("no time of a clock")
         after = time.time()
         if (after - before) / 2 < best[1]:
             best = there - (before + after) / 2, (after - before) / 2
@@ -233,23 +281,27 @@ def _clocks(clocks: Sequence[tuple[str, float, float]]) -> list[Check]:
 # The other hosts.
 
 
-def _come(mine: Report, coordinator: str, end: float, timeout_seconds: float) -> Met:
+def _come(
+    mine: Report, coordinator: str, end: float, timeout_seconds: float, key: bytes
+) -> Met:
     address = split_address(coordinator)
     refused = "nothing was tried"
     while time.monotonic() < end:
         try:
-            with (
-                socket.create_connection(address, end - time.monotonic()) as link,
-                link.makefile("rw", encoding="utf-8") as lines,
-            ):
-                return _visit(mine, lines)
+            link = Link(
+                socket.create_connection(address, max(0.01, end - time.monotonic())),
+                most_bytes=_MOST_BYTES_OF_ALL,
+            )
+            with contextlib.closing(link):
+                return _visit(mine, link, end, key)
         except ConnectionRefusedError as error:  # it has not begun yet
             refused = str(error.strerror)
             time.sleep(_PAUSE_SECONDS)
         except (ValueError, TimeoutError) as error:
+            why = f" ({error})" if isinstance(error, Stranger) else ""
             raise WhaleError(
                 f"what listens at {coordinator} is not whalejax doctor, or does not "
-                "answer. Stop it, or give another port"
+                f"answer{why}. Stop it, or give another port"
             ) from error
         except OSError as error:
             refused = str(error.strerror or error)
@@ -261,24 +313,14 @@ def _come(mine: Report, coordinator: str, end: float, timeout_seconds: float) ->
     )
 
 
-def _visit(mine: Report, lines: IO[Any]) -> Met:
-    if _told(lines) != GREETING:
-        raise ValueError("another greeting")
-    _tell(lines, mine.document())
+def _visit(mine: Report, link: Link, end: float, key: bytes) -> Met:
+    greet(link, PURPOSE, key, max(0.01, end - time.monotonic()))
+    link.tell(mine.document())
     while True:
-        told = _told(lines)
+        # It tells what was found when its own time is up, which began with its start.
+        told = link.told(max(0.01, end - time.monotonic()) + ANSWER_SECONDS)
+        if not isinstance(told, dict):
+            raise ValueError("neither a time nor what was found")
         if "hosts" in told:
             return Met.from_document(told)
-        _tell(lines, {"time": time.time()})
-
-
-def _tell(lines: IO[Any], data: object) -> None:
-    lines.write(json.dumps(data) + "\n")
-    lines.flush()
-
-
-def _told(lines: IO[Any]) -> Any:
-    line = lines.readline()
-    if not line:
-        raise ConnectionResetError(errno.ECONNRESET, "the other side has closed")
-    return json.loads(line)
+        link.tell({"time": time.time()})

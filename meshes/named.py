@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.texts import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ def read_device(text: str, *, guess: bool = False) -> Device:
 
 def _one_device(text: str, guess: bool) -> Device:
     lowered = text.strip().lower().replace("_", "-")
-    counted = re.match(r"(\d+)\s*x\s*(.+)", lowered)
+    counted = re.match(r"([0-9]{1,9})\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
     name = re.sub(r"\b([rg]tx)(?=a?\d)", r"\1 ", counted[2] if counted else lowered)
     card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
@@ -190,10 +191,13 @@ def _unknown(text: str, name: str, count: int | None, guess: bool) -> Device:
     """A device of which nothing is known."""
     if not guess:
         raise WhaleError(
-            f"device {text!r} names no family of the catalogue; it has "
+            f"device {quoted(text)} names no family of the catalogue; it has "
             f"{', '.join(f for f, _ in _FAMILIES)}"
         )
-    found, notes = entries()[UNKNOWN], [f"device {text!r} is unknown: as {UNKNOWN}"]
+    found, notes = (
+        entries()[UNKNOWN],
+        [f"device {quoted(text)} is unknown: as {UNKNOWN}"],
+    )
     memory = _memory_of(name)
     if memory is not None:
         found = _with_memory([found], found, memory, notes)

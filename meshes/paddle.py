@@ -11,35 +11,39 @@ Bandwidths are in GB/s, latencies in ms, memory in GB; numbers may be written as
 GPUs compute, or where there are none, CPUs. Their kind is the catalogue's, found by the
 model's name: such a file has no bandwidth of memory. What no link joins is reached over
 CPUs and network cards, by the path whose narrowest link is widest; devices of a machine
-share its network cards.
+share its network cards. A link without a bandwidth has that which PaddlePaddle takes
+where it knows none, and ``topo`` is its other form: see ``paddle_topo``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final
 
 from whalejax.meshes.catalogue import Entry, entry
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
 from whalejax.meshes.grammar import node_levels
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.kinds import MOST_MEMORY_BYTES, DeviceKind
 from whalejax.meshes.named import read_device
+from whalejax.meshes.paddle_topo import NIC_BANDWIDTH, join_topo, topo_machines
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.reading import Unreadable, check_depth, parse_json, read_text
 from whalejax.meshes.tables import Table
 
 
 TYPES: Final = ("GPU", "CPU", "NIC", "SWITCH", "DCU", "XPU", "NPU")
-LINKS: Final = ("LOC", "SYS", "PHB", "PIX", "PIB", "NVL", "NVB", "NET")
+LINKS: Final = ("LOC", "SYS", "PHB", "PIX", "PIB", "NVL", "NVB", "NET", "NODE", "PXB")
+_MOST_GIGA: Final = 1e9
+"""In GB/s and GFLOP/s: more than any link or device has, by orders."""
+_MOST_MEMORY: Final = MOST_MEMORY_BYTES / 2**30
 _NUMBERS: Final = frozenset(
     ("global_id", "local_id", "sp_gflops", "dp_gflops", "hp_gflops", "memory", "width")
-    + ("source_global_id", "target_global_id", "bandwidth", "latency")
+    + ("source_global_id", "target_global_id", "bandwidth", "latency", "hop")
 )
 _GIGA: Final = 1e9
 _MEMORY_SLACK: Final = 0.08
@@ -65,6 +69,13 @@ class _File:
     links: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
 
+    def machines(self) -> dict[int, list[int]]:
+        """Numbers of the devices of each machine."""
+        found: dict[int, list[int]] = {}
+        for device in self.devices.values():
+            found.setdefault(device.machine, []).append(device.number)
+        return found
+
     def computing(self) -> list[_Device]:
         """The devices that compute, machine by machine."""
         devices = sorted(self.devices.values(), key=lambda d: (d.machine, d.number))
@@ -83,13 +94,13 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     """
     name = os.fspath(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(read_text(path))
     except FileNotFoundError:
         raise WhaleError(
             f"cluster file {name!r} does not exist. Files that end in .json are read "
             "as PaddlePaddle's descriptions of clusters"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, Unreadable) as error:
         raise WhaleError(
             f"cluster file {name!r} cannot be read as JSON: {error}"
         ) from error
@@ -107,6 +118,10 @@ def from_data(data: Any, title: str) -> Cluster:
         WhaleError: with every problem.
     """
     problems = Problems(title)
+    try:
+        check_depth(data)
+    except Unreadable as error:
+        raise WhaleError(f"{title}: {error}") from None
     found = _read(data, problems)
     problems.raise_if_any()
     devices = found.computing()
@@ -133,28 +148,41 @@ def from_data(data: Any, title: str) -> Cluster:
 def _read(data: Any, problems: Problems) -> _File:
     found = _File(problems=problems)
     top = Table(_as_numbers(data), "", problems)
-    machines = top.tables("machines")
+    apart = topo_machines(top)
+    machines = top.tables("machines") if apart is None else apart
     if not machines and not problems:
         problems.add("machines: missing, expected a list of at least one machine")
-    _check_alpha(top.table("alpha_latency"))
+    if apart is None or "alpha_latency" in top:
+        _check_alpha(top.table("alpha_latency"))
     top.done()
-    pending = []
-    for place, machine in enumerate(machines):
-        for key in ("hostname", "addr"):
-            machine.text(key, "")
-        port = machine.data.get("port", "")
-        machine.asked.append("port")
-        if not str(port).isdigit() and port != "":
-            machine.problem("port", port, "a number of a port")
-        for table in machine.tables("devices"):
-            _read_device(table, place, found)
-        pending += machine.tables("links")
-        machine.done()
+    pending = [table for i, m in enumerate(machines) for table in _machine(m, i, found)]
     for table in pending:
         _read_link(table, found)
+    if apart is not None and not problems:
+        for number, place in join_topo(found.machines(), found.links):
+            found.devices[number] = _Device(
+                number=number, machine=place, type="NIC", entry=None
+            )
     if not found.computing() and not problems:
         problems.add("machines: no GPU and no CPU among their devices, expected some")
     return found
+
+
+def _machine(machine: Table, place: int, found: _File) -> list[Table]:
+    """Read a machine's devices; its links, which name devices of all, are returned."""
+    for key in ("hostname", "addr", "device_type", "device_type_full"):
+        machine.text(key, "")
+    for key in ("sp_gflops", "dp_gflops", "memory", "bandwidth", "latency"):
+        machine.number(key, 0.0)
+    port = machine.data.get("port", "")
+    machine.asked.append("port")
+    if not (str(port).isdecimal() and len(str(port)) < 6) and port not in ("", None):
+        machine.problem("port", port, "a number of a port")
+    for table in machine.tables("devices"):
+        _read_device(table, place, found)
+    links = machine.tables("links")
+    machine.done()
+    return links
 
 
 def _as_numbers(data: Any, key: str = "") -> Any:
@@ -172,25 +200,41 @@ def _as_numbers(data: Any, key: str = "") -> Any:
     return data
 
 
+def _is_number(value: Any) -> bool:
+    """A number, or a text that is one."""
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 def _check_alpha(table: Table) -> None:
     """``alpha_latency`` is checked, and the catalogue's latencies are what counts."""
     for key in ("inter", "intra", "base"):
         inner = table.table(key)
-        for algorithm in ("ring", "tree"):
+        # ``base`` may give a third, for what is between machines.
+        algorithms = ("ring", "tree", "inter") if key == "base" else ("ring", "tree")
+        for algorithm in algorithms:
             value = inner.data.get(algorithm)
             inner.asked.append(algorithm)
-            known = value is None or value in LINKS
-            if not known and not isinstance(value, int | float):
+            known = value is None or (isinstance(value, str) and value in LINKS)
+            if not known and not _is_number(value):
                 inner.problem(algorithm, value, f"µs, or one of {', '.join(LINKS)}")
         inner.done()
-    table.number("switch", 0.0)
+    table.asked.append("switch")
+    switch = table.data.get("switch")
+    if switch is not None and not _is_number(switch):
+        table.problem("switch", switch, "µs")
     table.done()
 
 
 def _read_device(table: Table, machine: int, found: _File) -> None:
     number = table.integer("global_id")
-    table.integer("local_id", 0)
     kind = table.text("type")
+    if table.data.get("local_id") == kind:
+        table.asked.append("local_id")  # what PaddlePaddle writes of network cards
+    else:
+        table.integer("local_id", 0)
     model = table.text("model", "").strip()
     memory = table.number("memory", None)
     rates = {
@@ -210,8 +254,10 @@ def _read_device(table: Table, machine: int, found: _File) -> None:
         for k, v in zip(("sp", "dp", "hp"), rates.values(), strict=True)
     }
     for key, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
+        most = _MOST_MEMORY if key == "memory" else _MOST_GIGA
+        if value is not None and not 0 < value <= most:
             table.problem(key, value, "a number above zero")
+            return
     if number in found.devices:
         table.problem("global_id", number, "a number that no other device has")
         return
@@ -267,19 +313,25 @@ def _entry(
 def _read_link(table: Table, found: _File) -> None:
     ends = table.integer("source_global_id"), table.integer("target_global_id")
     kind = table.text("type")
-    bandwidth = table.number("bandwidth")
+    bandwidth = table.number("bandwidth", NIC_BANDWIDTH)
     latency = table.number("latency", None)
+    # How many switches there are on the way; latencies are given, or the catalogue's.
+    hop = 0 if table.data.get("hop") is None else table.integer("hop", 0)
+    table.asked.append("hop")
     table.done()
+    if hop < 0:
+        table.problem("hop", hop, "a whole number of at least zero")
     for key, number in zip(("source", "target"), ends, strict=True):
         if number not in found.devices:
             known = ", ".join(map(str, sorted(found.devices)[:12]))
             table.problem(f"{key}_global_id", number, f"a device's global_id: {known}")
+            return
     if kind not in LINKS:
         table.problem("type", kind, f"one of {', '.join(LINKS)}")
-    if not (bandwidth > 0 and math.isfinite(bandwidth)):
+    if not 0 < bandwidth <= _MOST_GIGA:
         table.problem("bandwidth", bandwidth, "GB/s above zero")
     if latency is not None:
-        if not (latency >= 0 and math.isfinite(latency)):
+        if not 0 <= latency <= _MOST_GIGA:
             table.problem("latency", latency, "ms, at least zero")
         found.latencies.append(latency * 1e-3)
     if ends in found.links:

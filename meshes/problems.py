@@ -9,10 +9,25 @@ package of the product can use it.
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Final
+
+from whalejax.meshes.texts import message
+
+
+MOST_LISTED: Final = 100
+"""Problems that one error lists; a damaged file can have one in every line."""
 
 
 class WhaleError(ValueError):
-    """Something the user gave cannot be used; the message says what to do about it."""
+    """Something the user gave cannot be used; the message says what to do about it.
+
+    Args:
+        text: the message; control characters in it are escaped, and a line of many
+            thousand characters is cut.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(message(str(text)))
 
 
 class Problems:
@@ -41,10 +56,12 @@ class Problems:
         self.title = title
         self.kind = kind
         self.messages: list[str] = []
+        self._known: set[str] = set()
 
     def add(self, text: str) -> None:
         """Record one problem; a text that was recorded before counts once."""
-        if text not in self.messages:
+        if text not in self._known:
+            self._known.add(text)
             self.messages.append(text)
 
     def extend(self, other: Problems) -> None:
@@ -63,9 +80,11 @@ class Problems:
         count = len(self.messages)
         noun = "problem" if count == 1 else "problems"
         lines = [f"{self.title if title is None else title}: {count} {noun}"]
-        for number, message in enumerate(self.messages, start=1):
-            indented = message.replace("\n", "\n     ")
+        for number, text in enumerate(self.messages[:MOST_LISTED], start=1):
+            indented = text.replace("\n", "\n     ")
             lines.append(f"  {number}. {indented}")
+        if count > MOST_LISTED:
+            lines.append(f"  … and {count - MOST_LISTED} more")
         return "\n".join(lines)
 
     def raise_if_any(

@@ -10,16 +10,27 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from whalejax.meshes.problems import Problems
+from whalejax.meshes.texts import (
+    MOST_NAME,
+    as_json,
+    clipped,
+    is_shown_as_written,
+    visible,
+)
 
 
 T = TypeVar("T")
 _MISSING: Any = object()
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_LONGEST_KEY = 60
+_HINTS = 20
+"""Unknown keys for which the nearest known one is looked up."""
 
 
 class Table:
@@ -45,14 +56,13 @@ class Table:
             self.problem("", data, "a table")
 
     def at(self, key: str) -> str:
-        """The path of one key."""
+        """The path of one key, as errors show it."""
+        key = clipped(visible(key), _LONGEST_KEY)
         return f"{self.path}.{key}" if self.path and key else self.path or key
 
     def problem(self, key: str, value: object, expected: str) -> None:
         """Record that a value is not what was expected."""
-        self.problems.add(
-            f"{self.at(key)}: got {json.dumps(value, default=str)}, expected {expected}"
-        )
+        self.problems.add(f"{self.at(key)}: got {as_json(value)}, expected {expected}")
 
     def __contains__(self, key: str) -> bool:
         return key in self.data
@@ -91,7 +101,10 @@ class Table:
         if value is _MISSING:
             return 1.0 if default is _MISSING else default
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                value = math.inf
         self.problem(key, value, "a number")
         return 1.0
 
@@ -105,7 +118,11 @@ class Table:
         if value is _MISSING:
             return "" if default is _MISSING else default
         if isinstance(value, str):
-            return value
+            if len(value) <= MOST_NAME and is_shown_as_written(value):
+                return value
+            what = "a string without control characters, of at most"
+            self.problem(key, value, f"{what} {MOST_NAME} characters")
+            return ""
         self.problem(key, value, "a string")
         return ""
 
@@ -145,13 +162,12 @@ class Table:
 
     def done(self) -> None:
         """Record every key that nothing asked for, with the nearest one that exists."""
-        for key in self.data:
-            if key not in self.asked:
-                near = difflib.get_close_matches(key, self.asked, n=1)
-                hint = f"Did you mean {near[0]}? " if near else ""
-                self.problems.add(
-                    f"{self.at(key)}: unknown key. {hint}Known: {', '.join(self.asked)}"
-                )
+        known = ", ".join(self.asked)
+        for place, key in enumerate(k for k in self.data if k not in self.asked):
+            looked_up = place < _HINTS and len(key) <= _LONGEST_KEY
+            near = difflib.get_close_matches(key, self.asked, n=1) if looked_up else []
+            hint = f"Did you mean {near[0]}? " if near else ""
+            self.problems.add(f"{self.at(key)}: unknown key. {hint}Known: {known}")
 
 
 def toml_text(data: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.meshes.checks import Arguments, check_fields
 from whalejax.meshes.kinds import DeviceKind, Platform
 
 
@@ -56,6 +57,9 @@ class Level:
     shared: bool = False
     peers: int = 0
 
+    def __post_init__(self) -> None:
+        check_fields(self, "level of a cluster")
+
     @property
     def whole(self) -> bool:
         """Axes that follow each other in the level cannot be priced one by one."""
@@ -91,6 +95,9 @@ class Node:
 
     kind: DeviceKind
     count: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, "node of a cluster")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +159,12 @@ class CompilerProfile:
     gathers_whole_torus: bool = True
     scatters_odd_tiles: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self, "compiler of a cluster")
+        problems = Arguments("compiler of a cluster")
+        problems.whole("lanes", self.lanes, least=1)
+        problems.raise_if_any()
+
     def under(self, options: Mapping[str, Any]) -> CompilerProfile:
         """What the compiler does under options that change collectives.
 
@@ -161,6 +174,9 @@ class CompilerProfile:
         >>> COMPILERS["tpu"].under({KEEPS_SCATTERS: True}).scatters_whole_torus
         True
         """
+        problems = Arguments("under")
+        problems.of("options", options, Mapping, "options of the compiler by name")
+        problems.raise_if_any()
         found = self
         for option, value in options.items():
             known, changed = _OPTIONS.get(option, (False, {}))

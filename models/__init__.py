@@ -15,6 +15,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from whalejax.meshes.checks import shown
+from whalejax.meshes.problems import WhaleError
 from whalejax.models._names import check_options, pick
 
 
@@ -81,6 +83,8 @@ def widened(name: str, overrides: Mapping[str, Any]) -> dict[str, int]:
     {'mlp': 22016}
     """
     module_name, size = pick(name, _NAMES, "model")
+    if not isinstance(overrides, Mapping):
+        raise WhaleError(f"overrides is {shown(overrides)}; expected options by name")
     sizes = importlib.import_module(f"whalejax.models.{module_name}").SIZES
     base, embed = sizes[size], overrides.get("embed")
     if not isinstance(embed, int) or not getattr(base, "embed", 0):

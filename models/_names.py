@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -34,10 +35,11 @@ def pick(name: str, choices: Mapping[str, Choice], what: str) -> Choice:
     >>> pick("b", {"a": 1, "b": 2}, "size")
     2
     """
-    if name in choices:
+    if isinstance(name, str) and name in choices:
         return choices[name]
+    near = _nearest(name, choices) if isinstance(name, str) else ""
     raise WhaleError(
-        f"no {what} is named {name!r}{_nearest(name, choices)}. "
+        f"no {what} is named {shown(name)}{near}. "
         f"There are: {', '.join(sorted(choices))}."
     )
 
@@ -142,7 +144,7 @@ def _check(name: str, value: Any, like: Any, problems: Problems) -> None:
         right = "dtype" not in name or _is_dtype(value)
         expected = f"one of {', '.join(DTYPES)}"
     if not right:
-        problems.add(f"{name} is {value!r}; expected {expected}.")
+        problems.add(f"{name} is {shown(value)}; expected {expected}.")
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.dimensions import Dimensions, roles_of
-from whalejax.planner.graph import ATTENTION, Graph, Mark, TaskGraph
+from whalejax.planner.graph import Graph, Mark, TaskGraph
 from whalejax.planner.layout import Table
 from whalejax.planner.pins import (
     Limits,
@@ -28,6 +28,7 @@ from whalejax.planner.pins import (
 from whalejax.planner.plan import PlanError
 from whalejax.planner.regions import expert_roles, weight_homes
 from whalejax.planner.rows import Rows
+from whalejax.planner.sequence import attended, meeting_in_values
 from whalejax.planner.terms import NO_EFFECT
 
 
@@ -92,6 +93,8 @@ class Options:
             PartitionSpec can name them there.
         sizes: of all roles, by index.
         homes: the TaskGraph that computes with each parameter, by tensor id.
+        stored: by tensor id, (dimension, mesh axis) of what metadata has stored so and
+            operations need all of.
     """
 
     choices: Mapping[int, Choice]
@@ -100,6 +103,7 @@ class Options:
     minor: frozenset[int]
     sizes: tuple[int, ...]
     homes: Mapping[int, int]
+    stored: Mapping[int, tuple[tuple[int, str], ...]]
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -240,17 +244,20 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
     limits = Limits(minor=rows.reading.minor, itself=cut_roles(graph, dims))
     experts = expert_roles(graph, dims)
     homes = weight_homes(graph, rows.weight)
-    fixed = metadata_pins(graph, dims, homes, limits, problems)
     weight = _weight_bytes(graph, dims)
     found: dict[int, Choice] = {}
     used = {0, *(op.task_graph for op in graph.ops)}
+    meetings = {index: _meetings(rows, index) for index in used}
+    fixed = metadata_pins(
+        graph, dims, homes, limits, {i: m[1] for i, m in meetings.items()}, problems
+    )
     for task_graph in graph.task_graphs:
         index = task_graph.index
         if index not in used:
             continue
-        present, meet, weighed = _meetings(rows, index)
+        present, meet, weighed = meetings[index]
         asked = mark_pins(task_graph, graph, dims, present, limits, problems)
-        pins = (*asked, *fixed.get(index, ()))
+        pins = (*asked, *fixed.computed.get(index, ()))
         check_together(pins, meet, problems)
         roles = weighed | {p.role for p in pins}
         usable = [r for r in roles if not limits.obstacle(dims.roles[r])]
@@ -274,6 +281,7 @@ def choices(graph: Graph, dims: Dimensions, rows: Rows, default: str | None) -> 
         minor=limits.minor,
         sizes=tuple(r.size for r in dims.roles),
         homes=homes,
+        stored=fixed.stored,
     )
 
 
@@ -339,21 +347,11 @@ def _meetings(
 
 def cut_roles(graph: Graph, dims: Dimensions) -> frozenset[int]:
     """Roles that meet themselves, as the sequence does in attention: context's own."""
-    found = _attended(graph, dims)
+    found = attended(graph, dims)
     for cut in dims.cuts:
         op = graph.ops[cut.op]
         found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
     return frozenset(found)
-
-
-def _attended(graph: Graph, dims: Dimensions) -> set[int]:
-    """The sequences of attention in blocks, where no scores meet themselves."""
-    return {
-        role
-        for op in graph.ops
-        if op.kind == ATTENTION
-        for role in dims.layouts[op.operands[1]][op.column]
-    }
 
 
 def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
@@ -363,11 +361,7 @@ def _sequence(graph: Graph, dims: Dimensions, rows: Rows) -> tuple[int, ...]:
     other, as an encoder's and a decoder's do, the longer one is taken.
     """
     batch = {r.index for r in dims.batch}
-    found = _attended(graph, dims)
-    for cut in dims.cuts:
-        op = graph.ops[cut.op]
-        if op.matmul is not None and not any(rows.weight[t] for t in op.operands):
-            found.update(dims.layouts[(op.operands + op.results)[cut.slot]][cut.dim])
+    found = meeting_in_values(graph, dims, rows.weight)
     met: dict[int, set[int]] = {}
     for row in rows.ops:
         roles = frozenset[int]().union(*(slot.roles for slot in row.slots))

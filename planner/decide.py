@@ -198,7 +198,8 @@ def searches(
     """One search for each policy of remat that may be worth it, the lightest first.
 
     Computing again takes time and gives memory: where every layout has enough with the
-    fewest micro-batches, no policy can be better than none. Attention in blocks is
+    fewest micro-batches, or those that lack some would be slower with enough than what
+    fits, no policy can be better than none. Attention in blocks is
     tried where scores are much of the work, or memory is short. Of very many meshes,
     only the promising ones are looked at.
     """
@@ -271,7 +272,7 @@ class _Searches:
         if request.attention is None and plain.options.sequence:
             if tight or score_share(self.graph) >= LEAST_SCORES:
                 self.policies(((ALL, "ring"),), asked)
-        if request.loss_chunks is None and tight:
+        if request.loss_chunks is None and self.gains(plain):
             self.policies(self.best_attention(), LOSS_CHUNKS)
         return self.found
 
@@ -286,6 +287,17 @@ class _Searches:
         """Some plan lacks memory, or has enough only in parts."""
         return not search.scored or any(not s.roomy for s in search.scored)
 
+    def gains(self, search: Search) -> bool:
+        """Some plan that lacks memory would be the fastest if it had enough.
+
+        What gives memory takes time: else nothing that does can be faster than what
+        fits.
+        """
+        best = self.best_seconds() * (1 + TIE)
+        return not search.scored or any(
+            not s.roomy and s.least_seconds <= best for s in search.scored
+        )
+
     def policies(self, attention: Chosen, chunks: int) -> None:
         """Search with one way of attention and of logits, under policies of remat."""
         asked, place = self.request.remat, len(self.found)
@@ -298,7 +310,7 @@ class _Searches:
         if not self.search(lightest, attention, chunks):
             return
         first = self.found[place][1]
-        for policy in others if self.tight(first) else ():
+        for policy in others if self.gains(first) else ():
             self.search(policy, attention, chunks)
 
     def search(self, remat: Remat, attention: Chosen, chunks: int) -> bool:

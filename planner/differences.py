@@ -10,22 +10,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from whalejax.meshes.checks import shown
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.display import SHOWN_ROWS, page_width
 from whalejax.planner.explain import gigabytes, mesh_words, milliseconds, spec_text
 from whalejax.planner.layout import shards
-from whalejax.planner.lines import Line, paragraph, plain, table
+from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.parameters import collective_words, collectives_of, homes
+from whalejax.planner.plan import LeafPlan, Plan, PlanError
 from whalejax.planner.roles import starred
 from whalejax.planner.terms import attention_words, precision_words, remat_words
 from whalejax.planner.traffic import by_sort
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan import LeafPlan, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +142,7 @@ class PlanDiff:
             width: columns of a line; None breaks none.
             all_rows: every parameter, not only those that change most.
         """
+        check_lines(width, all_rows)
         if not self:
             return [(("the plans are the same", ""),)]
         lines: list[Line] = []
@@ -242,6 +241,8 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     Args:
         before, after: of the same model or not, on any clusters.
     """
+    if not isinstance(after, Plan):
+        raise PlanError(f"other is {shown(after)}; expected a plan to compare with")
     return PlanDiff(
         changes=_changes(before, after),
         step=Shift(

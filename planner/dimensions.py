@@ -27,6 +27,7 @@ from whalejax.planner.graph import Graph, Op, Tensor
 from whalejax.planner.roles import Role as Role
 from whalejax.planner.roles import fold
 from whalejax.planner.roles import starred as starred
+from whalejax.planner.sequence import with_whole_operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Dimensions:
         seen: for (op, slot) where a cut changed it, the layout as that operation
             needs it; elsewhere the operation sees ``layouts``.
         cuts: the refused ties.
+        whole: of ``seen``, where an operation has all of a sequence that others shard.
     """
 
     roles: tuple[Role, ...]
@@ -89,6 +91,7 @@ class Dimensions:
     sizes: tuple[Layout, ...]
     seen: dict[tuple[int, int], Layout]
     cuts: tuple[Cut, ...]
+    whole: frozenset[tuple[int, int]] = frozenset()
 
     def find(self, name: str) -> Role | None:
         """The role that bears a name or alias, or None."""
@@ -374,10 +377,10 @@ def _analysed(same: _Same) -> Dimensions:
     graph = same.graph
     atoms = Atoms(graph)
     found = _dimensions(_Classes(atoms))
-    if not _dear(graph, found):
-        return found
-    other = _dimensions(_Classes(atoms, turned=True))
-    return min(found, other, key=lambda dims: _moved_bytes(graph, dims))
+    if _dear(graph, found):
+        other = _dimensions(_Classes(atoms, turned=True))
+        found = min(found, other, key=lambda dims: _moved_bytes(graph, dims))
+    return with_whole_operations(graph, found)
 
 
 def _moved_bytes(graph: Graph, dims: Dimensions) -> int:

@@ -25,7 +25,7 @@ from whalejax.planner.explain import (
     whole_dimensions,
     whole_reasons,
 )
-from whalejax.planner.lines import Line, paragraph, plain, table
+from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.parameters import parameter_rows
 from whalejax.planner.terms import NO_EFFECT, OBEYED
 from whalejax.planner.traffic import INSIDE, mesh_of, traffic
@@ -60,6 +60,7 @@ def page_width() -> int | None:
 
 def page(plan: Plan, *, all_rows: bool) -> str:
     """The plan as text, as wide as the terminal, or with whole lines without one."""
+    check_lines(None, all_rows)
     return plain(plan_lines(plan, page_width(), all_rows=all_rows))
 
 

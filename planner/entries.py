@@ -40,6 +40,8 @@ class LeafPlan:
         gathers: in a micro-batch, where it is stored in shards that no computation has.
         summed: mesh axes over which its gradient is summed.
         note: why something about it stays whole, or empty.
+        trained: it has a gradient and an optimizer. What has none is stored and read
+            as if it had; its ``gradient_spec`` and ``optimizer_spec`` say nothing.
     """
 
     path: str
@@ -54,6 +56,7 @@ class LeafPlan:
     gathers: int = 0
     summed: tuple[str, ...] = ()
     note: str = ""
+    trained: bool = True
 
     @property
     def nbytes(self) -> int:

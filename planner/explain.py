@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from whalejax.meshes.checks import shown
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import Tensor
 from whalejax.planner.layout import STAGE, Spec, shards
@@ -105,12 +106,13 @@ def leaf_note(
     return "; ".join(reasons)
 
 
-def no_such_leaf(plan: Plan, path: str) -> str:
+def no_such_leaf(plan: Plan, path: object) -> str:
     """Message for a path that no parameter has."""
     paths = [leaf.path for leaf in plan.leaves]
-    near = difflib.get_close_matches(path, paths, n=3, cutoff=0.3) or paths[:3]
+    text = path if isinstance(path, str) else ""
+    near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]
     return (
-        f"no parameter has the path {path!r} (the model has {len(paths)}). "
+        f"no parameter has the path {shown(path)} (the model has {len(paths)}). "
         f"Nearest: {', '.join(near)}"
     )
 
@@ -174,10 +176,12 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
     roles = {r.name: r for r in home.roles}
     for dim, names in enumerate(leaf.roles):
         lines.append(_why_dim(home, leaf, dim, names, roles))
+    state = f"optimizer state as {spec_text(leaf.optimizer_spec)}"
+    if not leaf.trained:
+        state = "not trained: without gradient and optimizer state"
     lines.append(
         f"  computed with as {spec_text(leaf.compute_spec)}, stored as "
-        f"{spec_text(leaf.param_spec)}, optimizer state as "
-        f"{spec_text(leaf.optimizer_spec)}"
+        f"{spec_text(leaf.param_spec)}, {state}"
     )
     if leaf.hosted:
         lines.append("  lies in host memory: layers come to the device to be read")
@@ -193,9 +197,9 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
 
 def _readers(plan: Plan, path: str) -> list[str]:
     """Which other stages read a parameter."""
+    back = ", and gives its gradient back" if plan.leaf(path).trained else ""
     found = dict.fromkeys(
-        f"  stage {stage} reads it too: once in a step it is given a copy, and gives "
-        "its gradient back"
+        f"  stage {stage} reads it too: once in a step it is given a copy{back}"
         for one in plan.pipelines or (plan,)
         for stage, own in enumerate(one.apart)
         if own is not one.home(path) and any(leaf.path == path for leaf in own.leaves)

@@ -286,6 +286,7 @@ def _plan(
         search.views.reading,
         request.optimizer,
         narrowed=request.narrowed,
+        cast_bytes=request.cast_bytes,
     )
     names = tuple(search.dims.roles[r].name for r in facts.storage)
     weighed, row = best.case.weighed, best.case.row

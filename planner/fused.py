@@ -102,15 +102,15 @@ def fused_dimensions(graph: Graph) -> dict[int, dict[int, int]]:
         graph: the captured loss.
 
     Returns:
-        Number of a parameter to its cuts: dimension to the number of parts.
+        Number of an input to its cuts: dimension to the number of parts.
     """
     dims = analyse(graph)
     chosen = _picked(graph, dims)
     source, read = _forms(graph, graph.weight_tensors())
     as_it_is = {source[t] for t in read if _cuts(dims, t, chosen)}
     return {
-        number: _cuts(dims, tensor.id, chosen)
-        for number, tensor in enumerate(graph.params)
+        tensor.id: _cuts(dims, tensor.id, chosen)
+        for tensor in graph.params
         if tensor.id in as_it_is
     }
 

@@ -94,7 +94,7 @@ class Tensor:
         names: the user's logical name of each dimension (Flax metadata) or None.
         pinned: mesh axes that the user's metadata fixes for each dimension, or None.
         differentiable: a gradient flows through it (it is a trained parameter, or an
-            inexact value that depends on one).
+            inexact value that depends on one); of parameters, that they are trained.
     """
 
     id: int
@@ -106,6 +106,11 @@ class Tensor:
     names: tuple[str | None, ...] = ()
     pinned: tuple[str | None, ...] = ()
     differentiable: bool = False
+
+    @property
+    def frozen(self) -> bool:
+        """It is a weight that is not trained."""
+        return self.kind == "param" and not self.differentiable
 
     @property
     def size(self) -> int:
@@ -322,8 +327,16 @@ class Graph:
 
     @property
     def params(self) -> tuple[Tensor, ...]:
-        """The trained leaves, in the order of the parameter tree."""
+        """The weights: those that are trained in the order of their tree, then others.
+
+        A weight that is not trained is read as others are, and has no gradient.
+        """
         return tuple(t for t in self.tensors if t.kind == "param")
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of the weights that are not trained."""
+        return sum(t.nbytes for t in self.params if t.frozen)
 
     def homes(self) -> dict[int, int]:
         """By tensor, the TaskGraph that makes it, or that reads it first."""
@@ -390,7 +403,7 @@ class Graph:
             Number of an operation to a slot: an operand, or the result, of whose shape
             the cotangent is.
         """
-        source = {t.id: t.id for t in self.tensors if t.kind == "param"}
+        source = {t.id: t.id for t in self.params if t.differentiable}
         found: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if op.kind in ("transpose", "convert_element_type", "copy") and op.operands:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from whalejax.planner.graph import Graph, Op, Tensor
+from whalejax.planner.graph import LOOPS, Graph, Op, Tensor
 from whalejax.planner.roles import starred
 
 
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")
 FEWEST = 4
 """Layers from which writing them once pays."""
 
-LeafKind = tuple[str, tuple[int, ...]]
+LeafKind = tuple[str, tuple[int, ...], bool]
 """A parameter's path with stars for numbers, and its shape."""
 
 
@@ -52,7 +52,7 @@ class Layers:
 
 def kind_of(leaf: Tensor) -> LeafKind:
     """What leaves of equal layers have in common."""
-    return starred(leaf.path), leaf.shape
+    return starred(leaf.path), leaf.shape, leaf.frozen
 
 
 def find_layers(graph: Graph) -> Layers:
@@ -123,6 +123,25 @@ def stacked_loop(graph: Graph) -> tuple[int, ...] | None:
             if op.position[:place] in slicing:
                 work[op.position[:place]] += op.flops * op.trip
     return max(work, key=lambda position: work[position], default=None)
+
+
+def sliced_params(graph: Graph) -> frozenset[int]:
+    """Ids of the parameters that loops slice, through casts and the like."""
+    tensors = graph.tensors
+    same = {t.id: t.id for t in graph.params}
+    sliced: set[int] = set()
+    for op in graph.ops:
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        leaf, before = same.get(op.operands[0]), tensors[op.operands[0]].shape
+        after = tensors[op.results[0]].shape
+        slices = len(before) == len(after) + 1 and after == before[1:]
+        if leaf is not None and op.kind in LOOPS and slices:
+            sliced.add(leaf)
+        elif leaf is not None and (op.elementwise or op.reshape):
+            if after[:1] == before[:1]:
+                same[op.results[0]] = leaf
+    return frozenset(sliced)
 
 
 def _unrolled(graph: Graph, weight: Sequence[bool]) -> tuple[Layers, dict[int, int]]:

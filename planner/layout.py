@@ -8,6 +8,7 @@ on it to the letter.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,10 +29,37 @@ Table = Mapping[str, tuple[int, ...]]
 """Mesh axis to the roles it may shard, in order of preference."""
 
 
+@functools.lru_cache(maxsize=4096)
+def _divisors(number: int) -> tuple[int, ...]:
+    """From the prime factors: numbers of samples have few, and may be large."""
+    found, left, prime = [1], number, 2
+    while left > 1:
+        if prime * prime > left:
+            prime = left
+        count = 0
+        while left % prime == 0:
+            left, count = left // prime, count + 1
+        found += [d * prime**n for d in found for n in range(1, count + 1)]
+        prime += 1 if prime == 2 else 2
+    return tuple(sorted(found))
+
+
 def divisors(number: int) -> list[int]:
-    """All divisors, rising."""
-    low = [d for d in range(1, math.isqrt(max(0, number)) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
+    """All divisors, rising.
+
+    >>> divisors(12), divisors(0)
+    ([1, 2, 3, 4, 6, 12], [])
+    """
+    return list(_divisors(number)) if number > 0 else []
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most so large.
+
+    >>> largest_divisor(96, 10)
+    8
+    """
+    return max((d for d in divisors(number) if d <= most), default=1)
 
 
 def replicas(mesh: Mapping[str, int]) -> int:

@@ -72,9 +72,13 @@ class LeafGroup:
         uses: how often operations read all of it, slices in proportion; each has a
             gradient of its own for what it reads.
         multiplied: they are float32, and products alone read them.
-        narrowed: bytes of one of them as it is read, over its stored bytes, where only
-            some TaskGraphs compute in 16 bits; else 1.
+        narrowed: bytes of one of them as it is read, over its stored bytes and over
+            what ``Request.cast_bytes`` says of all: where only some TaskGraphs compute
+            in 16 bits, where it is no float32, and where it is quantised; else 1.
         nbytes: of one of them.
+        trained: they have gradients, and an optimizer.
+        held: (dimension, mesh axis) of what metadata has stored in shards, and is
+            computed with as a whole.
         optimizer_bytes: optimizer state that follows one of them.
         operations: roots and the like in its update; see ``OptimizerBytes``.
     """
@@ -94,10 +98,19 @@ class LeafGroup:
     optimizer_bytes: int
     operations: float = 0.0
     narrowed: float = 1.0
+    trained: bool = True
+    held: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient of one of them, unsharded; 0 where there is none."""
+        return self.nbytes if self.trained else 0
 
     @property
     def updated_bytes(self) -> int:
         """What an update moves: it reads the gradient, reads and writes the rest."""
+        if not self.trained:
+            return 0
         return 3 * self.nbytes + 2 * self.optimizer_bytes
 
     def moved_bytes(self, compiler: CompilerProfile) -> float:
@@ -152,6 +165,7 @@ class LeafFacts:
         optimizer: OptimizerBytes,
         *,
         narrowed: bool = False,
+        cast_bytes: float = 1.0,
     ) -> LeafFacts:
         """Collect the facts.
 
@@ -161,17 +175,19 @@ class LeafFacts:
             reading: in which forms the parameters are read.
             optimizer: bytes of its state.
             narrowed: only some TaskGraphs compute in 16 bits.
+            cast_bytes: of a float32 parameter as computed with, over its own.
         """
         tensors = graph.params
         homes = weight_homes(graph, reading.weight)
         gathers, storage = _gathers(graph, reading.weight), reading.storage
         multiplied = graph.only_multiplied()
-        read = read_bytes(graph, reading.weight) if narrowed else {}
+        read = _read(graph, reading.weight, narrowed, cast_bytes)
         readers = _readers(graph, reading.weight)
         rank = {role: place for place, role in enumerate(storage)}
         groups = []
         for t in tensors:
-            pinned = next((dim for dim, axis in pins_of(t) if axis == "fsdp"), None)
+            stored = (dim for dim, axis in pins_of(t) if axis == "fsdp")
+            pinned = next((dim for dim in stored if t.shape[dim] > 1), None)
             groups.append(
                 LeafGroup(
                     shape=t.shape,
@@ -187,8 +203,11 @@ class LeafFacts:
                     multiplied=multiplied[t.id],
                     nbytes=t.nbytes,
                     optimizer_bytes=optimizer.by_path.get(t.path, 0),
-                    operations=optimizer.operations * math.prod(t.shape),
+                    operations=0.0
+                    if t.frozen
+                    else optimizer.operations * math.prod(t.shape),
                     narrowed=read.get(t.id, 1.0),
+                    trained=not t.frozen,
                 )
             )
         counted, group_of = _counted(groups)
@@ -211,6 +230,20 @@ class LeafFacts:
         pairs = zip(self.tensors, self.group_of, strict=True)
         groups, group_of = _counted(
             [replace(self.groups[i][0], home=homes.get(t.id, 0)) for t, i in pairs]
+        )
+        return replace(self, groups=groups, group_of=group_of)
+
+    def held(self, stored: Mapping[int, tuple[tuple[int, str], ...]]) -> LeafFacts:
+        """The same parameters, some of which metadata has stored in shards.
+
+        Args:
+            stored: by tensor id; see ``LeafGroup.held``.
+        """
+        if not stored:
+            return self
+        pairs = zip(self.tensors, self.group_of, strict=True)
+        groups, group_of = _counted(
+            [replace(self.groups[i][0], held=stored.get(t.id, ())) for t, i in pairs]
         )
         return replace(self, groups=groups, group_of=group_of)
 
@@ -243,6 +276,7 @@ class LeafFacts:
                 optimizer_spec=layouts[index].optimizer,
                 gathers=self._gathers(index, layouts[index]),
                 summed=summed[index],
+                trained=not tensor.frozen,
             )
             for tensor, names, index in zip(
                 self.tensors, self.role_names, self.group_of, strict=True
@@ -269,6 +303,8 @@ def summed_over(
         mesh: axis sizes.
         common: roles of all values: of the batch, and of the sequence.
     """
+    if not group.trained:
+        return ()
     own = {a for axes in layout.compute for a in axes}
     others = common - {role for atoms in group.layout for role in atoms}
     return tuple(
@@ -339,6 +375,22 @@ def _readers(
             for r in op.results if made else ():
                 part = min(1.0, graph.tensors[r].size / size)
                 found[t] += [(kind, part * of) for kind, of in found[r]]
+    return found
+
+
+def _read(
+    graph: Graph, weight: Sequence[bool], narrowed: bool, cast_bytes: float
+) -> dict[int, float]:
+    """See ``LeafGroup.narrowed``."""
+    wide = {t.id: t.dtype == "float32" for t in graph.params}
+    found = {number: 1.0 if w else 1.0 / cast_bytes for number, w in wide.items()}
+    if not narrowed and not graph.frozen_bytes:
+        return found
+    for number, share in read_bytes(graph, weight).items():
+        if share > 1.0 and graph.tensors[number].frozen:
+            found[number] = share / cast_bytes
+        elif narrowed:
+            found[number] = min(1.0, share)
     return found
 
 
@@ -423,8 +475,13 @@ def lay_out(
     for group, _ in facts.groups:
         table = tables[group.home]
         compute = lying(group.layout, group.sizes, group.fused, table, mesh)
-        param: Spec = extend_spec(compute, group.shape, "fsdp", mesh, group.order)
-        owned: Spec = extend_spec(param, group.shape, "data", mesh, group.order)
+        param: Spec = compute
+        for dim, axis in group.held:
+            param = extend_spec(param, group.shape, axis, mesh, (dim,))
+        param = extend_spec(param, group.shape, "fsdp", mesh, group.order)
+        owned: Spec = param
+        if group.trained:
+            owned = extend_spec(param, group.shape, "data", mesh, group.order)
         found.append(
             LeafLayout(
                 compute=compute,
@@ -437,9 +494,14 @@ def lay_out(
 
 
 def sharded_share(facts: LeafFacts, layouts: Sequence[LeafLayout], axis: str) -> float:
-    """Which part of the optimizer's bytes a storage axis shards."""
+    """Which part of the parameters' bytes a storage axis shards.
+
+    Of those that are not trained ``data`` shards nothing.
+    """
     total = sharded = 0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
+        if axis == "data" and not group.trained:
+            continue
         total += group.nbytes * count
         if any(axis in axes for axes in layout.optimizer):
             sharded += group.nbytes * count

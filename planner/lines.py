@@ -11,6 +11,11 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
+from whalejax.meshes.checks import Arguments
+
+
+WIDEST = 100_000
+"""Columns of the widest line that is laid out."""
 
 Span = tuple[str, str]
 """Text and the name of its style: ``"name"``, ``"head"``, ``"bar 0"`` or ``""``."""
@@ -28,6 +33,22 @@ GAP = "  "
 
 _ODD = re.compile("[\u0300-\u1fff\u2320-\u232f\u2e80-\U0010ffff]")
 """Characters that may take no column or two."""
+
+
+def check_lines(width: object, all_rows: object) -> None:
+    """Refuse what lines cannot be laid out by.
+
+    Args:
+        width: columns of a line; None breaks none.
+        all_rows: all that there is, not only the most important.
+
+    Raises:
+        WhaleError: they are no such thing.
+    """
+    problems = Arguments("lines")
+    problems.whole("width", width, least=1, most=WIDEST, none=True)
+    problems.switch("all_rows", all_rows)
+    problems.raise_if_any()
 
 
 def cells(text: str) -> int:

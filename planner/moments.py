@@ -15,6 +15,7 @@ import numpy as np
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.dimensions import Dimensions
 from whalejax.planner.graph import CONVOLUTION, Graph
+from whalejax.planner.layers import sliced_params
 from whalejax.planner.leaves import LeafFacts
 from whalejax.planner.memory import Kept
 from whalejax.planner.timeline import Entry, Span, Timeline, Works
@@ -109,7 +110,7 @@ class Course:
             for pair in works
         ]
         self.waits = self._numbered(timeline.waits())
-        self.sliced = timeline.sliced()
+        self.sliced = sliced_params(graph)
         last, users = timeline.parameters()
         self.used = np.array([_used(graph, span, users) for span in spans])
         self.waited = np.array([[at >= span.first for at in last] for span in spans])

@@ -519,7 +519,7 @@ class _Weighed:
             axes=((STAGE, self.table.num_stages), *common),
             zero=max(plan.zero for plan in plans),
             sequence_parallel=any(plan.sequence_parallel for plan in plans),
-            leaves=tuple(by_path[path] for path in self.division.units.params),
+            leaves=tuple(by_path[t.path] for t in graph.params),
             roles=tuple(names.values()),
             compute=tuple(
                 replace(region, task_graph=f"{region.task_graph} in stage {number}")

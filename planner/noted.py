@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.texts import quoted
 from whalejax.planner.runs import Replica, StageOf
 
 
@@ -69,7 +70,9 @@ def notes_of(text: str, stages: Sequence[StageOf], count: int) -> Iterator[str]:
 
 
 def _replica(text: str) -> Replica:
-    match = re.fullmatch(r"\s*(.+?)\s*x\s*TP\s*([1-9]\d*)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*(.+?)\s*x\s*TP\s*([1-9][0-9]{0,4})\s*", text, re.IGNORECASE
+    )
     if match is None:
-        raise WhaleError(f"notes: {text.strip()!r} is no KINDxTPn")
+        raise WhaleError(f"notes: {quoted(text.strip())} is no KINDxTPn")
     return Replica(device=read_device(match[1], guess=True).entry, tensor=int(match[2]))

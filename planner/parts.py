@@ -68,6 +68,7 @@ class Units:
     Attributes:
         units: those that something depends on, in order.
         params: dotted paths of the trained parameters, which are the first inputs.
+        frozen: numbers of the inputs behind them that are weights too.
         results: the loss and what it is reported with; values or None for constants.
         fresh: by the number of an input that is not trained, the value that replaces it
             after a micro-batch.
@@ -80,6 +81,7 @@ class Units:
     results: tuple[Value | None, ...]
     fresh: Mapping[int, Value]
     others: tuple[str, ...] = ()
+    frozen: frozenset[int] = frozenset()
     counters: Mapping[int, int] = field(default_factory=dict)
 
     @functools.cached_property
@@ -101,11 +103,25 @@ class Units:
             found.append(free and not (unit.kind in LOOKUPS and self._mix(behind[-1])))
         return tuple(found)
 
-    def _mix(self, inputs: Collection[int]) -> bool:
-        """There are parameters among them, and data."""
+    @functools.cached_property
+    def frozen_others(self) -> frozenset[int]:
+        """The same by their numbers among what is not trained."""
+        return frozenset(n - len(self.params) for n in self.frozen)
+
+    def is_weight(self, number: int) -> bool:
+        """An input is a weight, trained or not."""
+        return number < len(self.params) or number in self.frozen
+
+    def path(self, number: int) -> str:
+        """The dotted path of an input that is of the model."""
         trained = len(self.params)
-        data = trained + len(self.others)
-        return any(n < trained for n in inputs) and any(n >= data for n in inputs)
+        mine = number < trained
+        return self.params[number] if mine else self.others[number - trained]
+
+    def _mix(self, inputs: Collection[int]) -> bool:
+        """There are weights among them, and data."""
+        data = len(self.params) + len(self.others)
+        return any(map(self.is_weight, inputs)) and any(n >= data for n in inputs)
 
     @functools.cached_property
     def inputs(self) -> tuple[frozenset[int], ...]:
@@ -145,13 +161,13 @@ class Units:
         found: dict[str, int] = {}
         before = -1
         for index, inputs in enumerate(self.inputs):
-            fresh = {n for n in inputs if n < len(self.params)} - seen
+            fresh = {n for n in inputs if self.is_weight(n)} - seen
             if self.free[index] or not fresh:
                 continue
             if before >= 0:
                 span = range(before + 1, index + 1)
                 best = min(span, key=lambda b: crossing[b])
-                found[self.params[min(fresh)]] = best
+                found[self.path(min(fresh))] = best
             seen |= fresh
             before = index
         return found
@@ -385,7 +401,7 @@ def _check_changed(units: Units, parts: Sequence[Part]) -> None:
                 i for i, x in enumerate(parts) if number in x.inputs and i != place
             ]
             if others:
-                path = units.others[number - len(units.params)]
+                path = units.path(number)
                 raise PlanError(
                     f"{path} is changed in part {place} of the model and read in part "
                     f"{others[0]}: every micro-batch would have to wait for the one "
@@ -449,7 +465,7 @@ def _kept(
     inputs = units.inputs[index]
     if units.units[index].kind not in SUMS or not inputs or not wanted:
         return wanted or {0}
-    if max(inputs) >= len(units.params):
+    if not all(map(units.is_weight, inputs)):
         return wanted
     first = max(min(readers.get(n, ()), default=0) for n in inputs)
     return {first} if min(wanted) >= first else wanted

@@ -38,7 +38,8 @@ class _Leaves:
         params, state: of all of them and of the optimizer's state, as stored.
         casts: of those that are there in the type in which they are computed with.
         summed: of all gradients, as accumulated.
-        gradients: for each group, of one gradient as it waits for the optimizer.
+        gradients: for each group, of one gradient as it waits for the optimizer; 0 of
+            what is not trained.
         gathered: for each group, of one parameter that is put together.
         fresh: for each group, of one gradient that is there before it is scattered.
         host: of all parameters that lie in host memory.
@@ -84,20 +85,21 @@ def _leaves(
         host += away[place] * stored
         fetched[place] = FETCHED * away[place] * stored / turns[place]
         state += count * group.optimizer_bytes / shards(layout.optimizer, s.mesh)
-        summed += count * nbytes / shards(layout.gradient, s.mesh)
-        if narrow != 1.0:
+        gradient = group.gradient_bytes
+        summed += count * gradient / shards(layout.gradient, s.mesh)
+        if narrow < 1.0:  # What is quantised is widened where it is read.
             casts += max(0.0, found.cast[place] - away[place]) * stored * narrow
         kept = layout.gradient
         table = tables[group.home]
         if unrolled and reduced_whole(group, layout, table, s, cast_bytes):
             kept = layout.compute  # It is cut where the optimizer reads it.
-        gradients[place] = nbytes * narrow / shards(kept, s.mesh)
+        gradients[place] = gradient * narrow / shards(kept, s.mesh)
         updating += (count - away[place]) * gradients[place]
-        updating += away[place] * nbytes / shards(layout.optimizer, s.mesh)
+        updating += away[place] * gradient / shards(layout.optimizer, s.mesh)
         one = nbytes * narrow / whole / turns[place]
         if layout.compute != layout.param and nbytes:
             gathered[place] = one * group.moved_bytes(s.cluster.compiler) / nbytes
-        if layout.compute != kept:
+        if layout.compute != kept and group.trained:
             fresh[place] = one
     return _Leaves(
         params=params,

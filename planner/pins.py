@@ -10,11 +10,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.dimensions import Dimensions, Role
 from whalejax.planner.graph import Graph, TaskGraph, Tensor
+from whalejax.planner.layers import sliced_params
+from whalejax.planner.layout import STAGE
 from whalejax.planner.terms import NO_EFFECT
 
 
@@ -26,10 +28,14 @@ NO_WEIGHTS = {
         "which shards the batch and, by ZeRO, optimizer state. To store it in shards, "
         "map that name: axis_names={'data': 'fsdp'}"
     ),
-    "stage": "an axis that this version gives no size. Drop that name",
     "context": "which shards the sequence of activations. Drop that name",
 }
 """Mesh axes that metadata cannot fix for a weight, and what to do instead."""
+
+NO_LAYERS = (
+    "over which only layers are shared out: the first dimension of parameters that a "
+    "scan slices. Drop that name there"
+)
 
 _WRITABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
@@ -48,6 +54,20 @@ class Pin:
     role: int
     axis: str | None
     where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """The model axes that metadata fixes.
+
+    Attributes:
+        computed: by TaskGraph, dimensions that are computed with in shards.
+        stored: by tensor id, (dimension, mesh axis) of what is only stored so, because
+            its operations need all of it: it is gathered where it is read.
+    """
+
+    computed: Mapping[int, tuple[Pin, ...]]
+    stored: Mapping[int, tuple[tuple[int, str], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,18 +213,25 @@ def metadata_pins(
     dims: Dimensions,
     homes: Mapping[int, int],
     limits: Limits,
+    meet: Mapping[int, Mapping[int, set[int]]],
     problems: Problems,
-) -> dict[int, tuple[Pin, ...]]:
-    """The model axes that metadata fixes, by TaskGraph; ``fsdp`` is only checked.
+) -> Fixed:
+    """The model axes that metadata fixes; ``fsdp`` and ``stage`` are only checked.
+
+    Where two dimensions of one operation are to lie on one axis, that of more bytes is
+    computed with in shards.
 
     Args:
         graph: the captured loss.
         dims: its logical dimensions.
         homes: the TaskGraph that computes with each parameter, by tensor id.
         limits: what cannot be sharded.
+        meet: by TaskGraph, which roles stand in one operation.
         problems: where contradictions are reported.
     """
-    found: dict[int, dict[tuple[int, str | None], Pin]] = {}
+    asked: dict[int, dict[Pin, list[tuple[int, int, str]]]] = {}
+    stored: dict[int, list[tuple[int, str]]] = {}
+    sliced = sliced_params(graph)
     for tensor in graph.params:
         home = graph.task_graphs[homes.get(tensor.id, 0)]
         twice = _check_twice(tensor, problems)
@@ -212,30 +239,64 @@ def metadata_pins(
             where = f"{tensor.path} dim {dim}: its metadata shards it over {axis}"
             if axis in NO_WEIGHTS:
                 problems.add(f"{where}, {NO_WEIGHTS[axis]}")
-            if axis in NO_WEIGHTS or axis in twice:
+            if axis == STAGE and (dim or tensor.id not in sliced):
+                problems.add(f"{where}, {NO_LAYERS}")
+            if axis in (*NO_WEIGHTS, STAGE) or axis in twice:
                 continue
             mark = home.strategy
-            stored = axis == "fsdp"
-            if not stored and mark is not None and mark.kind == "replicate":
+            if axis != "fsdp" and mark is not None and mark.kind == "replicate":
                 problems.add(
                     f"{where}, and {home.name} replicates it. Drop one of the two hints"
                 )
                 continue
             atoms = dims.layouts[tensor.id][dim]
-            role, obstacle = None, "its size is 1"
-            if atoms and stored:
-                role = dims.roles[atoms[0]]
-                obstacle = role.unshardable
-            elif atoms:
-                role = _meant(atoms, dims, limits)
-                obstacle = limits.obstacle(role)
+            if not atoms:
+                continue  # Nothing is shared out of one; ``unplanned_pins`` says so.
+            obstacle = dims.roles[atoms[0]].unshardable if axis == "fsdp" else ""
             if obstacle:
                 problems.add(f"{where}, which cannot be: {obstacle}. Drop that name")
-            if role is None or obstacle or stored:
+            if obstacle or axis == "fsdp":
                 continue
-            pin = Pin(role=role.index, axis=axis, where=where)
-            found.setdefault(home.index, {}).setdefault((role.index, axis), pin)
-    return {index: tuple(pins.values()) for index, pins in found.items()}
+            role = _meant(atoms, dims, limits)
+            if limits.obstacle(role):
+                stored.setdefault(tensor.id, []).append((dim, axis))
+                continue
+            pin = Pin(role=role.index, axis=axis, where="")
+            places = asked.setdefault(home.index, {}).setdefault(pin, [])
+            places.append((tensor.id, dim, where))
+    computed: dict[int, tuple[Pin, ...]] = {}
+    for index, places_of in asked.items():
+        computed[index] = _kept_pins(graph, places_of, meet.get(index, {}), stored)
+    return Fixed(computed=computed, stored={t: tuple(v) for t, v in stored.items()})
+
+
+def _kept_pins(
+    graph: Graph,
+    places_of: Mapping[Pin, list[tuple[int, int, str]]],
+    meet: Mapping[int, set[int]],
+    stored: dict[int, list[tuple[int, str]]],
+) -> tuple[Pin, ...]:
+    """Of one TaskGraph's pins those that one layout obeys; the others are stored so.
+
+    Args:
+        graph: the captured loss.
+        places_of: (tensor id, dimension, who asks) of each pin.
+        meet: which roles stand in one operation.
+        stored: where the others are added.
+    """
+
+    def nbytes(pin: Pin) -> int:
+        return sum(graph.tensors[t].nbytes for t, _, _ in places_of[pin])
+
+    kept: list[Pin] = []
+    for pin in sorted(places_of, key=lambda pin: -nbytes(pin)):
+        others = {one.role for one in kept if one.axis == pin.axis}
+        if others.isdisjoint(meet.get(pin.role, ())):
+            kept.append(pin)
+            continue
+        for tensor, dim, _ in places_of[pin]:
+            stored.setdefault(tensor, []).append((dim, str(pin.axis)))
+    return tuple(replace(pin, where=places_of[pin][0][2]) for pin in kept)
 
 
 def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
@@ -287,14 +348,32 @@ def pinned_axes(graph: Graph) -> frozenset[str]:
     return frozenset(axis for tensor in graph.params for _, axis in pins_of(tensor))
 
 
-def unplanned_pins(graph: Graph, mesh: Mapping[str, int]) -> list[str]:
-    """Notes on axes in the metadata that shard nothing because their size is 1."""
+def unplanned_pins(
+    graph: Graph, mesh: Mapping[str, int], *, stages: bool = False
+) -> list[str]:
+    """Notes on axes in the metadata that shard nothing because their size is 1.
+
+    Args:
+        graph: the captured loss.
+        mesh: axis sizes.
+        stages: on the axis of the stages alone, or on all others.
+    """
     idle: dict[str, list[str]] = {}
+    single: dict[str, list[str]] = {}
     for tensor in graph.params:
-        for _, axis in pins_of(tensor):
+        for dim, axis in pins_of(tensor):
+            if (axis == STAGE) != stages:
+                continue
             if mesh.get(axis, 1) == 1:
                 idle.setdefault(axis, []).append(tensor.path)
-    return [
+            elif tensor.shape[dim] == 1:
+                single.setdefault(axis, []).append(f"{tensor.path} dim {dim}")
+    ones = [
+        f"the metadata names the mesh axis {axis} for what has size 1, where that name "
+        f"{NO_EFFECT}: {places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
+        for axis, places in single.items()
+    ]
+    return ones + [
         f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first), which has "
         f"size 1 in this plan: the name {NO_EFFECT}"
         for axis, paths in idle.items()

@@ -319,6 +319,8 @@ class _Weighed:
         found = [handed]
         for leaf in self.leaves:
             if leaf.path not in self.shared.paths:
+                if not leaf.trained:
+                    continue
                 nbytes = self._gradient_bytes(leaf)
                 found.append(
                     Collective(

@@ -15,13 +15,14 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.planner import documents, plan_fields
 from whalejax.planner.compared import program_data
 from whalejax.planner.cost import Collective
+from whalejax.planner.documents import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond
 from whalejax.planner.entries import Candidate as Candidate
@@ -32,9 +33,9 @@ from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
+from whalejax.planner.micro_batches import noted
 from whalejax.planner.pictured import Pictured
 from whalejax.planner.roles import starred
-from whalejax.planner.serial import DataError, decode, encode
 from whalejax.planner.terms import Chosen as Chosen
 from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat
@@ -43,9 +44,6 @@ from whalejax.planner.terms import TimeTerms as TimeTerms
 
 if TYPE_CHECKING:
     from whalejax.planner.differences import PlanDiff
-
-PLAN_VERSION = 14
-"""Version of the file format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,7 @@ class Plan(Pictured):
         roles: the logical dimensions.
         compute: one table for each TaskGraph.
         storage: for the axes that shard storage only, roles in order of preference.
-        leaves: every parameter.
+        leaves: every parameter; those that are trained first, in their tree's order.
         batch: every leaf of the batch.
         batch_tree: the containers around them, as text.
         collectives: what one step communicates, folded.
@@ -215,11 +213,19 @@ class Plan(Pictured):
         default=None, compare=False, repr=False, metadata={"kept": False}
     )
 
+    def __post_init__(self) -> None:
+        plan_fields.check_plan(self)
+
     @property
     def hash(self) -> str:
         """Short hash of everything that changes the program."""
         text = json.dumps(program_data(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """The parameters that are trained, in the order of their tree."""
+        return tuple(leaf for leaf in self.leaves if leaf.trained)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -274,6 +280,7 @@ class Plan(Pictured):
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
         """
+        plan_fields.check_collective(collective)
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
@@ -298,6 +305,8 @@ class Plan(Pictured):
         Args:
             path: of the parameter.
         """
+        if not is_printable(path):
+            self.leaf(path)  # says what is wrong with it
         for plan in self.apart:
             if any(leaf.path == path for leaf in plan.leaves):
                 return plan
@@ -315,10 +324,10 @@ class Plan(Pictured):
         """
         from whalejax.planner.explain import no_such_leaf
 
-        for leaf in self.leaves:
+        for leaf in self.leaves if isinstance(path, str) else ():
             if path in (leaf.path, starred(leaf.path)):
                 return leaf
-        raise PlanError(no_such_leaf(self, str(path)))
+        raise PlanError(no_such_leaf(self, path))
 
     def why(self, path: str) -> str:
         """Why a parameter is laid out as it is, what else was weighed and its cost.
@@ -344,8 +353,8 @@ class Plan(Pictured):
         Args:
             n: at most so many, 0 or more; a plan remembers about a dozen.
         """
-        if n < 0:
-            raise PlanError(f"alternatives: n is {n}; expected 0 or more")
+        if not is_whole(n, 0):
+            raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")
         others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
         return Candidates(itertools.islice(others, n))
 
@@ -357,13 +366,14 @@ class Plan(Pictured):
                 ``zero``, ``num_micro_batches``, ``precision``, ``compiler_options``,
                 ``remat``, ``offload``, ``sequence_parallel``, ``attention``,
                 ``loss_chunks``, ``shares``, ``allow_idle`` and ``runnable``; what is
-                not given stays as it was asked for.
+                not given stays as it was asked for. A number of micro-batches that
+                was fixed may mean other sizes on another ``cluster``; a note says so.
 
         Raises:
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        return self._asked("what_if").again(**changes)
+        return noted(self, self._asked("what_if").again(**changes), changes)
 
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0
@@ -496,8 +506,8 @@ class Plan(Pictured):
         return build_mesh(self.axes, devices, order=self.device_order)
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain JSON data, with its hash for checking."""
-        return {"whalejax_plan": PLAN_VERSION, "hash": self.hash, **encode(self)}
+        """The plan as plain JSON data, with hashes for checking."""
+        return documents.document_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file appears whole or not at all.
@@ -505,18 +515,8 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
-        target = Path(path)
-        # Not a temporary file of the library's: those only their owner can read.
-        part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            part.write_text(json.dumps(self.document(), indent=1))
-            os.replace(part, target)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise PlanError(
-                f"{path}: the plan cannot be written there ({error.strerror}). Give a "
-                "file name in an existing folder that you may write to"
-            ) from error
+        plan_fields.check_path("Plan.save", path)
+        documents.write(self, path)
 
     @classmethod
     def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
@@ -527,59 +527,18 @@ class Plan(Pictured):
             name: what errors call it.
 
         Raises:
-            PlanError: it is no plan, is damaged, was edited, or was written by a newer
-                version.
+            PlanError: it is no plan, is damaged, was edited, or has another format.
         """
-        return _read(cls, dict(document), name)
+        plan_fields.check_document(document, name)
+        return documents.from_document(cls, document, name)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan.
+        """Read a plan. Nothing that the file names is run or imported.
 
         Raises:
-            PlanError: the file is no plan, is damaged, was edited, or was written by a
-                newer version.
+            PlanError: the file is no plan, is damaged, was edited, or has another
+                format.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError as error:
-            raise PlanError(
-                f"{path}: there is no such plan file. Make one with whalejax plan, or "
-                "plan.save"
-            ) from error
-        except OSError as error:
-            raise PlanError(
-                f"{path} cannot be read as a plan ({error.strerror})"
-            ) from error
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PlanError(
-                f"{path} is not a plan: it is not JSON ({error}). "
-                "Make it again with whalejax plan"
-            ) from error
-        return _read(cls, data, str(path))
-
-
-def _read(cls: type[Plan], data: Any, path: str) -> Plan:
-    if not isinstance(data, dict) or "whalejax_plan" not in data:
-        raise PlanError(f"{path} is not a plan: it has no entry 'whalejax_plan'")
-    version = data.pop("whalejax_plan")
-    if version != PLAN_VERSION:
-        newer = isinstance(version, int) and version > PLAN_VERSION
-        upgrade = "Upgrade whalejax, or make" if newer else "Make"
-        raise PlanError(
-            f"{path} has plan format {version!r}; this WhaleJAX reads {PLAN_VERSION}. "
-            f"{upgrade} the plan again with whalejax plan"
-        )
-    stated = data.pop("hash", None)
-    try:
-        plan: Plan = decode(cls, data)
-    except (DataError, WhaleError, KeyError, TypeError) as error:
-        raise PlanError(
-            f"{path} is a damaged plan: {error}. Make it again with whalejax plan"
-        ) from error
-    if plan.hash != stated:
-        raise PlanError(
-            f"{path} was changed by hand or damaged: its content has hash {plan.hash}, "
-            f"the file says {stated}. Make it again with whalejax plan"
-        )
-    return plan
+        plan_fields.check_path("Plan.load", path)
+        return documents.read(cls, path)

@@ -64,7 +64,8 @@ def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
         weight: for every tensor, whether it depends on parameters alone.
 
     Returns:
-        Tensor id to a fraction of the stored bytes, at most 1.
+        Tensor id to a multiple of the stored bytes: above 1 where quantised weights are
+        read.
     """
     widest: dict[int, float] = {}
     for op in reversed(graph.ops):
@@ -76,10 +77,7 @@ def read_bytes(graph: Graph, weight: Sequence[bool]) -> dict[int, float]:
             if passed:
                 own = max((widest.get(r, 0.0) for r in op.results), default=0.0)
             widest[t] = max(widest.get(t, 0.0), own)
-    return {
-        t.id: min(1.0, widest.get(t.id, 0.0) / _itemsize(t) or 1.0)
-        for t in graph.params
-    }
+    return {t.id: widest.get(t.id, 0.0) / _itemsize(t) or 1.0 for t in graph.params}
 
 
 def _itemsize(tensor: Tensor) -> float:

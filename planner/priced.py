@@ -105,6 +105,7 @@ class Links:
         optimizer: bytes of its state.
         compiler: what it makes of the operations.
         narrowed: only some TaskGraphs compute in 16 bits.
+        cast_bytes: of a float32 parameter as computed with, over its own.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Links:
         compiler: CompilerProfile,
         *,
         narrowed: bool = False,
+        cast_bytes: float = 1.0,
     ) -> None:
         self.chain = chain
         self.dims = dims = views.dims
@@ -126,7 +128,12 @@ class Links:
             copies_kernels=compiler.copies_kernels,
         )
         self.facts = LeafFacts.of(
-            chain.graph, dims, self.rows.reading, optimizer, narrowed=narrowed
+            chain.graph,
+            dims,
+            self.rows.reading,
+            optimizer,
+            narrowed=narrowed,
+            cast_bytes=cast_bytes,
         )
         self.leaves = self._leaves()
         self.entries = self._entries()

@@ -7,53 +7,26 @@ rule that was used is named beside the row.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.kinds import VOLTA
 from whalejax.meshes.named import Device, read_device
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner import words
 from whalejax.planner.cells import Cells
+from whalejax.planner.csv_files import COLUMNS as COLUMNS
+from whalejax.planner.csv_files import NEEDED
+from whalejax.planner.csv_files import Table as Table
+from whalejax.planner.csv_files import read_table as read_table
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat, framework
+from whalejax.planner.layout import largest_divisor
 from whalejax.planner.noted import devices_of, notes_of, stages_of
 from whalejax.planner.runs import Run, StageOf
 
-
-COLUMNS = (
-    "source url_or_repo_path model params_b layers hidden heads kv_heads ffn vocab seq "
-    "experts topk device num_devices devices_per_node dp fsdp zero_stage tp sp pp vpp "
-    "cp ep micro_batch global_batch remat precision step_time_s tflops_per_device mfu "
-    "tokens_per_s_per_device peak_mem_gib"
-).split()
-"""Columns that are read; others pass through. ``notes`` may give a mixed pipeline, and
-``head_dim`` the width of a head where it is not ``hidden / heads``."""
-
-NEEDED = ("layers", "hidden", "seq", "global_batch", "num_devices")
-"""Without one of these nothing can be predicted."""
-
-_POSITIVE = frozenset(
-    (
-        "layers hidden heads kv_heads ffn vocab seq num_devices devices_per_node dp "
-        "fsdp tp pp vpp cp ep micro_batch global_batch head_dim"
-    ).split()
-)
-_NUMBERS = _POSITIVE | {
-    "params_b",
-    "experts",
-    "topk",
-    "zero_stage",
-    "step_time_s",
-    "tflops_per_device",
-    "mfu",
-    "tokens_per_s_per_device",
-    "peak_mem_gib",
-}
 
 NARROW = 4
 """Times the width: a feed-forward of less has a third product, its gate, to make up."""
@@ -61,17 +34,11 @@ NARROW = 4
 NEAR = 0.05
 """By how much the parameters of a row may differ from those that its sizes make."""
 
+MOST_ROWS = 10**6
+"""Of a pipeline's schedule; the largest that anybody published has some 10,000."""
+
 LARGEST_TOKENS = 16384
 """Of a micro-batch that is inferred where there is no pipeline."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A CSV file: its header, and its rows with the line each stands in."""
-
-    header: tuple[str, ...]
-    rows: tuple[Mapping[str, str], ...]
-    lines: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,72 +61,6 @@ class Reading:
     open_micro_batch: bool = False
     open_zero: bool = False
     taken: bool = False
-
-
-def read_table(path: str | Path) -> Table:
-    """Read a CSV file with a header.
-
-    Raises:
-        WhaleError: no such file, no header, rows of another length, cells that are no
-            numbers; all of them, with line and column.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise WhaleError(f"{path} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise WhaleError(f"{path} is no text in UTF-8: {error.reason}") from error
-    problems = Problems(str(path), WhaleError)
-    reader = csv.reader(text.splitlines(keepends=True))
-    try:
-        lines = [(reader.line_num, cells) for cells in reader if cells]
-    except csv.Error as error:
-        raise WhaleError(f"{path}, line {reader.line_num}: {error}") from error
-    if not lines:
-        raise WhaleError(
-            f"{path} is empty; expected a header line with {COLUMNS[0]}, …"
-        )
-    _, names = lines[0]
-    header = tuple(name.strip() for name in names)
-    missing = [name for name in (*NEEDED, "device") if name not in header]
-    if missing:
-        problems.add(f"line 1: no column {', '.join(missing)}")
-    for name in sorted({n for n in header if header.count(n) > 1}):
-        problems.add(f"line 1: the column {name!r} stands twice")
-    problems.raise_if_any()
-    rows, numbers = [], []
-    for line, cells in lines[1:]:
-        if len(cells) != len(header):
-            problems.add(
-                f"line {line}: {len(cells)} cells, the header has {len(header)}"
-            )
-            continue
-        row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
-        _check_cells(row, line, problems)
-        rows.append(row)
-        numbers.append(line)
-    problems.raise_if_any()
-    return Table(header=header, rows=tuple(rows), lines=tuple(numbers))
-
-
-def _check_cells(row: Mapping[str, str], line: int, problems: Problems) -> None:
-    for column, cell in row.items():
-        if column not in _NUMBERS or not cell:
-            continue
-        try:
-            value = float(cell)
-        except ValueError:
-            problems.add(f"line {line}, column {column}: {cell!r} is no number")
-            continue
-        if not math.isfinite(value) or value < 0:
-            problems.add(
-                f"line {line}, column {column}: {cell} is below 0 or no number"
-            )
-        elif column in _POSITIVE and (value < 1 or value != int(value)):
-            problems.add(
-                f"line {line}, column {column}: {cell}; expected a whole number of at "
-                "least 1"
-            )
 
 
 def read_row(row: Mapping[str, str]) -> Reading:
@@ -275,6 +176,12 @@ def _padded(cells: Cells, seq: int, context: int) -> int:
 
 def _stages(cells: Cells) -> int:
     stages, layers = cells.or_else("pp", 1, "none given"), cells.whole("layers") or 1
+    chunks = cells.whole("vpp") or 1
+    if 3 * stages * stages * chunks > MOST_ROWS:
+        raise WhaleError(
+            f"pp {stages} and vpp {chunks} make a schedule of too many rows: nothing "
+            "predicted"
+        )
     if stages > layers:
         raise WhaleError(f"pp {stages} of {layers} layers: nothing predicted")
     return stages
@@ -440,11 +347,11 @@ def _micro_batch(cells: Cells, per_rank: int, stages: int, seq: int) -> int:
     given = cells.whole("micro_batch")
     if given is None:
         most = 1 if stages > 1 else max(1, LARGEST_TOKENS // seq)
-        size = max(n for n in range(1, per_rank + 1) if per_rank % n == 0 and n <= most)
+        size = largest_divisor(per_rank, most)
         why = "pipelines take small ones" if stages > 1 else "at most 16,384 tokens"
         cells.notes.append(f"micro_batch {size} ({why})")
         return size
-    size = max(n for n in range(1, min(given, per_rank) + 1) if per_rank % n == 0)
+    size = largest_divisor(per_rank, given)
     if size < ROUND * given <= ROUND * per_rank:
         cells.notes.append(
             f"global_batch rounded up ({per_rank} of a rank, in micro-batches of "
@@ -490,7 +397,7 @@ def _chunks(
     layers, over = divmod(places, stages)
     chunks = 1
     if source.interleaves and not over and parts % stages == 0:
-        chunks = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= 8)
+        chunks = largest_divisor(layers, 8)
     cells.notes.append(f"vpp {chunks} ({source.name}'s habit)")
     return chunks
 

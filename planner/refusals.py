@@ -75,6 +75,9 @@ def _reason(search: Search, why: str) -> str:
     """One reason for which meshes were refused, with what was given and a remedy."""
     fixed = " × ".join(f"{a} {n}" for a, n in (search.request.mesh or {}).items())
     given = f"mesh= fixes {fixed}" if fixed else "no mesh gives it"
+    marks = (m.kind for g in search.graph.task_graphs for m in g.marks)
+    replicated = search.request.default == "replicate" or "replicate" in marks
+    outside = " outside replicate" if replicated else ""
     remedies = {
         NO_SEQUENCE: (
             "No dimension that can be sharded meets itself in a product, as "
@@ -86,10 +89,10 @@ def _reason(search: Search, why: str) -> str:
             "all shall be sharded"
         ),
         NEEDS_AN_AXIS: "Leave tensor open, or remove the mark",
-        NO_TENSOR: "No weights outside replicate can be sharded: leave tensor out",
+        NO_TENSOR: f"No weights{outside} can be sharded: leave tensor out",
         NO_EXPERTS: (
-            "No product of values with weights has a batch dimension outside "
-            "replicate: leave expert out"
+            f"No product of values with weights has a batch dimension{outside}: leave "
+            "expert out"
         ),
     }
     return f"{why}; {given}. {remedies.get(why, 'Change one of the two')}"
@@ -233,9 +236,9 @@ def _unobeyed_pins(search: Search) -> Iterator[str]:
     allowed = search.meshes()
     for tensor in search.graph.params:
         for dim, axis in pins_of(tensor):
-            sizes = sorted({mesh[axis] for mesh in allowed})
+            sizes = sorted({mesh.get(axis, 1) for mesh in allowed})
             length = tensor.shape[dim]
-            if not sizes or any(length % n == 0 for n in sizes):
+            if length == 1 or not sizes or any(length % n == 0 for n in sizes):
                 continue
             padded = math.ceil(length / sizes[0]) * sizes[0]
             listed = ", ".join(map(str, sizes))

@@ -111,6 +111,7 @@ class Scored:
         time, memory: predictions.
         fits: memory is within the device's.
         roomy: so it is with as few micro-batches as there can be.
+        least_seconds: of a step with so few, whether they fit or not.
     """
 
     mesh: Mapping[str, int]
@@ -129,6 +130,7 @@ class Scored:
     memory: MemoryTerms
     fits: bool
     roomy: bool
+    least_seconds: float = 0.0
 
     @property
     def leaves(self) -> tuple[LeafPlan, ...]:

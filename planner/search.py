@@ -171,16 +171,18 @@ class Search:
                 self.rows.reading,
                 request.optimizer,
                 narrowed=request.narrowed,
+                cast_bytes=request.cast_bytes,
             )
             if beside is None
             else beside.facts.at(weight_homes(graph, self.rows.weight))
         )
-        self.hosting = Hosting(self.program, cluster, request, self.facts)
         self.options: Options = (
             choices(graph, dims, self.rows, request.default)
             if beside is None
             else beside.options
         )
+        self.facts = self.facts.held(self.options.stored)
+        self.hosting = Hosting(self.program, cluster, request, self.facts)
         self.batch_roles = frozenset(r.index for r in dims.batch)
         self._batch_homes = batch_homes(graph)
         self.named_axes = pinned_axes(graph)
@@ -407,6 +409,7 @@ class Search:
             memory=memory,
             fits=fits,
             roomy=fits and count == case.counts[0] and offload == asked,
+            least_seconds=self._least_seconds(case),
         )
 
     def lacks(self, memory: MemoryTerms) -> tuple[int, int]:

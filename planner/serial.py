@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+from whalejax.meshes.texts import is_shown_as_written, quoted
+
+
+MOST_NUMBER: Final = 2**100
+"""Size of a number: more than the FLOPs that all computers do in a year."""
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
@@ -46,7 +52,7 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
         DataError: names the entry, what stood there and what was expected.
     """
     if type(data) is kind and kind in _PLAIN:
-        return data
+        return _checked(data, path)
     origin = get_origin(kind)
     if hasattr(kind, "from_json"):
         return kind.from_json(data)
@@ -59,16 +65,31 @@ def decode(kind: Any, data: Any, path: str = "") -> Any:
             return None
         inner = [a for a in get_args(kind) if a is not type(None)]
         if type(data) in inner:
-            return data
+            return decode(type(data), data, path)
         return decode(inner[0], data, path)
     if origin is Literal:
         if data not in get_args(kind):
-            raise DataError(f"{path} is {data!r}; expected one of {get_args(kind)}")
+            known = get_args(kind)
+            raise DataError(f"{path} is {quoted(data)}; expected one of {known}")
         return data
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        return float(_checked(data, path))
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise DataError(f"{path} is {data!r}; expected {kind.__name__}")
+        raise DataError(f"{path} is {quoted(data)}; expected {kind.__name__}")
+    return data
+
+
+def _checked(data: Any, path: str) -> Any:
+    """A plain value, unless it is text that hides some, or no number."""
+    if isinstance(data, str):
+        if not is_shown_as_written(data):
+            raise DataError(
+                f"{path} is {quoted(data)}; expected text without control characters "
+                "and marks of direction"
+            )
+    elif isinstance(data, int | float):
+        if not abs(data) <= MOST_NUMBER or not math.isfinite(data):
+            raise DataError(f"{path} is {quoted(data)}; expected a finite number")
     return data
 
 
@@ -85,14 +106,16 @@ def _kept(kind: Any) -> list[str]:
 
 def _decode_class(kind: Any, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
-        raise DataError(f"{path or 'the file'} is {data!r:.60}; expected an object")
+        raise DataError(
+            f"{path or 'the file'} is {quoted(data):.60}; expected an object"
+        )
     hints = _hints(kind)
     names = _kept(kind)
-    unknown = sorted(set(data) - set(names))
+    unknown = sorted(map(str, set(data) - set(names)))
     missing = sorted(set(names) - set(data))
     if unknown or missing:
         raise DataError(
-            f"{path or 'the top level'} has unknown entries {unknown} "
+            f"{path or 'the top level'} has unknown entries {quoted(unknown)} "
             f"and lacks {missing}"
         )
     return kind(**{n: decode(hints[n], data[n], f"{path}.{n}") for n in names})
@@ -100,7 +123,7 @@ def _decode_class(kind: Any, data: Any, path: str) -> Any:
 
 def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
-        raise DataError(f"{path} is {data!r:.60}; expected a list")
+        raise DataError(f"{path} is {quoted(data):.60}; expected a list")
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(decode(args[0], x, f"{path}[{i}]") for i, x in enumerate(data))
     if len(args) != len(data):

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.asked_shares import DATA, check_shares, said_of
@@ -272,6 +273,8 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
 
 def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
     """``Plan.batch_slices``."""
+    if not is_whole(node, 0):
+        raise PlanError(f"node is {shown(node)}; expected the number of a node, from 0")
     if not plan.shares:
         raise PlanError(
             "every device of this plan takes a part of each micro-batch, so nodes have "
@@ -508,6 +511,8 @@ def _written(
         shares=best.shares,
         leaves=tuple(
             dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
+            if leaf.trained
+            else leaf
             for leaf in (slices or plan).leaves
         ),
         zero=best.case.zero,

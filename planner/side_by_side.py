@@ -433,7 +433,8 @@ def _written(
 
 
 def _summed(leaf: LeafPlan) -> LeafPlan:
-    return dataclasses.replace(leaf, summed=(DATA, *leaf.summed))
+    axes = (DATA, *leaf.summed) if leaf.trained else ()
+    return dataclasses.replace(leaf, summed=axes)
 
 
 def _time(one: _Beside) -> TimeTerms:

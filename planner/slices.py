@@ -127,7 +127,9 @@ def sliced(plan: Plan, cluster: Cluster, replicas: int, request: Request) -> Sli
             f"dimension that {replicas} replicas divide. Leave zero out, or ask for "
             "another number of replicas"
         )
-    gathered = sum(leaf.nbytes // shards(leaf.param_spec, mesh) for leaf in leaves)
+    gathered = sum(
+        leaf.nbytes // shards(leaf.param_spec, mesh) for leaf in leaves if leaf.trained
+    )
     gather = Collective(
         kind="all-gather",
         axes=(DATA,),

@@ -134,6 +134,7 @@ class Space:
             request.optimizer,
             cluster.compiler,
             narrowed=request.narrowed,
+            cast_bytes=request.cast_bytes,
         )
         self.cells = Pricer(self.served, self.links, cluster, size).price()
         self.storage = Storage(self.cells, self.links.leaves, request.cast_bytes)

@@ -184,15 +184,18 @@ class Storage:
         cast = self._cast_bytes * leaf.group.narrowed
         count = float(leaf.count)
         nbytes, extra = float(leaf.group.nbytes), float(leaf.group.optimizer_bytes)
+        gradient = float(leaf.group.gradient_bytes)
         held.params += count * nbytes / stored
+        if not leaf.group.trained:
+            owned = stored
         sharded = stored > whole
         one = nbytes / leaf.slices / whole
         for zero, parts in enumerate((stored, owned)):
-            held.gradients[zero] += count * nbytes / parts
+            held.gradients[zero] += count * gradient / parts
             held.state[zero] += count * extra / parts
             held.moved[zero] += count * leaf.group.updated_bytes / parts
             held.operations[zero] += count * leaf.group.operations / parts
-            held.fresh[zero] = np.maximum(held.fresh[zero], nbytes / parts)
+            held.fresh[zero] = np.maximum(held.fresh[zero], gradient / parts)
             most = np.where(sharded, one * cast, 0.0)
             most = np.maximum(most, np.where(parts > whole, one, 0.0))
             held.gathered[zero] = np.maximum(held.gathered[zero], most)
@@ -200,7 +203,7 @@ class Storage:
         held.gathers += np.stack([one * cast * times, times])
         times = count * (owned > stored)
         held.updates += np.stack([nbytes / stored * times, times])
-        if cast != 1.0:
+        if cast < 1.0:  # What is quantised is widened where it is read.
             held.copies += np.where(sharded, 0.0, count * nbytes * cast / whole)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from whalejax.meshes.fitted import constants
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.texts import visible
 from whalejax.planner.estimate import Runs
 from whalejax.planner.inferred import readings
 from whalejax.planner.published import Reading, Table, read_table
@@ -59,7 +60,7 @@ def estimate_table(table: Table) -> list[dict[str, str]]:
 
 def _cells(one: Reading, found: tuple[float, float, bool] | None) -> dict[str, str]:
     cells: dict[str, str] = dict.fromkeys(ADDED, "")
-    cells["note"] = "; ".join(one.notes)
+    cells["note"] = visible("; ".join(one.notes))
     if one.run is None or found is None:
         return cells
     step, peak, fits = found

@@ -38,8 +38,8 @@ UNCOUNTED_MOVES = (
 NO_EFFECT = "has no effect"
 """What the note on a hint says that changed nothing."""
 
-OBEYED = "marked TaskGraphs obeyed"
-"""How the note on the others ends."""
+OBEYED = ("marked TaskGraph obeyed", "marked TaskGraphs obeyed")
+"""How the note on the others ends: of one, and of several."""
 
 FETCHED = 2
 """Layers whose parameters or activations are on the device at a time where they lie in

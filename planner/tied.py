@@ -24,7 +24,9 @@ def copied_bytes(division: Division, chosen: Sequence[Laid]) -> list[int]:
     """
     stages = len(chosen)
     found = [0.0] * stages
-    for number, path in enumerate(division.units.params):
+    units = division.units
+    numbers = [*range(len(units.params)), *sorted(units.frozen)]
+    for number, path in zip(numbers, map(units.path, numbers), strict=True):
         owner = division.owner(number, stages)
         readers = {
             place % stages

@@ -433,24 +433,6 @@ class Timeline:
 
     # Parameters.
 
-    def sliced(self) -> frozenset[int]:
-        """Parameters that loops slice."""
-        tensors, params = self.graph.tensors, self.graph.params
-        same = {t.id: t.id for t in params}
-        sliced: set[int] = set()
-        for op in self.graph.ops:
-            if len(op.operands) != 1 or len(op.results) != 1:
-                continue
-            leaf, before = same.get(op.operands[0]), tensors[op.operands[0]].shape
-            after = tensors[op.results[0]].shape
-            slices = len(before) == len(after) + 1 and after == before[1:]
-            if leaf is not None and op.kind in LOOPS and slices:
-                sliced.add(leaf)
-            elif leaf is not None and (op.elementwise or op.reshape):
-                if after[:1] == before[:1]:
-                    same[op.results[0]] = leaf
-        return frozenset(sliced)
-
     def parameters(self) -> tuple[list[int], list[list[int]]]:
         """For each parameter: its last reader, and all that are no weights' own."""
         params = self.graph.params

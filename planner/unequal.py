@@ -184,6 +184,8 @@ def exchanged(leaf: LeafPlan, most: int, mesh: Mapping[str, int]) -> list[Collec
         apart = any(STAGE in axes for axes in spec)
         if not apart and what == "parameter":
             continue  # every stage has all of it
+        if what == "gradient" and not leaf.trained:
+            continue
         local = size * itemsize // shards(spec, mesh)
         found.append(
             Collective(

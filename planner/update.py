@@ -141,7 +141,7 @@ def _odd_share(
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
         if not _added(layout.compute, layout.gradient):
             continue
-        nbytes = group.nbytes * count / shards(layout.compute, s.mesh)
+        nbytes = group.gradient_bytes * count / shards(layout.compute, s.mesh)
         sharded += nbytes
         odd += nbytes * _odd(group, layout, s, cast_bytes)
     return odd / max(1.0, sharded)
@@ -150,7 +150,8 @@ def _odd_share(
 def _kept_share(facts: LeafFacts, layouts: Sequence[LeafLayout], s: Setting) -> float:
     total = kept = 0.0
     for (group, count), layout in zip(facts.groups, layouts, strict=True):
-        nbytes = group.uses * group.nbytes * count / shards(layout.compute, s.mesh)
+        nbytes = group.gradient_bytes * count / shards(layout.compute, s.mesh)
+        nbytes *= group.uses
         total += nbytes
         if not _added(layout.compute, layout.gradient):
             kept += nbytes

@@ -358,7 +358,7 @@ class Views:
         if maker is not None:
             around.insert(0, ops[maker])
         flow = Flow(
-            source=self.slots[tensor],
+            source=self._source(tensor),
             task_graph=0,
             present=present,
             reduced=reduced,
@@ -379,6 +379,16 @@ class Views:
             trip=self._moves(maker, readers) if around else 0,
             scope=around[0].scope if around else "",
         )
+
+    def _source(self, tensor: int) -> Slot:
+        """A value as it is made: whole where its maker runs on all of a sequence."""
+        maker = self.maker[tensor]
+        if maker is not None:
+            op = self.graph.ops[maker]
+            place = (maker, len(op.operands) + op.results.index(tensor))
+            if place in self.dims.whole:
+                return self._slot(tensor, self.dims.seen[place])
+        return self.slots[tensor]
 
     @staticmethod
     def _use(view: Slot, present: frozenset[int]) -> Use:

@@ -29,6 +29,7 @@ from whalejax.planner.plan import (
     RoleInfo,
 )
 from whalejax.planner.search import Request, Scored, Search
+from whalejax.planner.sequence import whole_notes
 from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 
@@ -202,8 +203,10 @@ def _notes(
     marked = [g for g in graph.task_graphs if g.marks]
     idle = idle_marks(graph, search.options)
     if len(marked) > len(idle):
-        notes.append(f"{len(marked) - len(idle)} {OBEYED}")
+        obeyed = len(marked) - len(idle)
+        notes.append(f"{obeyed} {OBEYED[obeyed > 1]}")
     notes += [*idle, *unplanned_pins(graph, best.mesh)]
+    notes += _held_notes(search, best.mesh)
     named = dict.fromkeys(name for t in graph.params for name in t.names if name)
     if named:
         notes.append(
@@ -226,6 +229,7 @@ def _notes(
             _micro_batch_notes(graph, search.request.reductions, best.num_micro_batches)
         )
     notes += [*_cut_notes(graph, dims, best), *_hidden_notes(graph, dims, best)]
+    notes += whole_notes(graph, dims, _sharded(best))
     notes += _torus_notes(search, best)
     if best.offload and not search.hosting.counted:
         notes.append(UNCOUNTED_MOVES)
@@ -235,6 +239,22 @@ def _notes(
         more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
         notes.append(f"fsdp leaves {names}{more} whole; why(path) says why")
     return tuple(notes)
+
+
+def _held_notes(search: Search, mesh: Mapping[str, int]) -> list[str]:
+    """What metadata shards though operations need all of it."""
+    held: dict[str, list[str]] = {}
+    for number, pairs in search.options.stored.items():
+        for dim, axis in pairs:
+            if mesh[axis] > 1:
+                path = search.graph.tensors[number].path
+                held.setdefault(axis, []).append(f"{path} dim {dim}")
+    return [
+        f"stored over {axis} as the metadata says, and gathered where it is read, "
+        "because operations there are cut along other dimensions or need all of it: "
+        f"{places[0]}" + f" and {len(places) - 1} more" * (len(places) > 1)
+        for axis, places in held.items()
+    ]
 
 
 def _sharded(best: Scored) -> set[int]:

@@ -15,7 +15,11 @@ The last line printed is one JSON object with, for each question,
     NAME_covered     combinations that it chose among
     NAME_gap         the gap
 
-and ``trace_405b``, the seconds that capturing Llama-3 405B takes.
+``trace_405b``, the seconds that capturing Llama-3 405B takes, and
+
+    bert_large_plan, t5_large_plan
+                     seconds of ``wh.plan`` on eight H100, tracing included, for models
+                     whose layers are written out one by one
 
     python scripts/bench_search.py [--only SUBSTRING] [--rounds N]
 """
@@ -171,6 +175,10 @@ QUESTIONS: Final = (
 )
 
 
+UNROLLED: Final = (("bert-large", 256, 4.0), ("t5-large", 128, 8.0))
+"""Models without a scan, their batches, and the seconds that a plan may take."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
     """Seconds of capturing, searching and writing the plan; the search and the plan.
@@ -305,7 +313,28 @@ def main() -> None:
         found[f"{name}_gap"] = tally.gap
         if name == "llama405b_8192":
             found["trace_405b"] = round(given.traced, 3)
+    for model, batch, asked in UNROLLED:
+        key = f"{model.replace('-', '_')}_plan"
+        if arguments.only in key:
+            found[key] = _unrolled(model, batch, arguments.rounds)
+            print(f"{key:15} {found[key]} s (asked {asked:g})", flush=True)
     print(json.dumps(found))
+
+
+def _unrolled(name: str, batch: int, rounds: int) -> float | None:
+    """Least seconds of a plan that runs, of a model with abstract parameters."""
+    job = models.job(name)
+    ask = functools.partial(
+        wh.plan,
+        job.loss_fn,
+        jobs.abstract_model(job),
+        jax.eval_shape(lambda: job.batch_at(0, batch)),
+        optimizer=ADAM,
+        cluster="h100:8",
+        precision="bf16",
+    )
+    seconds = _seconds(ask, rounds)
+    return seconds and round(seconds, 3)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def one_device(
         for index in range(count):
             part = jax.tree.map(lambda x: _part(x, index, count, permuted), batch)  # noqa: B023
             (value, (weight, metrics, rest)), grads = compiled_once(
-                params, rest, part, index
+                params, _counted_once(rest, before), part, index
             )
             # NumPy adds without compiling a program for each shape.
             added = jax.tree.map(np.asarray, (value, weight, metrics, grads))
@@ -217,6 +217,15 @@ def one_device(
         )
 
     return run
+
+
+def _counted_once(rest: Any, before: Any) -> Any:
+    """What is counted in whole numbers is counted once a step."""
+    return jax.tree.map(
+        lambda new, old: old if jnp.issubdtype(new.dtype, jnp.integer) else new,
+        rest,
+        before,
+    )
 
 
 def _narrowed(tree: Any, precision: Precision) -> Any:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import jax
 import jax.extend
+import jax.extend.backend
 import jax.numpy as jnp
-from jax._src import distributed, effects, source_info_util
+from jax._src import effects, source_info_util
 from jax.core import Tracer
 from jax.interpreters import partial_eval
 
@@ -60,6 +62,28 @@ def recursion(equation: Any) -> Recursion | None:
     but must be run by binding the call itself.
     """
     return _RECURSIONS.get(equation.primitive.name)
+
+
+def differentiable_operands(equation: Any) -> list[int]:
+    """Operands of an equation that a gradient may flow to, by number.
+
+    The first operands of a call with a derivative rule of its own are what its function
+    closes over; the rule gives no gradient of these, and JAX refuses to take one.
+    """
+    ruled = equation.primitive.name.startswith("custom_")
+    closed_over = equation.params.get("num_consts", 0) if ruled else 0
+    return [
+        i
+        for i, atom in enumerate(equation.invars)
+        if i >= closed_over and is_inexact(atom.aval.dtype)
+    ]
+
+
+def instantiated(cotangent: Any) -> Any:
+    """A cotangent as an array, where JAX knows only that it is zero."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
 
 
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
@@ -145,7 +169,9 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def scan_residuals(
-    equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    equation: Any,
+    run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
     """What one turn of a scan keeps for its backward pass, as JAX decides it.
 
@@ -154,12 +180,14 @@ def scan_residuals(
     Args:
         equation: the scan.
         run: what runs it, where that is not as it was traced.
+        flowing: for each operand, whether a gradient flows through it; through every
+            number of floating point if left out.
 
     Returns:
         Shape and dtype of each kept value, and whether only products read it.
     """
     known = _kept_by_checkpoint(equation)
-    return residuals_by_vjp(equation, run) if known is None else known
+    return residuals_by_vjp(equation, run, flowing) if known is None else known
 
 
 def _kept_by_checkpoint(equation: Any) -> list[Kept] | None:
@@ -215,13 +243,18 @@ def _multiplies(one: Any, flags: Sequence[bool], others: Sequence[bool]) -> bool
 
 
 def residuals_by_vjp(
-    equation: Any, run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    equation: Any,
+    run: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    flowing: Sequence[bool] | None = None,
 ) -> list[Kept]:
     """``scan_residuals``, by a derivative in any case."""
     parts = scan_parts(equation)
     avals = [atom.aval for atom in equation.invars]
     flows = [
-        i >= parts.num_consts and is_inexact(aval.dtype) for i, aval in enumerate(avals)
+        i >= parts.num_consts
+        and is_inexact(aval.dtype)
+        and (flowing is None or flowing[i])
+        for i, aval in enumerate(avals)
     ]
 
     def kept(*arguments: Any) -> list[Any]:
@@ -341,12 +374,40 @@ def needed(jaxpr: Any, places: Sequence[int]) -> Callable[..., list[Any]]:
         jaxpr: as traced.
         places: of the results, in their order.
     """
-    body, constants = open_jaxpr(jaxpr)
-    wanted = [i in places for i in range(len(body.outvars))]
-    found, _ = partial_eval.dce_jaxpr(body, wanted, instantiate=True)
-    closed = jax.extend.core.ClosedJaxpr(found, constants)
+    _, constants = open_jaxpr(jaxpr)
+    closed = jax.extend.core.ClosedJaxpr(needed_jaxpr(jaxpr, places), constants)
     function: Callable[..., list[Any]] = jax.extend.core.jaxpr_as_fun(closed)
     return function
+
+
+def needed_jaxpr(jaxpr: Any, places: Sequence[int]) -> Any:
+    """The open jaxpr of ``needed``."""
+    body, _ = open_jaxpr(jaxpr)
+    wanted = [i in places for i in range(len(body.outvars))]
+    return partial_eval.dce_jaxpr(body, wanted, instantiate=True)[0]
+
+
+def read_inputs(jaxpr: Any, place: int) -> list[int]:
+    """Numbers of the inputs that one result of a jaxpr is made of."""
+    body, _ = open_jaxpr(jaxpr)
+    wanted = [i == place for i in range(len(body.outvars))]
+    _, used = partial_eval.dce_jaxpr(body, wanted)
+    return [i for i, flag in enumerate(used) if flag]
+
+
+def passing_on(jaxpr: Any, inputs: Mapping[int, int]) -> Any:
+    """A closed jaxpr some of whose results are its inputs as they are.
+
+    Args:
+        jaxpr: as traced.
+        inputs: number of a result to that of an input of its type.
+    """
+    body, constants = open_jaxpr(jaxpr)
+    outputs = [
+        body.invars[inputs[i]] if i in inputs else atom
+        for i, atom in enumerate(body.outvars)
+    ]
+    return jax.extend.core.ClosedJaxpr(body.replace(outvars=outputs), constants)
 
 
 def pruned(jaxpr: Any) -> Any:
@@ -412,6 +473,12 @@ def aval_bytes(aval: Any) -> int:
 def trace(function: Any, arguments: Sequence[Any]) -> Any:
     """The jaxpr of a flat function at abstract arguments."""
     return jax.make_jaxpr(function)(*arguments)
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """The axis that nobody binds, where JAX complains of one; otherwise None."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    return found[1] if found else None
 
 
 def run_flowing(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
@@ -495,36 +562,3 @@ def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     make: Any = jax.ShapeDtypeStruct
     made: jax.ShapeDtypeStruct = make(tuple(shape), dtype)
     return made
-
-
-def tell_processes(key: str, text: str, *, again: bool = False) -> None:
-    """Leave a text where all processes of this program can read it.
-
-    Args:
-        key: a new one, if not ``again``.
-        text: to be read.
-        again: in place of what was left under the key.
-    """
-    _coordination().key_value_set(key, text, allow_overwrite=again)
-
-
-def all_told(folder: str) -> list[tuple[str, str]]:
-    """Keys and texts of all that was left in a folder of keys."""
-    return [(str(k), str(v)) for k, v in _coordination().key_value_dir_get(folder)]
-
-
-def told_by(key: str, wait_seconds: float) -> str | None:
-    """A text that another process left; None if it did not come in time."""
-    try:
-        found = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return None
-        raise
-    return str(found)
-
-
-def _coordination() -> Any:
-    """The client of the service that joined the processes."""
-    client: Any = distributed.global_state.client
-    return client

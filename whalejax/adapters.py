@@ -29,7 +29,8 @@ from whalejax.adapters_leaves import (
     same_model,
 )
 from whalejax.adapters_leaves import dotted as dotted
-from whalejax.adapters_metadata import fixed_axes, read_metadata
+from whalejax.adapters_metadata import read_metadata, short_ones
+from whalejax.adapters_refused import refuse_training_states
 from whalejax.adapters_trees import (
     BoxedForm,
     Boxes,
@@ -38,7 +39,9 @@ from whalejax.adapters_trees import (
     PytreeForm,
     Selection,
 )
+from whalejax.arguments import is_function
 from whalejax.losses import LossResult, normalise
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.layout import MESH_AXES
 
@@ -61,8 +64,10 @@ class Adapter:
         names: for each trained leaf, the logical name of each dimension, or None.
         pinned: for each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
+        rest_names, rest_pinned: the same for each other leaf.
+        short: paths of leaves whose metadata names all dimensions but one, whichever
+            that is; the names stand at the first.
         takes_rng: the loss function wants a random key of its own.
-        notes: what a user should know.
         compute_dtype: what float32 weights, trained or not, and batches are cast to
             before the loss sees them; None leaves the model's own types.
     """
@@ -74,10 +79,12 @@ class Adapter:
     rest_paths: tuple[str, ...]
     names: tuple[tuple[str | None, ...], ...]
     pinned: tuple[tuple[str | None, ...], ...]
+    rest_names: tuple[tuple[str | None, ...], ...]
+    rest_pinned: tuple[tuple[str | None, ...], ...]
+    short: frozenset[str]
     takes_rng: bool
     _form: Form
     _loss_fn: Callable[..., Any]
-    notes: tuple[str, ...] = ()
     compute_dtype: Any = None
 
     def loss(self, params: Any, rest: Any, batch: Any, rng: Any = None) -> LossResult:
@@ -155,9 +162,36 @@ class Adapter:
         """For each leaf of the rest: it is a weight that is not trained."""
         return tuple(path in self._form.frozen for path in self.rest_paths)
 
-    def rebuild(self, params: Any, rest: Any) -> Any:
-        """The model in the user's own type, from its two parts."""
-        return self._form.rebuild(params, rest)
+    def rebuild(self, params: Any, rest: Any, modes: Any = None) -> Any:
+        """The model in the user's own type, from its two parts.
+
+        Args:
+            params, rest: the parts.
+            modes: from ``modes_of``; those of the adapted model if left out.
+        """
+        model = self._form.rebuild(params, rest)
+        if modes:
+            from whalejax.adapters_nnx import set_modes
+
+            set_modes(model, modes)
+        return model
+
+    def evaluating(self) -> Adapter | None:
+        """The same with the model in evaluation mode; None where that is no other.
+
+        Only NNX modules have modes of their own: a Linen module or a plain function
+        takes them as arguments, which the loss function gives.
+        """
+        form = self._form.evaluating()
+        return None if form is None else dataclasses.replace(self, _form=form)
+
+    def modes_of(self, model: Any) -> Any:
+        """The modes that were set on a rebuilt model, such as by its ``eval()``."""
+        if self.kind != "nnx":
+            return None
+        from whalejax.adapters_nnx import modes_of
+
+        return modes_of(model)
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         """The (params, rest) of another instance of the same model.
@@ -226,12 +260,8 @@ def adapt(
     """
     problems = Problems("model")
     takes_rng = _takes_rng(loss_fn, problems)
-    for theirs, ours in (axis_names or {}).items():
-        if ours not in MESH_AXES:
-            problems.add(
-                f"axis_names maps {theirs!r} to {ours!r}; expected one of "
-                f"{', '.join(MESH_AXES)}"
-            )
+    axis_names = _checked_axis_names(axis_names, problems)
+    problems.raise_if_any()
     kind, form, metadata = _form_of(model, trainable)
     params, rest = form.take_apart(model)
     param_paths = paths_of(params)
@@ -241,28 +271,47 @@ def adapt(
             "no leaf is trained. Expected floating-point parameters; give trainable= "
             "to choose them, or check that the model was built."
         )
+    leaves = dict(zip(param_paths, jax.tree.leaves(params), strict=True))
+    leaves |= zip(paths_of(rest), jax.tree.leaves(rest), strict=True)
     names, pinned = read_metadata(
-        param_paths, params, metadata, axis_names or {}, problems, form.frozen
+        list(leaves), list(leaves.values()), metadata, axis_names or {}, problems
     )
     problems.raise_if_any()
-    idle = fixed_axes(sorted(form.frozen), metadata, axis_names or {})
+    trained = len(param_paths)
     return Adapter(
-        notes=tuple(
-            f"{len(paths)} leaves that are not trained name the mesh axis {axis} "
-            f"({paths[0]} first): without effect, they stay whole on every device"
-            for axis, paths in idle.items()
-        ),
         kind=kind,
         params=params,
         rest=rest,
         param_paths=param_paths,
         rest_paths=paths_of(rest),
-        names=names,
-        pinned=pinned,
+        names=names[:trained],
+        pinned=pinned[:trained],
+        rest_names=names[trained:],
+        rest_pinned=pinned[trained:],
+        short=short_ones(leaves, metadata),
         takes_rng=takes_rng,
         _form=form,
         _loss_fn=loss_fn,
     )
+
+
+def _checked_axis_names(axis_names: Any, problems: Problems) -> Mapping[str, str]:
+    """The user's names of mesh axes, mapped to ours; what cannot be is recorded."""
+    if axis_names is None:
+        return {}
+    if not isinstance(axis_names, Mapping):
+        problems.add(
+            f"axis_names is {shown(axis_names)}; expected your names of mesh axes "
+            'mapped to ours, such as {"model": "tensor"}'
+        )
+        return {}
+    for theirs, ours in axis_names.items():
+        if not isinstance(ours, str) or ours not in MESH_AXES:
+            problems.add(
+                f"axis_names maps {shown(theirs)} to {shown(ours)}; expected one of "
+                f"{', '.join(MESH_AXES)}"
+            )
+    return axis_names
 
 
 def _form_of(
@@ -274,6 +323,7 @@ def _form_of(
             f"model is the class {model.__name__}; expected an instance of it, real or "
             "abstract. For an NNX module: nnx.eval_shape(lambda: make_model(...))"
         )
+    refuse_training_states(model)
     if _holds_nnx(model):
         from whalejax.adapters_nnx import nnx_form
 
@@ -331,6 +381,12 @@ def wants_key(make_model: Callable[..., Any]) -> bool:
 
 
 def _takes_rng(loss_fn: Callable[..., Any], problems: Problems) -> bool:
+    if not is_function(loss_fn):
+        problems.add(
+            f"loss_fn is {shown(loss_fn)}; expected a function loss_fn(model, batch) "
+            "or loss_fn(model, batch, rng)"
+        )
+        return False
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):

@@ -5,6 +5,7 @@ Everything here works on any pytree; the adapters of all kinds of model share it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import visible
 
 
 Path = tuple[Any, ...]
@@ -33,8 +35,8 @@ def dotted(path: Path) -> str:
 def _key_text(key: Any) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+            return visible(str(getattr(key, attribute)))
+    return visible(str(key))
 
 
 def paths_of(tree: Any) -> tuple[str, ...]:
@@ -136,9 +138,15 @@ def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
             seen.add(name)
             is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
             if not is_array and not isinstance(leaf, (bool, int, float, complex)):
+                remedy = "Keep what is no array out of the model"
+                if "equinox" in sys.modules:
+                    remedy += (
+                        ": params, static = eqx.partition(model, eqx.is_array); plan "
+                        "params, and call eqx.combine(params, static) in the loss"
+                    )
                 problems.add(
                     f"{name} is a {type(leaf).__name__}; expected an array, a number "
-                    "or a jax.ShapeDtypeStruct. Keep what is no array out of the model."
+                    f"or a jax.ShapeDtypeStruct. {remedy}."
                 )
 
 

@@ -11,8 +11,6 @@ import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from whalejax.meshes.problems import Problems
 from whalejax.planner.layout import MESH_AXES
 
@@ -23,13 +21,12 @@ DimensionTexts = tuple[str | None, ...]
 
 def read_metadata(
     paths: Sequence[str],
-    params: Any,
+    params: Sequence[Any],
     metadata: Callable[[str], Any],
     axis_names: Mapping[str, str],
     problems: Problems,
-    frozen: Collection[str] = (),
 ) -> tuple[tuple[DimensionTexts, ...], tuple[DimensionTexts, ...]]:
-    """Names and pinned axes of the dimensions of every trained leaf.
+    """Names and pinned axes of the dimensions of every leaf.
 
     Args:
         paths: dotted paths of the leaves, in flatten order.
@@ -38,19 +35,19 @@ def read_metadata(
         axis_names: the user's names of mesh axes, mapped to ours.
         problems: where too many names, foreign mesh axes and names that stand nowhere
             are reported.
-        frozen: paths of weights that are not trained; what they name counts as met.
     """
     axes = _known_axes(axis_names)
     met: set[str] = set()
     names: list[DimensionTexts] = []
     pinned: list[DimensionTexts] = []
-    for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
-        rank = len(leaf.shape)
+    for path, leaf in zip(paths, params, strict=True):
+        shape = tuple(getattr(leaf, "shape", ()))
+        rank = len(shape)
         entries, mesh_names = _box_entries(metadata(path))
         if len(entries) > rank:
             problems.add(
                 f"{path}: its metadata names {len(entries)} dimensions "
-                f"{tuple(entries)}, but its shape is {tuple(leaf.shape)}. Name each "
+                f"{tuple(entries)}, but its shape is {shape}. Name each "
                 "dimension once."
             )
             entries = entries[:rank]
@@ -63,28 +60,28 @@ def read_metadata(
                 for entry in entries
             )
         )
-    for path in frozen:
-        met |= _names_in(metadata(path))
     _check_met(axis_names, met, problems)
     return tuple(names), tuple(pinned)
 
 
-def fixed_axes(
-    paths: Collection[str],
-    metadata: Callable[[str], Any],
-    axis_names: Mapping[str, str],
-) -> dict[str, list[str]]:
-    """The leaves whose metadata names each mesh axis, by axis.
+def short_ones(
+    leaves: Mapping[str, Any], metadata: Callable[[str], Any]
+) -> frozenset[str]:
+    """Paths of NNX variables whose metadata names all dimensions but one.
+
+    Linen itself refuses to add a dimension that it is told no name of.
 
     Args:
-        paths, metadata, axis_names: as for ``read_metadata``.
+        leaves: by dotted path.
+        metadata: as for ``read_metadata``.
     """
-    axes = _known_axes(axis_names)
-    found: dict[str, list[str]] = {}
-    for path in paths:
-        for axis in sorted({axes[p] for p in _names_in(metadata(path)) if p in axes}):
-            found.setdefault(axis, []).append(path)
-    return found
+    found = []
+    for path, leaf in leaves.items():
+        box = metadata(path)
+        if isinstance(box, Mapping) and _names_in(box):
+            rank = len(getattr(leaf, "shape", ()))
+            found += [path] * (len(_box_entries(box)[0]) == rank - 1)
+    return frozenset(found)
 
 
 def _check_met(

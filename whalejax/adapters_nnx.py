@@ -35,6 +35,7 @@ class NnxForm:
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self._graph, state = nnx.split(model)
         self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
+        self._by_path = {_dotted(p): v for p, v in self._variables.items()}
         self._trained = _trained_paths(self._variables, trainable)
         self.frozen = frozenset(
             _dotted(path)
@@ -46,11 +47,11 @@ class NnxForm:
 
     def metadata(self, path: str) -> Mapping[str, Any] | None:
         """What Flax knows of a variable beside its value."""
-        for key, variable in self._variables.items():
-            if _dotted(key) == path and isinstance(variable, nnx.Variable):
-                found: Mapping[str, Any] = variable.get_metadata()
-                return found
-        return None
+        variable = self._by_path.get(path)
+        if not isinstance(variable, nnx.Variable):
+            return None
+        found: Mapping[str, Any] = variable.get_metadata()
+        return found
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         flat = dict(nnx.to_flat_state(nnx.state(model)))
@@ -85,8 +86,40 @@ class NnxForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self.join(params, rest)
 
+    def evaluating(self) -> NnxForm | None:
+        """The same with the module in evaluation mode; None where that is no other.
+
+        Raises:
+            WhaleError: the module's ``eval`` changes what variables it has.
+        """
+        flat = nnx.from_flat_state([*self._variables.items()])
+        model = nnx.merge(self._graph, flat)
+        before = nnx.graphdef(model)
+        if isinstance(model, nnx.Module):
+            model.eval()
+        else:  # A container of some.
+            for _, module in nnx.iter_modules(model):
+                module.eval()
+        graph, state = nnx.split(model)
+        if graph == before:
+            return None
+        other = set(self._variables).symmetric_difference(
+            dict(nnx.to_flat_state(state))
+        )
+        if other:
+            names = ", ".join(sorted(map(_dotted, other)))
+            raise WhaleError(
+                f"the model's eval() adds or removes variables ({names}); expected it "
+                "to set attributes only. Evaluate with training=True, or with a "
+                "function of your own on state.model"
+            )
+        found = copy.copy(self)
+        found._graph = graph
+        return found
+
     def without_values(self) -> NnxForm:
         found = copy.copy(self)
+        found._by_path = {}  # Metadata has been read.
         found._variables = {
             path: variable.replace(abstract_tree(_value(variable)))
             if isinstance(variable, nnx.Variable)
@@ -94,6 +127,26 @@ class NnxForm:
             for path, variable in self._variables.items()
         }
         return found
+
+
+Modes = dict[Path, dict[str, bool]]
+"""By the path of a module, its attributes that are true or false."""
+
+
+def modes_of(model: Any) -> Modes:
+    """The modes of all modules of a model, such as ``deterministic``."""
+    return {
+        path: {k: v for k, v in vars(module).items() if isinstance(v, bool)}
+        for path, module in nnx.iter_modules(model)
+    }
+
+
+def set_modes(model: Any, modes: Modes) -> None:
+    """Give the modules of a model the modes of another instance's."""
+    for path, module in nnx.iter_modules(model):
+        for name, value in modes.get(path, {}).items():
+            if isinstance(getattr(module, name, None), bool):
+                setattr(module, name, value)
 
 
 def _trained_paths(variables: Mapping[Path, Any], trainable: Any) -> frozenset[Path]:

@@ -21,6 +21,7 @@ from whalejax.adapters_leaves import (
     paths_of,
     refuse_other,
 )
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -52,6 +53,10 @@ class Form(Protocol):
         """The model in the user's own type."""
         ...
 
+    def evaluating(self) -> Form | None:
+        """The same in evaluation mode; None where that is no other."""
+        ...
+
     def without_values(self) -> Form:
         """The same without any array of the model that it was made from."""
         ...
@@ -73,9 +78,11 @@ class Selection:
             and all(isinstance(item, str) for item in trainable)
         ):
             self._patterns = tuple(trainable)
-        elif trainable is not None and not _is_predicate(trainable):
+        elif trainable is not None and (
+            inspect.isclass(trainable) or not _is_predicate(trainable)
+        ):
             raise WhaleError(
-                f"trainable={trainable!r:.80}: expected glob patterns of dotted paths "
+                f"trainable={shown(trainable)}: expected glob patterns of dotted paths "
                 "such as 'head.*', or a predicate that takes one dotted path."
             )
 
@@ -168,6 +175,9 @@ class PytreeForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self.join(params, rest)
 
+    def evaluating(self) -> PytreeForm | None:
+        return None
+
     def without_values(self) -> PytreeForm:
         return self
 
@@ -233,6 +243,9 @@ class BoxedForm:
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._boxes.boxed(self.join(params, rest))
 
+    def evaluating(self) -> BoxedForm | None:
+        return None
+
     def without_values(self) -> BoxedForm:
         found = copy.copy(self)
         found._boxes = self._boxes.without_values()
@@ -252,8 +265,9 @@ class LinenForm:
         self._type = FrozenDict if isinstance(variables, FrozenDict) else dict
 
     def metadata(self, path: str) -> Any:
-        """The box of a parameter, by its path with or without ``params``, or None."""
-        return self._boxes.metadata(f"params.{path.removeprefix('params.')}")
+        """The box of a leaf, or None; ``params`` may be left out of its path."""
+        found = self._boxes.metadata(f"params.{path.removeprefix('params.')}")
+        return self._boxes.metadata(path) if found is None else found
 
     def take_apart(self, model: Any) -> tuple[Any, Any]:
         plain = dict(self._boxes.bare(model))
@@ -282,6 +296,9 @@ class LinenForm:
 
     def rebuild(self, params: Any, rest: Any) -> Any:
         return self._boxes.boxed(self.join(params, rest))
+
+    def evaluating(self) -> LinenForm | None:
+        return None
 
     def without_values(self) -> LinenForm:
         found = copy.copy(self)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.graph import Mark, MarkKind
 
@@ -110,6 +111,11 @@ class Annotation:
                 "decorates a function or method. Put it on the method that computes, "
                 "such as __call__."
             )
+        if not callable(function):
+            raise WhaleError(
+                f"{self.mark} decorates {shown(function)}; an annotation decorates a "
+                "function or method, or is entered: with wh.split():"
+            )
 
         @functools.wraps(function)
         def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -168,8 +174,9 @@ def split(devices: int | None = None, axis: str | None = None) -> Annotation:
     """
     if axis is not None and not (isinstance(axis, str) and _AXIS_NAME.fullmatch(axis)):
         raise WhaleError(
-            f"split(axis={axis!r}): expected the name of one logical dimension, of "
-            "letters, digits, '_', '-' and '.', starting with a letter, such as 'mlp'."
+            f"split(axis={shown(axis)}): expected the name of one logical dimension, "
+            "of letters, digits, '_', '-' and '.', starting with a letter, such as "
+            "'mlp'."
         )
     return _annotation(
         "split", axis=axis, devices=_positive("split", "devices", devices)
@@ -222,10 +229,10 @@ def pipeline(
     >>> pipeline(num_stages=2)
     wh.pipeline(num_stages=2)
     """
-    if schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = ", ".join(repr(name) for name in SCHEDULES)
         raise WhaleError(
-            f"pipeline(schedule={schedule!r}): no such schedule; expected one of "
+            f"pipeline(schedule={shown(schedule)}): no such schedule; expected one of "
             f"{known}."
         )
     return _annotation(
@@ -331,13 +338,13 @@ def _positive(kind: str, name: str, value: int | None) -> int | None:
         return None
     if callable(value):
         raise WhaleError(
-            f"@wh.{kind} stands over {getattr(value, '__name__', value)!r}; a mark is "
-            f"called before it decorates: @wh.{kind}()."
+            f"@wh.{kind} stands over {getattr(value, '__name__', shown(value))!r} as "
+            f"its {name}; a mark is called before it decorates: @wh.{kind}()."
         )
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or not is_whole(value, 1):
         raise WhaleError(
-            f"{kind}({name}={value!r}): expected a positive integer, or nothing to "
-            "let the planner choose."
+            f"{kind}({name}={shown(value)}): expected a positive integer, or nothing "
+            "to let the planner choose."
         )
     return value
 

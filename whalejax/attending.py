@@ -6,11 +6,13 @@ own, or one of another library, is not. This is the function to call in its plac
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
+import numpy as np
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.checks import Arguments
 
 
 def attention(
@@ -54,6 +56,14 @@ def attention(
     (2, 8, 4, 16)
     """
     _check(query, key, value, bias, mask)
+    problems = Arguments("wh.attention")
+    problems.switch("is_causal", is_causal)
+    given: Any = scale
+    if not (_is_array(given) and np.ndim(given) == 0):
+        problems.number("scale", scale, none=True)
+    problems.raise_if_any()
+    if isinstance(scale, int):
+        scale = float(scale)  # JAX takes no whole number of more than 64 bits
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -67,7 +77,14 @@ def attention(
 
 
 def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
-    problems = Problems("wh.attention")
+    problems = Arguments("wh.attention")
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if not _is_array(array):
+            problems.refuse(name, array, "an array of floating-point numbers")
+    for name, array in (("bias", bias), ("mask", mask)):
+        if array is not None and not _is_array(array):
+            problems.refuse(name, array, "an array, or None")
+    problems.raise_if_any()
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     for name, shape in shapes.items():
         if len(shape) != 4:
@@ -110,3 +127,8 @@ def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
             "is to be added to the scores is bias="
         )
     problems.raise_if_any()
+
+
+def _is_array(value: Any) -> bool:
+    known = hasattr(value, "shape") and hasattr(value, "dtype")
+    return known and not inspect.isclass(value)

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax import _compat
+from whalejax import _compat_processes
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame
 
 
@@ -34,6 +35,9 @@ BEATS_IN_SILENCE: Final = 15
 
 MISSED: Final = 4
 """Beats missed by one that, after a connection broke, is taken for gone."""
+
+EXIT_SECONDS: Final = 300.0
+"""Processes end together; JAX waits so long for the last of them, too."""
 
 GRACE_LOOKS: Final = 2
 """So often one that failed is seen, each half a beat apart, before others end."""
@@ -77,6 +81,7 @@ class Beat:
         steps: that it has begun.
         failed: the error that it ends with, or empty.
         ended: it ends, and has no error.
+        ready: its devices are there, and with them those of all.
     """
 
     count: int
@@ -85,6 +90,7 @@ class Beat:
     steps: int = 0
     failed: str = ""
     ended: bool = False
+    ready: bool = True
 
 
 class Hearing:
@@ -93,14 +99,20 @@ class Hearing:
     Apart from threads and from JAX, so that it is a function of what was heard.
     """
 
-    def __init__(self, mine: int, silent_seconds: float) -> None:
+    def __init__(
+        self, mine: int, silent_seconds: float, processes: int | None = None
+    ) -> None:
         """Nothing is known yet.
 
         Args:
             mine: the number of this process.
             silent_seconds: after which one that says nothing is missed.
+            processes: how many begin to beat at once; None where each begins when it
+                will, and one that was never heard is not missed.
         """
         self._mine = mine
+        self._all = range(processes or 0)
+        self._first: float | None = None
         self._silent_seconds = silent_seconds
         self._heard: dict[int, tuple[float, Beat]] = {}
         self._answered: float | None = None
@@ -114,6 +126,8 @@ class Hearing:
             now: seconds on a clock that does not jump.
         """
         self._answered = now
+        if self._first is None:
+            self._first = now
         for number, beat in beats.items():
             known = self._heard.get(number)
             if known is None or known[1].count != beat.count:
@@ -131,6 +145,7 @@ class Hearing:
         if before is not None and now - before > self._silent_seconds / 2:
             self._heard = {n: (now, beat) for n, (_, beat) in self._heard.items()}
             self._answered = None if self._answered is None else now
+            self._first = self._answered
         limit = self._silent_seconds if seconds is None else seconds
         answered = self._answered
         if answered is None:
@@ -140,13 +155,19 @@ class Hearing:
             return {0: _silent(now - answered)}
         found = {}
         for number, (at, beat) in sorted(self._heard.items()):
-            if number == self._mine or beat.ended:
+            if number == self._mine or (beat.ended and beat.ready):
                 continue
-            if beat.failed:
+            if beat.ended:
+                found[number] = "ended before the devices of all were there"
+            elif beat.failed:
                 found[number] = f"failed with {beat.failed}"
             elif answered - at > limit:
                 # Since its last answer the service may be what is silent.
                 found[number] = _silent(now - at)
+        since = answered if self._first is None else self._first
+        if answered - since > limit:
+            never = set(self._all) - {self._mine, *self._heard}
+            found |= {number: _silent(now - since) for number in sorted(never)}
         return found
 
     def where(self, number: int) -> str:
@@ -171,6 +192,10 @@ class Hearing:
         heard = self._heard.items()
         return {n for n, (_, beat) in heard if beat.ended and n != self._mine}
 
+    def left(self) -> list[int]:
+        """Those of all that have not ended yet."""
+        return sorted({*self._all} - {self._mine} - self.ended())
+
     def beat_of(self, number: int) -> Beat:
         """The last beat of one that was heard."""
         return self._heard[number][1]
@@ -187,18 +212,25 @@ class Beats:
         silent_seconds: after which a process that says nothing ends the others.
     """
 
-    def __init__(self, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(
+        self, silent_seconds: float = SILENT_SECONDS, processes: int | None = None
+    ) -> None:
         """Begin to beat; all processes were joined before.
 
         Args:
             silent_seconds: see the attribute.
+            processes: how many begin to beat now, before their devices are there;
+                None where each begins when it will.
         """
         self.silent_seconds = silent_seconds
         self._pause = silent_seconds / BEATS_IN_SILENCE
-        self._mine = jax.process_index()
-        self._hearing = Hearing(self._mine, silent_seconds)
+        self._mine = _compat_processes.joined_processes()[0]
+        self._together = processes is not None
+        self._hearing = Hearing(self._mine, silent_seconds, processes)
         self._lock = threading.Lock()
         self._count, self._steps, self._blames = 0, 0, False
+        self._ready, self._ended, self._failed = not self._together, False, ""
+        self._stirred = threading.Event()
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"whalejax-{name}", daemon=True)
@@ -207,6 +239,17 @@ class Beats:
         for thread in self._threads:
             thread.start()
         atexit.register(self._close)
+
+    def ready(self) -> None:
+        """The devices of all processes are there."""
+        self._ready = True
+
+    def fail(self, why: str) -> None:
+        """Tell the others that this process ends, and with what error."""
+        self._failed = why  # the next beats must not take it back
+        self._say_briefly()
+        if self._mine == 0:
+            time.sleep((GRACE_LOOKS + 2) * self._pause)
 
     def step(self) -> None:
         """A step is begun."""
@@ -277,18 +320,23 @@ class Beats:
 
     def _beat(self) -> None:
         """Say that this process is there and hear the others, until it ends."""
+        soon = self._pause / 100
         while jax.distributed.is_initialized():
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 # Of a service that does not answer the other thread tells.
                 self._say()
-                told = _compat.all_told(_FOLDER)
+                told = _compat_processes.all_told(_FOLDER)
                 beats = {
                     int(key.rpartition("/")[2]): Beat(**json.loads(text))
                     for key, text in told
                 }
                 with self._lock:
                     self._hearing.hear(beats, time.monotonic())
-            if self._over.wait(self._pause):
+            # At the exit all wait for these beats, and not for long.
+            soon = min(2 * soon, self._pause) if self._ended else soon
+            self._stirred.wait(soon if self._ended else self._pause)
+            self._stirred.clear()
+            if self._over.is_set():
                 return
         self._over.set()
 
@@ -299,9 +347,14 @@ class Beats:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "steps": self._steps,
+            "ready": self._ready,
+            "ended": self._ended,
+            "failed": self._failed,
             **more,
         }
-        _compat.tell_processes(f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True)
+        _compat_processes.tell_processes(
+            f"{_FOLDER}/{self._mine}", json.dumps(beat), again=True
+        )
 
     def _say_briefly(self, **more: Any) -> None:
         """Say a last word, to a service that may not listen any more."""
@@ -337,33 +390,85 @@ class Beats:
         """Say how this process ends; one that failed waits for nobody."""
         if not jax.distributed.is_initialized():
             return
+        # Python drops what Ctrl-C raises at the exit, and JAX's own goodbye with it,
+        # so that the others would wait for one that has left.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
         error = getattr(sys, "last_value", None)
         if error is not None and tells_of_loss(error) and not self._blames:
             # It came where nothing of ours was looking on.
             said = self.missing()
             if said:
                 print(f"whalejax: {said}. {_REMEDY}", file=sys.stderr, flush=True)
+        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        if not failed and self._together:
+            self._end_together()
         self._over.set()
+        self._stirred.set()
         for thread in self._threads:
             thread.join(2 * self._pause)
-        failed = "" if error is None else f"{type(error).__name__}: {error}"
         if self._blames or not failed:
             self._say_briefly(ended=True)
         else:
             self._say_briefly(failed=failed.splitlines()[0][:200])
         if failed:
             self.leave(1)
+        if self._together:
+            threading.Thread(target=self._cut_short, daemon=True).start()
+
+    def _end_together(self) -> None:
+        """Say that this process ends, and beat on until all others do.
+
+        JAX lets none go before all have come to their end, and names nobody who does
+        not. One that is gone or stands still ends this process meanwhile.
+        """
+        self._ended = True
+        self._stirred.set()
+        end = time.monotonic() + EXIT_SECONDS
+        while not self._over.wait(self._pause / 100):
+            with self._lock:
+                left = self._hearing.left()
+                if not left:
+                    return
+                late = time.monotonic() > end
+                where = self._hearing.where(left[0])
+            if late:
+                why = f"has not come to its end {EXIT_SECONDS:.0f} s after others had"
+                blame(left[0], why)
+                self._end(f"{where} {why}")
+
+    def _cut_short(self) -> None:
+        """End this process where JAX waits, at its exit, for one that stands still."""
+        time.sleep(self.silent_seconds)
+        self._end(
+            f"JAX has waited for {self.silent_seconds:.0f} s for another process that "
+            "stands still at its exit"
+        )
 
 
 _begun: list[Beats] = []
 
 
-def begun(silent_seconds: float = SILENT_SECONDS) -> Beats:
+def begun(
+    silent_seconds: float = SILENT_SECONDS, *, processes: int | None = None
+) -> Beats:
     """The beats of this process; they begin with the first call.
 
     Args:
         silent_seconds: of that call.
+        processes: how many make that call now; None where each does when it will.
     """
     if not _begun:
-        _begun.append(Beats(silent_seconds))
+        _begun.append(Beats(silent_seconds, processes))
     return _begun[0]
+
+
+def failed(why: str) -> None:
+    """Tell the others, where there are beats, that this process ends.
+
+    Args:
+        why: its error.
+    """
+    for beats in _begun:
+        beats.fail(why)

@@ -11,27 +11,32 @@ On disk a checkpoint is a directory: ``arrays/`` as Orbax keeps them, and the re
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import math
 import os
-import shutil
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters import dotted
+from whalejax.checkpoint_files import being_built, check_hashes, hashed, unwritten
 from whalejax.checkpoint_record import (
+    DamagedCheckpoint,
     Leaf,
+    Record,
     check_same,
     read_record,
-    unfinished,
     write_record,
 )
 from whalejax.lowering.spread import collected, dealt, spread
@@ -44,99 +49,267 @@ if TYPE_CHECKING:
 
 
 _SCALE: Final = "loss_scale"
-_SECTIONS: Final = ("params", "rest", "opt_state", "step", "rng", _SCALE)
+_MODEL: Final = ("params", "rest")
+_KEPT_WITH_MODEL: Final = (*_MODEL, "step", "rng")
+_SECTIONS: Final = (*_MODEL, "opt_state", "step", "rng", _SCALE)
 _ARRAYS: Final = "arrays"
 _LONGEST_REASON: Final = 200
+_SHOWN_NAMES: Final = 4
 
 
-def save(path: str | os.PathLike[str], state: Any, plan: Plan) -> None:
+class UncheckedCheckpoint(UserWarning):
+    """A checkpoint holds no hashes to tell whether it is as it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a checkpoint holds beside the optimizer's state.
+
+    Attributes:
+        params, rest: as in a state.
+        rng: the run's random key.
+        step: number of steps done.
+        samples: that these took.
+    """
+
+    params: Any
+    rest: Any
+    rng: Any
+    step: int
+    samples: int | None
+
+
+def save(
+    path: str | os.PathLike[str], state: Any, plan: Plan, batch_size: int | None = None
+) -> None:
     """Write a checkpoint; it appears whole or not at all.
 
     Args:
         path: a directory that does not exist yet; its parents are made.
         state: a training state of sharded arrays; is kept.
         plan: what the state was made for.
+        batch_size: samples of its global batch, where that is known.
 
     Raises:
-        WhaleError: something is at that path already.
+        WhaleError: something is at that path already, it cannot be written, or the
+            state was consumed.
     """
-    target = Path(path).absolute()
+    target = _path_of(path)
+    leaves = _leaves(state, plan)
+    _check_alive(leaves)
+    with being_built(target) as building:
+        mesh = _between(state)
+        if mesh is not None:
+            leaves = [(leaf, spread(x, mesh)) for leaf, x in leaves]
+        arrays = _nested([(leaf, _raw(array)) for leaf, array in leaves])
+        try:
+            _write_arrays(building / _ARRAYS, arrays)
+        except Exception as error:  # Orbax tells of a full disk by many classes
+            raise WhaleError(unwritten(target, error)) from error
+        hashes = hashed(building)
+        if jax.process_index() == 0:
+            described = [leaf for leaf, _ in leaves]
+            write_record(building, described, plan, hashes, state.samples, batch_size)
+
+
+def _path_of(path: Any) -> Path:
+    """Where a new checkpoint goes."""
+    target = _place(path)
     if "://" in os.fspath(path):
         raise WhaleError(
             f"{os.fspath(path)}: checkpoints are written to a mounted file system, not "
             "to an address. Give a path"
         )
-    if target.exists():
+    try:
+        is_there = target.exists()
+    except OSError as error:
+        raise WhaleError(unwritten(target, error)) from error
+    if is_there:
         raise WhaleError(
             f"{target}: there is something at this path already, and a checkpoint "
             "needs a new one. Nothing is changed, and the state is as it was: save it "
             "at another path, or remove what is there and save again"
         )
-    building = unfinished(target)
-    if jax.process_index() == 0:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-    _wait_for_all_processes(f"{target.name} begun")
-    leaves = _leaves(state, plan)
-    mesh = _between(state)
-    if mesh is not None:
-        leaves = [(leaf, spread(x, mesh)) for leaf, x in leaves]
-    _write_arrays(
-        building / _ARRAYS, _nested([(leaf, _raw(array)) for leaf, array in leaves])
-    )
-    if jax.process_index() == 0:
-        write_record(building, [leaf for leaf, _ in leaves], plan)
-        building.rename(target)
-    _wait_for_all_processes(f"{target.name} written")
+    return target
 
 
-def restore(path: str | os.PathLike[str], abstract_state: Any, plan: Plan) -> Any:
+def _place(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise WhaleError(
+            f"path is {path!r:.60}; expected the path of a checkpoint, such as "
+            "'run/step_000100'"
+        )
+    if "\0" in os.fspath(path):
+        raise WhaleError(f"path is {path!r:.60}; no path has a null character in it")
+    return Path(path).absolute()
+
+
+def _check_alive(leaves: Iterable[tuple[Leaf, Any]]) -> None:
+    """Refuse a state of which something was given away."""
+    gone = [
+        " ".join(leaf.place)
+        for leaf, array in leaves
+        if isinstance(array, jax.Array) and array.is_deleted()
+    ]
+    if gone:
+        more = len(gone) - _SHOWN_NAMES
+        names = ", ".join(gone[:_SHOWN_NAMES]) + (
+            f" and {more} more" if more > 0 else ""
+        )
+        raise WhaleError(
+            f"this state was consumed in part: the memory of {names} was given to a "
+            "step, or to another function that reuses it (donate_argnums), and nothing "
+            "of it can be saved. Save the state that the last step returned: "
+            "state, metrics = step(state, batch); step.save(path, state)"
+        )
+
+
+def restore(
+    path: str | os.PathLike[str],
+    abstract_state: Any,
+    plan: Plan,
+    batch_size: int | None = None,
+) -> Any:
     """Read a checkpoint into the layout of a state, whatever layout wrote it.
 
     Args:
         path: what ``save`` wrote.
         abstract_state: a state of ``jax.ShapeDtypeStruct`` leaves with shardings.
         plan: what the state is made for.
+        batch_size: samples of its global batch, where that is known.
 
     Returns:
         A state of the same structure, with arrays equal to the saved ones to the bit.
 
     Raises:
-        WhaleError: there is no whole checkpoint at that path, it is damaged, or it is
-            another model's; every leaf that differs is listed.
+        DamagedCheckpoint: it is not as it was written; found before anything is used.
+        WhaleError: there is no checkpoint at that path, or it is another model's;
+            every leaf that differs is listed.
     """
-    target = Path(path).absolute()
-    saved = {leaf.place: leaf for leaf in read_record(target)}
+    target = _place(path)
+    record = checked(target)
+    saved = {leaf.place: leaf for leaf in record.leaves}
     wanted = _leaves(abstract_state, plan)
     # The scale of a loss belongs to a precision: another one's starts anew.
-    scales = [leaf for leaf in saved.values() if leaf.section == _SCALE]
     fresh: list[Any] = []
-    if bool(scales) != (abstract_state.loss_scale is not None):
+    had_scale = any(leaf.section == _SCALE for leaf in record.leaves)
+    if had_scale != (abstract_state.loss_scale is not None):
         like = jax.tree.leaves(abstract_state.loss_scale)
         pairs = zip(jax.tree.leaves(LossScale.fresh()), like, strict=False)
         fresh = [jax.device_put(x, aval.sharding) for x, aval in pairs]
         wanted = [pair for pair in wanted if pair[0].section != _SCALE]
-    else:
-        scales = []
-    known = {place: x for place, x in saved.items() if x not in scales}
-    check_same(target, known, {leaf.place: leaf for leaf, _ in wanted})
+        saved = {place: x for place, x in saved.items() if x.section != _SCALE}
+    check_same(target, saved, {leaf.place: leaf for leaf, _ in wanted})
     mesh = _between(abstract_state)
     entries = [
         (saved[leaf.place], array.sharding if mesh is None else dealt(leaf.shape, mesh))
         for leaf, array in wanted
     ]
-    # Orbax reads all or nothing.
-    unused = [(leaf, abstract_state.step.sharding) for leaf in scales]
-    requests = [
-        (leaf, _request(leaf, sharding)) for leaf, sharding in (*entries, *unused)
-    ]
-    found = _read_arrays(target, _nested(requests))
-    values = [_typed(leaf, found, sharding) for leaf, sharding in entries]
+    values = _read(target, record, entries)
     if mesh is not None:
         pairs = zip(values, wanted, strict=True)
         values = [collected(x, array.sharding, mesh) for x, (_, array) in pairs]
     values += fresh
-    return jax.tree.unflatten(jax.tree.structure(abstract_state), values)
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), values)
+    seen = _samples(record, int(state.step), batch_size)
+    return dataclasses.replace(state, samples=seen)
+
+
+def restore_model(
+    path: str | os.PathLike[str],
+    abstract_state: Any,
+    plan: Plan,
+    batch_size: int | None = None,
+    *,
+    on_host: bool = False,
+) -> Model:
+    """Read what a checkpoint holds beside the optimizer's state.
+
+    Args:
+        path, abstract_state, plan, batch_size: as for ``restore``. A leaf that is
+            trained here and was not there, or the other way round, is found by name.
+        on_host: read NumPy arrays; else arrays in the state's own layout, in the
+            devices' memory.
+
+    Raises:
+        WhaleError: as for ``restore``.
+    """
+    target = _place(path)
+    record = checked(target)
+    # In the order that the state flattens in.
+    parts = tuple(getattr(abstract_state, name) for name in _KEPT_WITH_MODEL)
+    wanted = [
+        (leaf, array)
+        for leaf, array in _leaves(abstract_state, plan)
+        if leaf.section in _KEPT_WITH_MODEL
+    ]
+    places = {leaf.place: leaf for leaf, _ in wanted}
+    saved = _by_place(record, places)
+    check_same(target, saved, places)
+    entries = [
+        (saved[leaf.place], None if on_host else _on_device(array.sharding))
+        for leaf, array in wanted
+    ]
+    values = _read(target, record, entries)
+    tree: Any = jax.tree.structure(parts)
+    params, rest, number, rng = tree.unflatten(values)
+    step = int(number)
+    seen = _samples(record, step, batch_size)
+    return Model(params=params, rest=rest, rng=rng, step=step, samples=seen)
+
+
+def _by_place(
+    record: Record, wanted: Mapping[tuple[str, str], Leaf]
+) -> dict[tuple[str, str], Leaf]:
+    """Leaves of a checkpoint by where they belong in a state, without the optimizer's.
+
+    What was trained may be frozen now, or the other way round.
+    """
+    saved = {x.place: x for x in record.leaves if x.section in _KEPT_WITH_MODEL}
+    found = {}
+    for place, leaf in saved.items():
+        section, name = place
+        if section in _MODEL:
+            other = _MODEL[1 - _MODEL.index(section)], name
+            if place not in wanted and other in wanted and other not in saved:
+                place = other
+        found[place] = leaf
+    return found
+
+
+def _on_device(sharding: Any) -> Any:
+    """A layout in the memory of its devices, where it may be in that of their host."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def checked(target: Path) -> Record:
+    """The record of a checkpoint that is as it was written; all processes call this.
+
+    Raises:
+        DamagedCheckpoint: it is not; every file is named.
+        WhaleError: there is none at that path.
+    """
+    record = read_record(target)
+    check_hashes(target, record)
+    if record.file_sha256 is None:
+        warnings.warn(unchecked(target), UncheckedCheckpoint, stacklevel=4)
+    return record
+
+
+def unchecked(target: Path) -> str:
+    """What there is to say of a checkpoint without hashes."""
+    return (
+        f"{target} was written by a version that kept no hashes: the sizes of its "
+        "files are right, and their contents could not be checked"
+    )
+
+
+def _samples(record: Record, step: int, batch_size: int | None) -> int | None:
+    """Samples that the steps of a checkpoint took, as far as it says."""
+    if record.samples is not None:
+        return record.samples
+    size = batch_size if record.batch_size is None else record.batch_size
+    return None if size is None else step * size
 
 
 # What is in a state.
@@ -158,7 +331,7 @@ def _leaves(state: Any, plan: Plan) -> list[tuple[Leaf, Any]]:
         entries = jax.tree_util.tree_flatten_with_path(getattr(state, section))[0]
         names = [dotted(path) for path, _ in entries]
         if section == "params":
-            names = [leaf.path for leaf in plan.leaves]
+            names = [leaf.path for leaf in plan.trained]
         seen: Counter[str] = Counter()
         for name, (_, array) in zip(names, entries, strict=True):
             seen[name] += 1
@@ -229,30 +402,43 @@ def _orbax() -> Any:
     return importlib.import_module("orbax.checkpoint")
 
 
-def _wait_for_all_processes(what: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(what)
-
-
 def _write_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> None:
     ocp = _orbax()
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(path, args=ocp.args.StandardSave(arrays))
 
 
-def _read_arrays(target: Path, request: dict[str, dict[str, Any]]) -> Mapping[str, Any]:
+def _read(
+    target: Path, record: Record, entries: Sequence[tuple[Leaf, Any]]
+) -> list[Any]:
+    """Leaves of a checkpoint, each in a layout; NumPy arrays where that is None."""
     ocp = _orbax()
+    requests = _nested([(leaf, _request(leaf, place)) for leaf, place in entries])
+    how = jax.tree.map(
+        lambda x: (
+            ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype)
+            if x.sharding is None
+            else ocp.ArrayRestoreArgs(
+                sharding=x.sharding, global_shape=x.shape, dtype=x.dtype
+            )
+        ),
+        requests,
+    )
     try:
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             found: Mapping[str, Any] = checkpointer.restore(
-                target / _ARRAYS, args=ocp.args.StandardRestore(request)
+                target / _ARRAYS,
+                args=ocp.args.PyTreeRestore(
+                    item=requests, restore_args=how, partial_restore=True
+                ),
             )
     except Exception as error:  # of unreadable numbers Orbax tells by this very class
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        first = (str(error).splitlines() or [""])[0] or type(error).__name__
+        reason = f"{target}: this checkpoint cannot be read ({first[:_LONGEST_REASON]})"
+        if record.file_sha256 is None:
+            raise DamagedCheckpoint(f"{reason}. Restore another one") from error
         raise WhaleError(
-            f"{target}: this checkpoint cannot be read ({reason[:_LONGEST_REASON]}). "
-            "Restore another one"
+            f"{reason}, though its files are as they were written. See that there is "
+            "memory for it, or restore it under a plan that shards more"
         ) from error
-    return found
+    return [_typed(leaf, found, place) for leaf, place in entries]

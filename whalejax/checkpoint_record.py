@@ -1,4 +1,4 @@
-"""The record of a checkpoint: which leaves and files it holds.
+"""The record of a checkpoint: which leaves and files it holds, and their hashes.
 
 A checkpoint is refused by its record, before an array is read: where it is damaged, cut
 short, or another model's. The record is plain JSON, so nothing here needs JAX.
@@ -7,11 +7,12 @@ short, or another model's. The record is plain JSON, so nothing here needs JAX.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
 
 from whalejax import __version__
 from whalejax.meshes.problems import Problems, WhaleError
@@ -22,12 +23,28 @@ if TYPE_CHECKING:
 
 
 FORMAT: Final = 1
-"""Version of the record."""
+"""Version of the record. Records with hashes are read by versions that know none."""
 
 UNFINISHED_SUFFIX: Final = ".unfinished"
 """What a checkpoint's name ends in until it is whole."""
 
-_RECORD: Final = "whalejax.json"
+RECORD: Final = "whalejax.json"
+"""Name of the record's file."""
+
+SAME_MODEL: Final = 'step.restore(path, only="model")'
+"""How a model is taken from a checkpoint without its optimizer."""
+
+_HASH: Final = "record_sha256"
+_OLDER: Final = frozenset(
+    ("whalejax_checkpoint", "whalejax", "model_hash", "plan_hash", "leaves")
+    + ("file_bytes",)
+)
+_MODEL: Final = ("params", "rest")
+_LONGEST_REASON: Final = 200
+
+
+class DamagedCheckpoint(WhaleError):
+    """A checkpoint that was lost in part or changed since it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +76,27 @@ class Leaf:
         return f"{self.dtype}{list(self.shape)}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        leaves: every array of the state.
+        file_bytes: size of each file, by its path in the checkpoint.
+        file_sha256: SHA-256 of each file in hexadecimal digits; None in checkpoints
+            of versions that wrote none, which cannot be checked.
+        samples: that the steps before took, or None where it was not known.
+        batch_size: samples of the global batch of the plan that it was saved under,
+            or None where it was not known.
+    """
+
+    leaves: tuple[Leaf, ...]
+    file_bytes: Mapping[str, int]
+    file_sha256: Mapping[str, str] | None = None
+    samples: int | None = None
+    batch_size: int | None = None
+
+
 def unfinished(path: Path) -> Path:
     """Where a checkpoint stands while it is being written.
 
@@ -68,78 +106,178 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED_SUFFIX)
 
 
-def write_record(building: Path, leaves: Sequence[Leaf], plan: Plan) -> None:
+def files_of(folder: Path) -> list[str]:
+    """Paths of the files of a checkpoint, relative to it, without its record."""
+    return [
+        file.relative_to(folder).as_posix()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file != folder / RECORD
+    ]
+
+
+def write_record(
+    building: Path,
+    leaves: Sequence[Leaf],
+    plan: Plan,
+    file_sha256: Mapping[str, str],
+    samples: int | None,
+    batch_size: int | None,
+) -> None:
     """Describe a checkpoint, when all its files are written.
 
     Args:
         building: its directory.
         leaves: every array of the state.
         plan: what the state was made for.
+        file_sha256: the hash of each file.
+        samples: that the steps before took, or None where it is not known.
+        batch_size: samples of a global batch, or None where it has none.
     """
-    record = {
+    record: dict[str, Any] = {
         "whalejax_checkpoint": FORMAT,
         "whalejax": __version__,
         "model_hash": plan.model_hash,
         "plan_hash": plan.hash,
+        "samples": samples,
+        "batch_size": batch_size,
         "leaves": [dataclasses.asdict(leaf) for leaf in leaves],
         "file_bytes": {
-            file.relative_to(building).as_posix(): file.stat().st_size
-            for file in sorted(building.rglob("*"))
-            if file.is_file()
+            name: (building / name).stat().st_size for name in files_of(building)
         },
+        "file_sha256": dict(file_sha256),
     }
-    (building / _RECORD).write_text(json.dumps(record, indent=1))
+    # The hash stands first and what an older record lacks further down: no single cut
+    # makes a record without hashes of one with them.
+    whole = {_HASH: _hash_of(record), **record}
+    (building / RECORD).write_text(json.dumps(whole, indent=1))
 
 
-def read_record(target: Path) -> list[Leaf]:
-    """The leaves that a checkpoint holds.
+def _hash_of(record: Mapping[str, Any]) -> str:
+    """The hash of what a record says, without the hash that stands in it."""
+    said = {name: value for name, value in record.items() if name != _HASH}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_record(target: Path) -> Record:
+    """What a checkpoint says of itself; the hashes of its files are not compared.
 
     Raises:
-        WhaleError: it is not whole, of a newer format, or files were lost or cut;
-            every such file is listed.
+        DamagedCheckpoint: the record cannot be read or was changed, or files were lost
+            or cut; every such file is listed.
+        WhaleError: there is none at that path, or it is of a newer format.
     """
-    if not target.is_dir():
+    try:
+        is_there = target.is_dir()
         rest = unfinished(target)
-        cut = (
-            f"; its writing was cut short, there is {rest.name}"
-            if rest.exists()
-            else ""
-        )
+        is_cut = not is_there and rest.exists()
+    except OSError as error:
+        raise WhaleError(
+            f"{target}: {error.strerror or error}. Give the path of a checkpoint that "
+            "step.save wrote"
+        ) from error
+    if not is_there:
+        cut = f"; its writing was cut short, there is {rest.name}" if is_cut else ""
         raise WhaleError(
             f"{target}: there is no checkpoint at this path{cut}. Give the path of one "
             "that step.save wrote"
         )
     try:
-        record = json.loads((target / _RECORD).read_text())
-        version = record["whalejax_checkpoint"]
-        if version != FORMAT:
-            raise WhaleError(
-                f"{target} has checkpoint format {version}; this WhaleJAX reads "
-                f"{FORMAT}. Upgrade whalejax, or use the version that wrote it"
-            )
-        leaves = [
-            Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in record["leaves"]
-        ]
-        file_bytes = dict(record["file_bytes"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        version, is_whole = record["whalejax_checkpoint"], _is_whole(record)
+        read = _record_of(record) if version == FORMAT and is_whole else None
+    except PermissionError as error:
         raise WhaleError(
-            f"{target} is not a whole checkpoint: its record {_RECORD} cannot be read "
-            f"({type(error).__name__}: {error}). Restore another one"
+            f"{target}: {error.strerror}. Ask for leave to read it, or restore another "
+            "one"
         ) from error
-    _check_files(target, file_bytes)
-    return leaves
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        raise DamagedCheckpoint(
+            f"{target} is not a whole checkpoint: its record {RECORD} cannot be read "
+            f"({said}). Restore another one"
+        ) from error
+    if version != FORMAT:
+        kind = WhaleError if is_whole else DamagedCheckpoint
+        raise kind(
+            f"{target} has checkpoint format {version!r:.40}; this WhaleJAX reads "
+            f"{FORMAT}. Upgrade whalejax, or use the version that wrote it"
+        )
+    if read is None:
+        raise DamagedCheckpoint(
+            f"{target} is damaged: its record {RECORD} was changed since it was "
+            "written, and does not have the hash that stands in it. Restore another "
+            "checkpoint"
+        )
+    _check_sizes(target, read.file_bytes)
+    return read
 
 
-def _check_files(target: Path, file_bytes: Mapping[str, int]) -> None:
-    problems = Problems()
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """The record is as it was written, as far as it can tell."""
+    if _HASH in record:
+        return bool(record[_HASH] == _hash_of(record))
+    return record.keys() == _OLDER
+
+
+def _record_of(record: Mapping[str, Any]) -> Record:
+    """What a whole record says.
+
+    Raises:
+        ValueError: or others, where what it says is of another form.
+    """
+    leaves = tuple(
+        Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in record["leaves"]
+    )
+    file_bytes = dict(record["file_bytes"])
+    hashes = record.get("file_sha256")
+    if hashes is not None and hashes.keys() != file_bytes.keys():
+        raise ValueError("its hashes are not those of its files")
+    for name in file_bytes:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{name!r:.60} is no file in it")
+    counts = [record.get(name) for name in ("samples", "batch_size")]
+    for count in counts:
+        if count is not None and (type(count) is not int or count < 0):
+            raise ValueError(f"{count!r:.40} is no number of samples")
+    return Record(
+        leaves=leaves,
+        file_bytes=file_bytes,
+        file_sha256=None if hashes is None else dict(hashes),
+        samples=counts[0],
+        batch_size=counts[1],
+    )
+
+
+def _check_sizes(target: Path, file_bytes: Mapping[str, int]) -> None:
+    problems = Problems(kind=DamagedCheckpoint)
     for name, nbytes in file_bytes.items():
         file = target / name
-        if not file.is_file():
+        try:
+            found = file.stat().st_size if file.is_file() else None
+        except (OSError, ValueError) as error:
+            problems.add(f"{name} cannot be read ({error})")
+            continue
+        if found is None:
             problems.add(f"{name} is missing ({nbytes} bytes)")
-        elif file.stat().st_size != nbytes:
-            found = file.stat().st_size
+        elif found != nbytes:
             problems.add(f"{name} has {found} bytes; {nbytes} were written")
-    problems.raise_if_any(title=f"{target} is damaged; restore another checkpoint")
+    refuse_damaged(target, problems)
+
+
+def refuse_damaged(target: Path, problems: Problems) -> None:
+    """Refuse a checkpoint if anything is wrong with its files.
+
+    Args:
+        target: the checkpoint.
+        problems: with its files, each by name.
+
+    Raises:
+        DamagedCheckpoint: there are any.
+    """
+    title = f"{target} is damaged; restore another checkpoint"
+    problems.raise_if_any(DamagedCheckpoint, title=title)
 
 
 def check_same(
@@ -157,16 +295,22 @@ def check_same(
         WhaleError: every leaf that differs.
     """
     problems = Problems()
+    is_model = False
     for place in [*wanted, *(place for place in saved if place not in wanted)]:
         there, here = saved.get(place), wanted.get(place)
         # The run's own key may be of another algorithm: the saved one goes on.
         if there and here and (there.form == here.form or there.section == "rng"):
             continue
+        is_model = is_model or place[0] in _MODEL
         problems.add(
             f"{' '.join(place)}: the checkpoint has "
             f"{there.form if there else 'no such leaf'}, this model "
             f"{here.form if here else 'has no such leaf'}"
         )
-    problems.raise_if_any(
-        title=f"{target} is a checkpoint of another model or optimizer"
-    )
+    title = f"{target} is a checkpoint of another model or optimizer"
+    if not is_model:
+        title += (
+            f". The model is the same: {SAME_MODEL} takes it, keeps the step counter "
+            "and begins the optimizer anew"
+        )
+    problems.raise_if_any(title=title)

@@ -17,6 +17,7 @@ import inspect
 import io
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -29,6 +30,8 @@ from tyro import conf
 
 from whalejax import __version__
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.texts import quoted
+from whalejax.option_checks import check_words, checked
 from whalejax.options import (
     CalibrateCommand,
     Command,
@@ -106,6 +109,7 @@ def _parse(argv: Sequence[str]) -> Command:
         from whalejax.meshes.launching import words_after
 
         argv = ["launch", *words_after(argv[1:])]
+    check_words(argv)
     parsed: Command = tyro.cli(
         Command,
         prog="whalejax",
@@ -117,10 +121,12 @@ def _parse(argv: Sequence[str]) -> Command:
 
 
 def _run(command: Command, started: float) -> int:
+    checked(command)
     match command:
         case TrainCommand():
             from whalejax import session
 
+            session.check_options(command)  # before the model's file is run
             job = find_job(command.model, named_values(_settings(command)))
             session.run(job, command, started=started)
         case PlanCommand():
@@ -157,12 +163,7 @@ def _plan(command: PlanCommand) -> None:
     from whalejax.progress import Working, make_console
 
     _check_output(command.output)
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    _check_counts(command)
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
@@ -170,7 +171,7 @@ def _plan(command: PlanCommand) -> None:
         plan = jobs.make_plan(
             job,
             jobs.abstract_model(job),
-            job.batch_at(0, command.batch),
+            jobs.first_batch(job, command.batch),
             jobs.machine(command.cluster),
             mesh=mesh,
             micro_batches=command.micro_batches,
@@ -216,12 +217,7 @@ def _search(command: SearchCommand) -> None:
     from whalejax import jobs, show
     from whalejax.progress import Working, make_console
 
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value < 1:
-            raise WhaleError(f"{name} is {value}; expected 1 or more")
+    _check_counts(command)
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     given, asked = prices(command.price), by_task_graph(command)
@@ -293,6 +289,28 @@ def _lasting(model: str) -> str:
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
 
 
+def _check_counts(command: PlanCommand | SearchCommand) -> None:
+    from whalejax.planner.micro_batches import MOST_SAMPLES
+
+    for name, value in (
+        ("--batch", command.batch),
+        ("--micro-batches", command.micro_batches),
+    ):
+        if value is not None and value > MOST_SAMPLES:
+            given = quoted(value)
+            raise WhaleError(f"{name} is {given}; expected at most {MOST_SAMPLES}")
+
+
+def _is_file(model: str) -> bool:
+    """Whether a model's name is that of a file, and no reference model's."""
+    return ":" in model or model.endswith(".py")
+
+
+def _set_words(words: Sequence[str]) -> list[str]:
+    """Options of a model as a shell takes them."""
+    return ["--set", *map(shlex.quote, words)] if words else []
+
+
 def _check_output(output: Path | None) -> None:
     if output is not None and not output.absolute().parent.is_dir():
         raise WhaleError(
@@ -325,6 +343,13 @@ def _verify(command: VerifyCommand) -> int:
             f"{command.plan} does not say which model it is for, because it was made "
             "from Python. Name the model with --model (and --set), or call "
             "plan.verify(...) where the plan is made"
+        )
+    if command.model is None and _is_file(source[0]):
+        raise WhaleError(
+            f"{command.plan} says that its model is made by {quoted(source[0])}. A "
+            "plan file does not choose which code runs: if that file is yours, name "
+            f"it, with --model {shlex.quote(source[0])}"
+            + "".join(f" {word}" for word in _set_words(source[1:]))
         )
     question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
     with Working("verifying", quiet=command.quiet):
@@ -385,8 +410,6 @@ def _calibrate(command: CalibrateCommand) -> None:
             f"--output {command.output}: clusters are described in TOML, and read by "
             f"that ending. Name it {command.output.with_suffix('.toml').name}"
         )
-    if command.seconds <= 0:
-        raise WhaleError(f"--seconds is {command.seconds:g}; expected more than 0")
     if command.model is None and (command.set or command.samples or command.precision):
         raise WhaleError(
             "--set, --samples and --precision are of --model; it is missing"
@@ -446,7 +469,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
     'mlp'
     """
     path, colon, function = name.rpartition(":")
-    if colon or name.endswith(".py"):
+    if _is_file(name):
         return _job_from_file(Path(path or name), function if colon else "", options)
     from whalejax import models
 

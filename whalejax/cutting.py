@@ -13,6 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from whalejax import _compat
 from whalejax.planner.memory import CHEAP
 
@@ -64,6 +67,14 @@ class Steps:
     outputs: tuple[Operand, ...]
     avals: Mapping[int, Any]
     _makers: dict[int, Step] = field(default_factory=dict)
+
+    def aval_of(self, operand: Operand) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a value, or of one that the program holds."""
+        if isinstance(operand, Fixed):
+            value = jnp.asarray(operand.value)
+            return jax.ShapeDtypeStruct(value.shape, value.dtype)
+        aval = self.avals[operand]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     def __post_init__(self) -> None:
         for step in self.steps:

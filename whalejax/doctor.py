@@ -17,8 +17,8 @@ from rich.text import Text
 from whalejax import __version__
 from whalejax.meshes import launching
 from whalejax.meshes.checkup import Check, report
-from whalejax.meshes.launched import launched
-from whalejax.meshes.meeting import Met, meet, split_address
+from whalejax.meshes.launched import launched, shared_key, split_address
+from whalejax.meshes.meeting import Met, meet
 from whalejax.meshes.problems import WhaleError
 from whalejax.options import DoctorCommand
 from whalejax.progress import make_console
@@ -40,20 +40,19 @@ def doctor(command: DoctorCommand) -> int:
     Raises:
         WhaleError: options contradict each other, or the coordinator is not reached.
     """
-    if command.timeout <= 0:
-        raise WhaleError(f"--timeout is {command.timeout:g}; expected more than 0 s")
     if command.hosts is not None:
         return _on_all(command, tuple(command.hosts.split(",")))
     if command.coordinator is None and command.processes is not None:
         raise WhaleError("--processes is for --coordinator; give both, or neither")
     known = launched()
     coordinator = command.coordinator or (known[0] if known else None)
+    key = shared_key()
     if coordinator is not None:
         split_address(coordinator)
     mine = report(__version__, coordinator)
     met = Met(reports=(mine,), between=())
     if coordinator is not None:
-        met = meet(mine, coordinator, _count(command), command.timeout)
+        met = meet(mine, coordinator, _count(command), command.timeout, key)
     show(met, as_json=command.json)
     problems = any(check.verdict == "problem" for _, check in _all(met))
     # Where a launcher looks on, process 0 says it for all.
@@ -64,7 +63,8 @@ def _count(command: DoctorCommand) -> int:
     """How many processes are to meet."""
     known = launched()
     given = command.processes or (known[1] if known else None)
-    given = given or int(os.environ.get(_SLURM_TASKS, "0")) or None
+    tasks = os.environ.get(_SLURM_TASKS, "0")
+    given = given or (int(tasks) if tasks.isdecimal() else 0) or None
     if given is None or given < 1:
         raise WhaleError(
             "--coordinator needs --processes, how many hosts are to meet there, "

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.problems import WhaleError
 
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Feed:
     Which samples make up a global batch depends on the seed and the step alone: not on
     the number of processes, nor on who takes how many of them. So each sample is seen
     once in an epoch, whatever shares do, and a run that is resumed goes on where it
-    was: ``Feed(..., first=int(state.step))``.
+    was, also with another batch size: ``Feed(..., first_sample=state.samples)``.
 
     A source without a length, such as a generator or one of grain's iterable datasets,
     is read from its beginning by every process, which keeps its own samples; it must
@@ -61,6 +62,7 @@ class Feed:
         *,
         seed: int | None = 0,
         first: int = 0,
+        first_sample: int | None = None,
         epochs: int | None = None,
     ) -> None:
         """Read nothing yet.
@@ -74,41 +76,61 @@ class Feed:
                 when the step is about to be called: shares may have changed.
             seed: of the order, another one in every epoch; None keeps the order. An
                 iterable's order is its own.
-            first: the step that comes next, counted from 0.
+            first: the step that comes next, counted from 0, all of this batch size.
+            first_sample: instead of it, how many samples were given before, whatever
+                the batch size was then: ``state.samples``. An epoch counts as many as
+                it gives at this batch size; where another one left out more of it or
+                less, ``get_state`` knows the place in a later epoch exactly.
             epochs: after so many it ends; None goes on for ever, with an iterator that
                 can be read once until it ends.
 
         Raises:
             WhaleError: sizes that cannot be; every problem is listed.
         """
-        problems = Problems("Feed")
+        problems = Arguments("Feed")
         if isinstance(source, Mapping):
             problems.add(
                 "source is a dictionary; expected samples in a list, or an iterable of "
                 "them. Of whole arrays: [{'x': x} for x in arrays['x']]"
             )
-        elif not _numbered(source) and not _in_a_row(source):
-            problems.add(
-                f"source is {source!r:.60}; expected samples by number or an iterable "
-                "of them"
+        elif isinstance(source, str | bytes | type) or not (
+            _numbered(source) or _in_a_row(source)
+        ):
+            problems.refuse(
+                "source", source, "samples by number or an iterable of them"
             )
-        if batch_size < 1:
-            problems.add(f"batch_size is {batch_size}; expected 1 or more")
-        elif not problems and _numbered(source) and batch_size > len(source):
+        sized = problems.whole("batch_size", batch_size, least=1)
+        if sized and not problems and _numbered(source) and batch_size > len(source):
             problems.add(
                 f"batch_size is {batch_size}, of {len(source)} samples; expected 1 to "
                 f"{len(source)}"
             )
-        if first < 0:
-            problems.add(f"first is {first}; expected the number of a step, from 0")
-        for problem in () if step is None else _unlike(step, batch_size):
-            problems.add(problem)
+        problems.whole("first", first, what="the number of a step")
+        problems.whole(
+            "first_sample", first_sample, none=True, what="the number of a sample"
+        )
+        if is_whole(first, 1) and first_sample is not None:
+            problems.add(
+                f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
+                "both say where to begin. Give one of them; "
+                "first_sample=state.samples is right with another batch size too"
+            )
+        problems.whole("seed", seed, none=True)
+        problems.whole("epochs", epochs, none=True)
+        if step is not None and not _is_step(step):
+            problems.refuse("step", step, "what wh.compile gives, or None")
+        elif step is not None and sized:
+            for problem in _unlike(step, batch_size):
+                problems.add(problem)
         problems.raise_if_any(WhaleError)
         self._source, self._size, self._step = source, batch_size, step
         self._seed, self._epochs = seed, epochs
         self._iterator: Iterator[Any] | None = None
         self._epoch, self._read = 0, 0
-        self.step = first
+        self.step, self._shift = first, 0
+        if first_sample is not None:
+            self.step, self._shift = divmod(first_sample, batch_size)
+        self._anchor = self._beginning(first_sample or 0)
 
     def __iter__(self) -> Iterator[Any]:
         return self._in_a_row() if not _numbered(self._source) else self._by_number()
@@ -120,15 +142,17 @@ class Feed:
             WhaleError: the source's iterator cannot say where it stands.
         """
         if _numbered(self._source):
-            return {"step": self.step}
+            epoch, place = self._place()
+            return {"step": self.step, "epoch": epoch, "place": place}
         if self._iterator is None:
-            return {"step": self.step, "epoch": 0, "read": 0, "source": None}
+            start = {"step": self.step, "epoch": 0, "read": 0, "source": None}
+            return {**start, "shift": self._shift}
         iterator: Any = self._iterator
         if not hasattr(iterator, "get_state"):
             raise WhaleError(
                 f"a {type(iterator).__name__} cannot say where it stands: it has "
-                "no get_state. Give Feed(..., first=int(state.step)), which reads the "
-                "source again up to there, or samples by number"
+                "no get_state. Give Feed(..., first_sample=state.samples), which reads "
+                "the source again up to there, or samples by number"
             )
         return {
             "step": self.step,
@@ -141,17 +165,25 @@ class Feed:
         """Go on where another feed of the same source stood.
 
         Args:
-            state: from ``get_state``.
+            state: from ``get_state``; the other feed's batches may have been of another
+                size.
 
         Raises:
             WhaleError: it is of a source of another kind, or of none.
         """
         if not isinstance(state, Mapping) or "step" not in state:
             raise WhaleError(
-                f"state is {state!r:.60}; expected what get_state gave, with 'step'"
+                f"state is {shown(state)}; expected what get_state gave, with 'step'"
             )
+        problems = Arguments("state")
+        for name in ("step", "epoch", "read"):
+            problems.whole(f"state[{name!r}]", state.get(name, 0))
+        problems.raise_if_any()
         self._iterator, self._epoch, self._read = None, 0, 0
-        self.step = int(state["step"])
+        self.step, self._shift = int(state["step"]), int(state.get("shift", 0))
+        self._anchor = self._beginning(0)
+        if "place" in state:
+            self._anchor = self.step, int(state["epoch"]), int(state["place"])
         if state.get("source") is not None:
             iterator: Any = None if _numbered(self._source) else iter(self._source)
             if not hasattr(iterator, "set_state"):
@@ -165,20 +197,44 @@ class Feed:
             self._iterator = iterator
             self._epoch, self._read = int(state["epoch"]), int(state["read"])
 
+    def _beginning(self, samples: int) -> tuple[int, int, int]:
+        """A step, and the epoch and the place in it of its first sample.
+
+        Args:
+            samples: given before it, all in batches of this size or of another.
+        """
+        if not samples or not _numbered(self._source):
+            return 0, 0, 0
+        whole = len(self._source) // self._size * self._size
+        return self.step, *divmod(samples, whole)
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch and the place in it of the first sample of the next batch."""
+        assert _numbered(self._source)
+        size, count = self._size, len(self._source)
+        step, epoch, place = self._anchor
+        done = self.step - step
+        if done < 0:  # Set back to before what is known: counted from the beginning.
+            step, epoch, place, done = 0, 0, 0, self.step
+        left = max(0, count - place) // size
+        if done < left:
+            return epoch, place + done * size
+        more, batch = divmod(done - left, count // size)
+        return epoch + 1 + more, batch * size
+
     def _by_number(self) -> Iterator[Any]:
         source = self._source
         assert _numbered(source)
-        batches = len(source) // self._size
         order: Sequence[int] | np.ndarray = range(len(source))
         epoch = -1
         while True:
-            now, place = divmod(self.step, batches)
+            now, place = self._place()
             if self._epochs is not None and now >= self._epochs:
                 return
             if now != epoch and self._seed is not None:
                 rng = np.random.default_rng([self._seed, now])
                 order, epoch = rng.permutation(len(source)), now
-            numbers = order[place * self._size : (place + 1) * self._size]
+            numbers = order[place : place + self._size]
             rows = self._rows()
             self.step += 1
             samples = [source[int(numbers[row])] for row in rows]
@@ -200,6 +256,10 @@ class Feed:
             while (wanted := self._global()) is not None:
                 self._read += 1
                 if self._read > self.step:
+                    if self._shift:  # The batch begins within what was read.
+                        wanted = self._moved(wanted)
+                        if wanted is None:
+                            break
                     self.step += 1
                     rows = self._rows()
                     samples = [wanted[row] for row in rows]
@@ -215,6 +275,13 @@ class Feed:
             if once:  # A generator, say: there is no more to be had of it.
                 return
 
+    def _moved(self, found: list[Any]) -> list[Any] | None:
+        """A batch without the samples that were given, and as many more behind it."""
+        assert self._iterator is not None
+        shift, self._shift = self._shift, 0
+        more = [*itertools.islice(self._iterator, shift)]
+        return [*found[shift:], *more] if len(more) == shift else None
+
     def _global(self) -> list[Any] | None:
         """The next global batch, or None where the source has no whole one."""
         assert self._iterator is not None
@@ -225,6 +292,11 @@ class Feed:
 def _numbered(source: Any) -> TypeGuard[Source]:
     """Samples can be had by number."""
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _is_step(step: Any) -> TypeGuard[TrainStep]:
+    """Whether it says whose batches they are."""
+    return all(hasattr(step, name) for name in ("batch_rows", "batch_axes", "plan"))
 
 
 def _in_a_row(source: Any) -> bool:

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
+from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.plan import Plan, PlanError
 
@@ -39,17 +41,17 @@ def check_mesh(
     """
     if not isinstance(mesh, Mapping):
         raise PlanError(
-            f"mesh is {mesh!r:.60}; expected sizes by axis, such as {{'tensor': 2}}"
+            f"mesh is {shown(mesh)}; expected sizes by axis, such as {{'tensor': 2}}"
         )
     problems = Problems("wh.plan(mesh=…)")
     for axis, size in mesh.items():
         if axis not in MESH_AXES:
             problems.add(
-                f"there is no mesh axis {axis!r} to fix; expected one of "
+                f"there is no mesh axis {shown(axis)} to fix; expected one of "
                 f"{', '.join(MESH_AXES)}"
             )
-        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            problems.add(f"{axis} is {size!r}; expected a whole number, 1 or more")
+        elif not isinstance(size, int) or not is_whole(size, 1):
+            problems.add(f"{axis} is {shown(size)}; expected a whole number, 1 or more")
     problems.raise_if_any(PlanError)
     used = math.prod(mesh.values())
     shape = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
@@ -95,7 +97,7 @@ def uneven_shares(
     """Whether replicas take shares of their own, and which.
 
     Args:
-        shares: what the user gives.
+        shares: what the user gives; ``planning_options`` has checked its type.
         mixed: devices are of several kinds.
         runnable: what cannot run is not wanted.
         allow_idle: some devices may be left without work.
@@ -107,14 +109,8 @@ def uneven_shares(
     apart = mixed and runnable  # One program runs on one kind.
     if shares is None:
         return apart
-    if isinstance(shares, str) and shares == EVEN:
+    if isinstance(shares, str):
         return EVEN if apart else False
-    several = isinstance(shares, Sequence | np.ndarray) and len(shares) > 0
-    if isinstance(shares, str) or not several:
-        raise PlanError(
-            f"shares is {shares!r:.60}; expected 'even', the micro-batches of each "
-            "replica such as [5, 3], or None for the planner to choose"
-        )
     if not runnable or allow_idle:
         other = "allow_idle=True" if allow_idle else "runnable=False"
         raise PlanError(f"shares cannot be given with {other}. Drop one of them")
@@ -133,3 +129,27 @@ def _products(number: int, parts: int) -> str:
 
     ways = factorizations(number, max(2, parts))[:4]
     return ", ".join("×".join(map(str, way)) for way in ways)
+
+
+def synced(
+    given: int | None, reductions: Sequence[BatchReduction], *marked: str
+) -> int:
+    """The one micro-batch of which all statistics are those of the global batch.
+
+    Args:
+        given: micro-batches that the user fixes, or None.
+        reductions: what is computed per micro-batch.
+        marked: micro-batches that marks fix, as text.
+
+    Raises:
+        PlanError: some of them fix another number.
+    """
+    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
+    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
+        if count not in (None, 1):
+            raise PlanError(
+                "sync_batch_stats=True asks for statistics of the global batch, and "
+                f"num_micro_batches={count}{where} computes them in parts ({places}). "
+                "Drop one of the two"
+            )
+    return 1

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes, layout_text, milliseconds
-from whalejax.planner.lines import Line, paragraph, plain, table
+from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 
 
@@ -88,6 +90,9 @@ class Weighed:
         Args:
             n: at most so many.
         """
+        problems = Arguments("costs")
+        problems.whole("n", n)
+        problems.raise_if_any()
         return tuple(self.candidate.time.by_size()[:n])
 
 
@@ -102,12 +107,14 @@ class Found(Sequence[Plan]):
         names: of each, the cluster as it was asked for.
         refused: clusters on which there is no plan, those that lack least first.
         weighed: every plan that was weighed and is remembered, on all clusters.
+        notes: what keeps the plans from being compared as they are.
     """
 
     plans: tuple[Plan, ...]
     names: tuple[str, ...]
     refused: tuple[Refused, ...] = ()
     weighed: tuple[Weighed, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...
@@ -129,7 +136,15 @@ class Found(Sequence[Plan]):
 
         Args:
             index: of the plan.
+
+        Raises:
+            WhaleError: there is no such plan.
         """
+        if not is_whole(index, -len(self), len(self) - 1):
+            raise WhaleError(
+                f"index is {shown(index)}; expected the number of one of {len(self)} "
+                "plans, from 0"
+            )
         plan = self[index]
         return _price(plan.cluster, plan.time.step_seconds)
 
@@ -198,6 +213,7 @@ class Found(Sequence[Plan]):
                 }
                 for one in self.refused
             ],
+            "notes": list(self.notes),
         }
 
     def __iter__(self) -> Iterator[Plan]:
@@ -209,9 +225,12 @@ class Found(Sequence[Plan]):
         Args:
             width: columns of a line; None breaks none.
         """
+        check_lines(width, all_rows=False)
         lines = table(self.head(), self.rows(), width)
         for one in self.refused:
             lines += paragraph("no plan", [f"on {one.name}: {one.reason}"], width)
+        for note in self.notes:
+            lines += paragraph("note", [note], width)
         return lines
 
     def __str__(self) -> str:

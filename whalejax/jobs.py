@@ -18,6 +18,7 @@ from whalejax.found import Found
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
+from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import Plan, Question
 from whalejax.planning import ask
 from whalejax.planning import plan as find_plan
@@ -39,6 +40,26 @@ def abstract_model(job: Job) -> Any:
     # NNX modules need its own eval_shape; who made one has imported it.
     nnx = sys.modules.get("flax.nnx")
     return jax.eval_shape(build) if nnx is None else nnx.eval_shape(build)
+
+
+def first_batch(job: Job, size: int | None) -> Any:
+    """A job's first global batch.
+
+    Args:
+        job: makes it.
+        size: samples, or None for the job's own number.
+
+    Raises:
+        WhaleError: it has no room in this host's memory.
+    """
+    try:
+        return job.batch_at(0, size)
+    except MemoryError as error:
+        raise WhaleError(
+            f"a batch of {size or job.batch_size} samples has no room in the memory of "
+            f"this host ({error}). Plan from Python with shapes instead: "
+            "jax.ShapeDtypeStruct"
+        ) from error
 
 
 def machine(text: str | None) -> Cluster:
@@ -124,7 +145,7 @@ def search_plans(
     return find_plans(
         job.loss_fn,
         abstract_model(job),
-        job.batch_at(0, batch),
+        first_batch(job, batch),
         optimizer=job.optimizer,
         clusters=list(clusters),
         prices=prices,

@@ -37,6 +37,7 @@ def launch(command: LaunchCommand) -> int:
             port=command.port,
             remote_shell=tuple(shlex.split(command.remote_shell)),
             json=command.json,
+            exit_seconds=command.exit_timeout,
         )
     )
 

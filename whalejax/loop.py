@@ -28,6 +28,7 @@ from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.lowering.watch import lost
 from whalejax.lowering.ways import is_here
 from whalejax.meshes.problems import WhaleError
+from whalejax.resuming import held
 from whalejax.state import TrainState
 from whalejax.train import TrainStep
 
@@ -88,6 +89,7 @@ def train(
     resumed_from: Path | None = None,
     on_step: Callable[[Progress], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    is_held: bool = False,
 ) -> Run:
     """Train until so many steps are done in all.
 
@@ -102,35 +104,39 @@ def train(
         resumed_from: a checkpoint that stays in any case.
         on_step: called with every loss, in order, a few steps after it was computed.
         clock: seconds, rising.
+        is_held: the caller holds ``save_dir`` for this run already (``resuming.held``);
+            else it is held here.
 
     Raises:
         WhaleError: a loss or a parameter is not finite; the step and the last good
             checkpoint are named. No checkpoint holds a state of which this is known.
             Or another process is gone, which may show only when a loss is waited for.
-            Before the first step: a checkpoint that is to be written is there already.
+            Before the first step: a checkpoint that is to be written is there already,
+            or another run saves into the same directory.
     """
     first = int(state.step)
-    if save_dir is not None:
-        _check_new(save_dir, first, steps, save_every)
     checkpoint = resumed_from
     losses = _Losses(on_step)
     windows = _Windows(clock)
-    try:
-        for done in range(first + 1, steps + 1):
-            state, metrics = step(state, batches(done - 1))
-            losses.expect(done, metrics["loss"], metrics.get("loss_scale"))
-            saves = save_dir and _is_saved(done, steps, save_every)
-            if saves or done == steps or windows.is_due(done - first):
-                losses.wait()
-                losses.step_seconds = windows.close(done - first)
-                losses.take_all()
-            if save_dir and saves:
-                _check_parameters(step, state, done)
-                checkpoint = _save(save_dir, done, step, state)
-                _prune(save_dir, keep, resumed_from)
-                windows.open(done - first)
-    except _NotFiniteError as error:
-        _stop(error, steps, checkpoint, save_dir)
+    with held(None if is_held else save_dir):
+        if save_dir is not None:
+            _check_new(save_dir, first, steps, save_every)
+        try:
+            for done in range(first + 1, steps + 1):
+                state, metrics = step(state, batches(done - 1))
+                losses.expect(done, metrics["loss"], metrics.get("loss_scale"))
+                saves = save_dir and _is_saved(done, steps, save_every)
+                if saves or done == steps or windows.is_due(done - first):
+                    losses.wait()
+                    losses.step_seconds = windows.close(done - first)
+                    losses.take_all()
+                if save_dir and saves:
+                    _check_parameters(step, state, done)
+                    checkpoint = _save(save_dir, done, step, state)
+                    _prune(save_dir, keep, resumed_from)
+                    windows.open(done - first)
+        except _NotFiniteError as error:
+            _stop(error, steps, checkpoint, save_dir)
     return Run(
         state=state,
         first_step=first,
@@ -147,7 +153,29 @@ def latest(save_dir: Path) -> Path | None:
         save_dir: where ``train`` saved; what a killed run left unfinished is not
             taken for a checkpoint.
     """
-    return max(_checkpoints(save_dir), key=_steps_of, default=None)
+    return next(iter(checkpoints(save_dir)), None)
+
+
+def checkpoints(save_dir: Path) -> list[Path]:
+    """The checkpoints in a directory, those of the most steps first.
+
+    Args:
+        save_dir: where ``train`` saved.
+
+    Raises:
+        WhaleError: it cannot be read.
+    """
+    try:
+        if not save_dir.is_dir():
+            return []
+        found = [p for p in save_dir.iterdir() if _STEP_DIRECTORY.fullmatch(p.name)]
+    except OSError as error:
+        raise WhaleError(
+            f"{save_dir}: its checkpoints cannot be listed "
+            f"({error.strerror or error}). Give another directory, or ask for leave to "
+            "read it"
+        ) from error
+    return sorted(found, key=_steps_of, reverse=True)
 
 
 # Losses that have not arrived yet.
@@ -269,7 +297,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
     # Stages with programs of their own hold their parameters on devices of their own.
     places: dict[Any, dict[str, jax.Array]] = {}
     leaves = jax.tree.leaves(state.params)
-    for planned, leaf in zip(step.plan.leaves, leaves, strict=True):
+    for planned, leaf in zip(step.plan.trained, leaves, strict=True):
         if is_here(leaf.sharding):
             devices = frozenset(leaf.sharding.device_set)
             places.setdefault(devices, {})[planned.path] = leaf
@@ -280,7 +308,7 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
         for path, is_finite in zip(one, jax.device_get(found), strict=True)
         if not is_finite
     }
-    paths = [planned.path for planned in step.plan.leaves if planned.path in spoilt]
+    paths = [planned.path for planned in step.plan.trained if planned.path in spoilt]
     if paths:
         raise _NotFiniteError(done, f"parameters are not finite: {', '.join(paths)}")
 
@@ -293,7 +321,7 @@ def _check_new(save_dir: Path, first: int, steps: int, save_every: int) -> None:
     """Refuse to train towards a checkpoint that could not be written."""
     there = [
         path.name
-        for path in sorted(_checkpoints(save_dir), key=_steps_of)
+        for path in reversed(checkpoints(save_dir))
         if first < _steps_of(path) <= steps
         and _is_saved(_steps_of(path), steps, save_every)
     ]
@@ -312,12 +340,6 @@ def _save(save_dir: Path, done: int, step: TrainStep, state: TrainState) -> Path
     return path
 
 
-def _checkpoints(save_dir: Path) -> list[Path]:
-    if not save_dir.is_dir():
-        return []
-    return [p for p in save_dir.iterdir() if _STEP_DIRECTORY.fullmatch(p.name)]
-
-
 def _steps_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
@@ -326,13 +348,19 @@ def _prune(save_dir: Path, keep: int, protected: Path | None) -> None:
     """Remove what is older than the latest checkpoints, and what killed runs left."""
     if jax.process_index() != 0:
         return
-    _remove_leftovers(save_dir)
-    ordered = sorted(_checkpoints(save_dir), key=_steps_of)
-    for path in ordered[: max(0, len(ordered) - keep)]:
-        if path != protected:
-            # Renamed first: half a checkpoint must never bear a checkpoint's name.
-            path.rename(path.with_name(f"{path.name}.deleted"))
-    _remove_leftovers(save_dir)
+    try:
+        _remove_leftovers(save_dir)
+        for path in checkpoints(save_dir)[keep:]:
+            if path != protected:
+                # Renamed first: half a checkpoint must never bear a checkpoint's name.
+                path.rename(path.with_name(f"{path.name}.deleted"))
+        _remove_leftovers(save_dir)
+    except OSError as error:
+        raise WhaleError(
+            f"{save_dir}: older checkpoints cannot be removed "
+            f"({error.strerror or error}). The latest one is whole: mend the file "
+            "system, or ask for leave to write there, and go on from it with --resume"
+        ) from error
 
 
 def _remove_leftovers(save_dir: Path) -> None:

@@ -8,11 +8,17 @@ its own because models import it: importing it starts no JAX.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from whalejax.arguments import check_optimizer
+from whalejax.meshes.checks import Arguments, is_printable
 from whalejax.meshes.problems import WhaleError
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,16 @@ class WeightedLoss:
 
     def __post_init__(self) -> None:
         _register_pytrees()
+        problems = Arguments("wh.WeightedLoss")
+        for name, value in (("total", self.total), ("weight", self.weight)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number and (inspect.isclass(value) or not hasattr(value, "dtype")):
+                problems.refuse(name, value, "a scalar array or a number")
+        problems.raise_if_any()
 
     def __add__(self, other: WeightedLoss) -> WeightedLoss:
+        if not isinstance(other, WeightedLoss):
+            return NotImplemented
         return WeightedLoss(self.total + other.total, self.weight + other.weight)
 
     @property
@@ -50,9 +64,12 @@ class Aux:
     """What a loss function hands out beside the loss, as ``(loss, Aux(...))``.
 
     Attributes:
-        metrics: values to report, by name, best as scalars. With several micro-batches
-            floating-point ones are averaged over them (by weight, beside a
-            ``WeightedLoss``) and integers, such as counts, are added up.
+        metrics: values to report, by name. With several micro-batches those with a
+            batch dimension are put together in the order of the global batch; of the
+            others, floating-point ones are averaged over the micro-batches (by weight,
+            beside a ``WeightedLoss``) and integers, such as counts, are added up.
+            Where a value's relation to the batch cannot be told, it is refused.
+        means: such values that are averaged, whatever their shape.
         sums: such values that are added up over the micro-batches, whatever their type.
         samples: such values with a row for each sample, which are put together in the
             order of the global batch.
@@ -60,25 +77,42 @@ class Aux:
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    means: Mapping[str, Any] = field(default_factory=dict)
     sums: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _register_pytrees()
+        problems = Arguments("wh.Aux")
+        for name in ("metrics", "means", "sums", "samples", "variables"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(map(is_printable, value)):
+                problems.refuse(name, value, 'values by name, such as {"accuracy": x}')
+        problems.raise_if_any()
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What is reported of several micro-batches otherwise than as a mean.
+    """What is reported of several micro-batches, and how it is put together.
 
     Attributes:
         value: of one, or of several.
-        how: ``"sum"``, or ``"concat"`` along the samples.
+        how: ``"mean"``; ``"sum"``; ``"concat"`` along the samples, as the user says;
+            or ``"rows"``, the same where the program shows it.
+        axis: the dimension with the samples.
+        outer: how often all samples are repeated in it.
+        inner: how many elements in a row are of one sample.
     """
 
     value: Any
     how: str
+    axis: int = 0
+    outer: int = 1
+    inner: int = 1
+
+    def __post_init__(self) -> None:
+        _register_pytrees()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +145,8 @@ class Job:
         make_model: builds the model; takes a key or nothing.
         batch: ``batch(step, size)`` giving a global batch, or a pytree of arrays whose
             dimension 0 is walked through, over and over; shapes without values are
-            enough to plan.
+            enough to plan. A run that is resumed with another size takes the function
+            to give samples ``step * size`` to ``(step + 1) * size - 1``.
         optimizer: an optax gradient transformation.
         batch_size: samples in a global batch, unless the command line says otherwise.
         name: what reports call it.
@@ -123,6 +158,24 @@ class Job:
     optimizer: Any
     batch_size: int | None = None
     name: str = "job"
+
+    def __post_init__(self) -> None:
+        problems = Arguments("wh.Job")
+        problems.function("loss_fn", self.loss_fn, "a function of model and batch")
+        problems.function(
+            "make_model", self.make_model, "a function of a random key, or of nothing"
+        )
+        if not callable(self.batch) and not _holds_arrays(self.batch):
+            problems.refuse(
+                "batch",
+                self.batch,
+                "a function batch(step, size), or arrays with samples along "
+                "dimension 0",
+            )
+        check_optimizer(problems, self.optimizer)
+        problems.whole("batch_size", self.batch_size, least=1, none=True)
+        problems.words("name", self.name)
+        problems.raise_if_any()
 
     def batch_at(self, step: int, size: int | None = None) -> Any:
         """The global batch of one step.
@@ -140,6 +193,10 @@ class Job:
         [2, 0]
         """
         size = self.batch_size if size is None else size
+        problems = Arguments(f"{self.name}: batch_at")
+        problems.whole("step", step, what="the number of a step")
+        problems.whole("size", size, least=1, none=True)
+        problems.raise_if_any()
         if size is None:
             raise WhaleError(
                 f"{self.name}: no batch size is known. Give Job(batch_size=...) or "
@@ -161,6 +218,14 @@ class Job:
             return leaf[(np.arange(size) + step * size) % leaf.shape[0]]
 
         return jax.tree_util.tree_map_with_path(rows, self.batch)
+
+
+def _holds_arrays(batch: Any) -> bool:
+    """Whether it is a tree of arrays or of their shapes."""
+    import jax
+
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
 def normalise(result: Any) -> LossResult:
@@ -228,11 +293,11 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
     import jax
     import numpy as np
 
-    names = [*aux.metrics, *aux.sums, *aux.samples]
+    names = [*aux.metrics, *aux.means, *aux.sums, *aux.samples]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise WhaleError(
-            f"wh.Aux has {', '.join(twice)} in several of metrics=, sums= and "
+            f"wh.Aux has {', '.join(twice)} in several of metrics=, means=, sums= and "
             "samples=. Give each one name of its own."
         )
     for name, value in aux.samples.items():
@@ -243,6 +308,7 @@ def _reported(aux: Aux) -> Mapping[str, Any]:
             )
     return {
         **aux.metrics,
+        **{name: Merged(value, "mean") for name, value in aux.means.items()},
         **{name: Merged(value, "sum") for name, value in aux.sums.items()},
         **{name: Merged(value, "concat") for name, value in aux.samples.items()},
     }
@@ -301,6 +367,14 @@ def _check_scalar(what: str, value: Any, *, must_be_inexact: bool) -> None:
         )
 
 
+def _rebuilt(kind: type[T], names: tuple[str, ...], parts: Iterable[Any]) -> T:
+    """An instance around whatever JAX puts into trees, which nobody checks."""
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
+
+
 @functools.cache
 def _register_pytrees() -> None:
     """Make what losses return pytrees, at the first instance of any."""
@@ -315,28 +389,29 @@ def _register_pytrees() -> None:
             ),
             None,
         ),
-        lambda _, parts: WeightedLoss(*parts),
+        lambda _, parts: _rebuilt(WeightedLoss, ("total", "weight"), parts),
     )
     jax.tree_util.register_pytree_with_keys(
         Aux,
         lambda aux: (
             (
                 (jax.tree_util.GetAttrKey("metrics"), aux.metrics),
+                (jax.tree_util.GetAttrKey("means"), aux.means),
                 (jax.tree_util.GetAttrKey("sums"), aux.sums),
                 (jax.tree_util.GetAttrKey("samples"), aux.samples),
                 (jax.tree_util.GetAttrKey("variables"), aux.variables),
             ),
             None,
         ),
-        lambda _, parts: Aux(
-            **dict(zip(("metrics", "sums", "samples", "variables"), parts, strict=True))
+        lambda _, parts: _rebuilt(
+            Aux, ("metrics", "means", "sums", "samples", "variables"), parts
         ),
     )
     jax.tree_util.register_pytree_with_keys(
         Merged,
         lambda merged: (
             ((jax.tree_util.GetAttrKey("value"), merged.value),),
-            merged.how,
+            (merged.how, merged.axis, merged.outer, merged.inner),
         ),
-        lambda how, parts: Merged(value=next(iter(parts)), how=how),
+        lambda how, parts: Merged(next(iter(parts)), *how),
     )

@@ -6,23 +6,32 @@ compiler's message that names none of the user's words.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 from whalejax import _compat
+from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import is_key
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
+from whalejax.capture.batch import check_batch
+from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.ways import absent, is_here
+from whalejax.meshes.build import are_devices
+from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
+from whalejax.optimizers import optimizer_bytes
+from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
 
@@ -192,10 +201,12 @@ def devices_of(plan: Plan, devices: Any) -> list[Any]:
         PlanError: the plan is for other hardware, has its kinds in another order, or is
             for another number of devices.
     """
+    if isinstance(devices, Iterator):
+        devices = list(devices)
     chosen = devices is not None
-    if chosen and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+    if chosen and not are_devices(devices):
         raise PlanError(
-            f"devices is {devices!r:.60}; expected devices in node order, such as "
+            f"devices is {shown(devices)}; expected devices in node order, such as "
             'jax.devices("cpu")[:8], or None for all'
         )
     found = list(devices) if chosen else jax.devices()
@@ -260,6 +271,32 @@ def _check_places(cluster: Cluster, devices: Sequence[Any]) -> None:
             )
 
 
+def check_planned(plan: Plan, batch: Any, batch_axes: Any) -> None:
+    """Raise if a plan was made for a batch of other leaves or shapes.
+
+    Args:
+        plan: the plan.
+        batch: the global batch, abstract or real.
+        batch_axes: the batch dimension of its leaves.
+
+    Raises:
+        WhaleError: it is no batch, or another one.
+    """
+    check_batch(batch, batch_axes)
+    flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+    here = [(jax.tree_util.keystr(path), tuple(np.shape(x))) for path, x in flat]
+    planned = [(leaf.path, leaf.shape) for leaf in plan.batch]
+    if here != planned:
+        raise PlanError(
+            f"batch has {_leaves_text(here)}; the plan is for {_leaves_text(planned)}. "
+            "Give the batch that it was made for, or plan again"
+        )
+
+
+def _leaves_text(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{path or 'one array'} {list(shape)}" for path, shape in leaves)
+
+
 def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
     """Raise if a plan was made for another model or batch, listing what differs.
 
@@ -300,3 +337,34 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
 
 def _shape_text(entry: tuple[tuple[int, ...], str] | None) -> str:
     return "no such leaf" if entry is None else f"{entry[1]}{list(entry[0])}"
+
+
+def check_planned_state(
+    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
+) -> None:
+    """Warn where an optimizer keeps more than the plan's memory was counted with."""
+    planned = plan.optimizer_bytes
+    if planned is None or optimizer is None:
+        return
+    given = optimizer_bytes(adapter, optimizer).followed_bytes
+    if given > planned:
+        warnings.warn(
+            f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
+            f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
+            "more memory is needed than was predicted. Give wh.plan the optimizer "
+            "that wh.compile is given",
+            stacklevel=5,
+        )
+
+
+def check_host_memory(plan: Plan, device: Any) -> None:
+    """Refuse a plan that keeps something where these devices reach nothing."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if plan.offload and HOST_MEMORY not in kinds:
+        saved = plan.memory.host_bytes
+        raise PlanError(
+            f"the plan keeps {' and '.join(plan.offload)} in host memory "
+            f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
+            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows of'} "
+            "(so have GPUs that are compiled for and not there). Plan with offload=()"
+        )

@@ -36,13 +36,13 @@ def updates(
     Args:
         optimizer: with support for more arguments.
         gradients, state, params: as it takes them.
-        loss: which it is given as ``value``.
+        loss: which it is given as ``value``, unless it takes no such argument.
 
     Raises:
         WhaleError: it takes other arguments, or parameters in a form of its own.
     """
     try:
-        found: tuple[Any, Any] = optimizer.update(gradients, state, params, value=loss)
+        found: tuple[Any, Any] = _updated(optimizer, gradients, state, params, loss)
     except (TypeError, AttributeError, ValueError) as error:
         told = {AttributeError: "", TypeError: "argument", ValueError: "be provided"}
         if told.get(type(error), "\0") not in str(error):
@@ -53,6 +53,23 @@ def updates(
             "a line search, a second gradient or parameters in a form of its own, take "
             "another"
         ) from error
+    return found
+
+
+def _updated(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    loss: Any,
+) -> tuple[Any, Any]:
+    found: tuple[Any, Any]
+    try:
+        found = optimizer.update(gradients, state, params, value=loss)
+    except TypeError as error:
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+        found = optimizer.update(gradients, state, params)
     return found
 
 

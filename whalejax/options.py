@@ -100,7 +100,7 @@ class TrainCommand:
     save_every: int = 100
     """steps between checkpoints; there is one after the last step too"""
     resume: bool = False
-    """go on from the latest checkpoint in the directory of --save, if there is one"""
+    """go on from the latest whole checkpoint in the directory of --save, if any"""
     mesh: Mesh = ()
     precision: Precision = ()
     micro_batches: OptionalNumber = None
@@ -252,7 +252,8 @@ class VerifyCommand:
     topology: OptionalText = None
     """v5p:4x4x4, v5e:16x16, v6e:8x8, h100:2x8, local; the plan's own if left out"""
     model: OptionalText = None
-    """the model, where the plan was not made by whalejax plan: gpt, file.py:function"""
+    """the model: gpt, or file.py:function. Only a reference model is taken from the
+    plan itself: a file of code is run if it is named here"""
     set: Settings = ()
     """options of --model"""
     timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 1800.0
@@ -340,6 +341,8 @@ class LaunchCommand:
     """where process 0 listens; a free one, or 8476 on other hosts"""
     remote_shell: Annotated[str, conf.arg(metavar="WORDS")] = "ssh -tt -o BatchMode=yes"
     """what is given a host and a command"""
+    exit_timeout: Annotated[float, conf.arg(metavar="SECONDS")] = 300.0
+    """a rank that says nothing for so long when others have ended is stopped"""
     json: bool = False
     """print how every rank ended as one line of JSON and nothing else"""
 

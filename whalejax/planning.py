@@ -7,24 +7,28 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt
+from whalejax.ambient import without_mesh
+from whalejax.arguments import refuse_bad_optimizer
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
-from whalejax.capture.batch import aval_of, resized
+from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.fixed import Uneven, check_mesh, idle_note, uneven_shares
+from whalejax.collections_paused import collections_paused
+from whalejax.fixed import Uneven, check_mesh, idle_note, synced, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.telling import tell
+from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
@@ -33,25 +37,19 @@ from whalejax.planner.graph import BatchReduction, Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
 from whalejax.planner.ordering import ordered
+from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.recompute import POLICIES, checked_policies
-from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
 from whalejax.planner.terms import (
     ALL,
-    NO_EFFECT,
-    OFFLOADS,
     Chosen,
     Remat,
-    remat_words,
 )
-from whalejax.precision import CAST_BYTES, PRECISIONS, bf16_note
-from whalejax.programs import Programs, Traces, attention_note
-from whalejax.xla_options import checked_options, option_note
-
-
-_NO_OPTIMIZER: Final = optax.identity()
-"""Stands for the optimizer where none was given."""
+from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
+from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
+from whalejax.programs import Programs, Traces, attention_note, check_reports
+from whalejax.xla_options import checked_options, compiled_with, option_note
 
 
 def plan(
@@ -96,7 +94,8 @@ def plan(
             in 16 bits, float32 masters; in float16 the loss is scaled, steps that
             overflow change nothing and are counted in ``metrics["skipped_steps"]``).
             Float32 leaves of the batch are cast too: give masks and targets that must
-            stay exact as integers or booleans. Or one for each TaskGraph by its name,
+            stay exact as integers or booleans. Where the model insists on float32, it
+            is taken as one for all TaskGraphs. Or one for each TaskGraph by its name,
             ``"*"`` for all others: products there are of 16 bits, and so is what is
             done to each element of their results; sums, exponentials, branches, loops
             that are no scan, functions with derivatives of their own and what other
@@ -109,9 +108,11 @@ def plan(
         axis_names: mesh axes that the model's own annotations name, mapped to ours.
         trainable: what to train, where that is not every parameter: a glob pattern of
             dotted paths such as ``"head.*"``, several in a list, a predicate that takes
-            one dotted path, or (NNX) a filter such as ``LoRAParam``. What is left out
-            stays whole on every device.
-        batch_axes: the batch dimension of the batch's leaves.
+            one dotted path, or (NNX) a filter such as ``LoRAParam``. Weights that are
+            left out are stored and computed with like others, without gradients.
+        batch_axes: the batch dimension of the batch's leaves: one number for all, or a
+            tree like the batch with a number for each leaf, and None for one without
+            samples, as in ``{"nodes": 0, "edges": None}``. At least one must have it.
         mesh: sizes of mesh axes that you fix, as in ``{"tensor": 4}``; the planner
             chooses the others.
         zero: ZeRO level over ``data`` that you fix: 0, 1 or 2. (Level 3 is the mesh
@@ -192,6 +193,7 @@ def plan(
     ).plan()
 
 
+@without_mesh
 def ask(
     loss_fn: Callable[..., Any],
     model: Any,
@@ -204,12 +206,14 @@ def ask(
     **options: Any,
 ) -> Asked:
     """What ``plan`` is asked, with the same arguments, before it is answered."""
+    refuse_bad_optimizer(optimizer)
+    check_batch(batch, options.get("batch_axes", 0))
     # The plan remembers the question, and must not keep anybody's arrays alive.
     adapter = adapt(model, loss_fn, trainable=trainable, axis_names=axis_names)
     return Asked(
         adapter=adapter.without_values(),
         batch=jax.tree.map(aval_of, batch),
-        optimizer=optimizer or _NO_OPTIMIZER,
+        optimizer=NO_OPTIMIZER if optimizer is None else optimizer,
         cluster=parsed_cluster(cluster),
         **options,
     )
@@ -245,13 +249,28 @@ class Asked:
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: Traces = field(default_factory=Traces)
 
+    @collections_paused()
+    @without_mesh
     def plan(self) -> Plan:
         """The plan."""
-        kind = _check_options(self)
+        check_options(self)
+        asked, notes = self, list[str]()
+        if isinstance(self.precision, str):
+            taken, notes = taken_precision(
+                self.precision,
+                lambda p: dataclasses.replace(self, precision=p)._programs().traced,
+            )
+            asked = dataclasses.replace(self, precision=taken)
+        found = asked._planned()
+        return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+    def _planned(self) -> Plan:
+        """The plan, its precision as it is."""
+        kind = check_options(self)
         options = checked_options(self.compiler_options)
         devices, idle = self.cluster.num_devices, self.allow_idle
         axes = PLANNED_AXES if self.runnable else MESH_AXES
-        check_mesh(self.mesh or {}, devices, idle, axes)
+        check_mesh({} if self.mesh is None else self.mesh, devices, idle, axes)
         programs = self._programs()
         adapter, graph, traced = programs.adapter, programs.graph, programs.traced
         remat = checked_policies(self.remat, graph, traced.names)
@@ -259,7 +278,7 @@ class Asked:
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer, self.cluster.platform),
-            state_bytes=tree_bytes(adapter.rest),
+            state_bytes=tree_bytes(adapter.rest) - graph.frozen_bytes,
             batch_bytes=tuple(tree_bytes(x) for x in jax.tree.leaves(self.batch)),
             num_micro_batches=count,
             default=kind,
@@ -271,7 +290,7 @@ class Asked:
             reductions=traced.reductions,
             remat=None if self.remat is None else remat,
             policies=tuple(p for p in POLICIES if traced.names or p != "named"),
-            offload=_checked_offload(self, hosts),
+            offload=checked_offload(self, hosts),
             hosted=hosts,
             sliced=functools.cache(lambda: elementwise(adapter, self.optimizer)),
             sequence_parallel=self.sequence_parallel,
@@ -291,17 +310,27 @@ class Asked:
             again=programs.again,
         )
         found = (_with_fewest_idle if idle else _at_once)(decided, request)
-        check_update(found, adapter, self.optimizer)
-        found = _compiled_with(found, options, traced.captured.precisions)
+        return self._finished(found, programs, request, remat)
+
+    def _finished(
+        self, found: Plan, programs: Programs, request: Request, remat: Remat
+    ) -> Plan:
+        """What a search found, checked against the optimizer and with its notes."""
+        captured = programs.traced.captured
+        check_update(found, programs.adapter, self.optimizer, captured.steady)
+        check_reports(captured, found)
+        xla = checked_options(self.compiler_options)
+        found = compiled_with(found, xla, captured.precisions)
         found = dataclasses.replace(
             found,
             cluster=self.cluster,
             batch_tree=batch_tree(self.batch),
             optimizer_bytes=request.optimizer.followed_bytes,
             notes=(
-                *(*found.notes, *traced.captured.notes, *_remat_note(remat, found)),
-                *(*attention_note(found, programs), *adapter.notes, *idle_note(found)),
-                *(*split_notes(found), *option_note(options), *bf16_note(found, graph)),
+                *(*found.notes, *captured.notes, *remat_note(remat, found)),
+                *(*_notes(found, programs), *option_note(xla)),
+                *bf16_note(found, programs.graph),
+                *loss_notes(captured, found),
             ),
             question=self,
         )
@@ -326,7 +355,7 @@ class Asked:
         if self.sync_batch_stats and reductions:
             marks = {m for g in graph.task_graphs for m in g.marks}
             several = (m.get("num_micro_batches") for m in marks)
-            return _synced(self.num_micro_batches, reductions, *filter(None, several))
+            return synced(self.num_micro_batches, reductions, *filter(None, several))
         return None if self.num_micro_batches is None else int(self.num_micro_batches)
 
     def _attention(self, programs: Programs) -> Chosen | None:
@@ -344,13 +373,8 @@ class Asked:
     def _chunks(self, programs: Programs) -> int | None:
         """Parts in which logits are made, if the user says so and they can be."""
         count = self.loss_chunks
-        if count is None or (count == 1 and not isinstance(count, bool)):
+        if count is None or count == 1:
             return count
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise PlanError(
-                f"loss_chunks is {count!r:.60}; expected a whole number, 1 or more, or "
-                "None for the planner to choose"
-            )
         if not self.runnable:
             raise PlanError("loss_chunks: estimates (runnable=False) do not weigh it")
         cut = programs.cut((), count)
@@ -403,7 +427,7 @@ class Asked:
             "sequence_parallel attention loss_chunks shares runnable compiler_options "
             "allow_idle"
         ).split()
-        problems = Problems("what_if", PlanError)
+        problems = Arguments("what_if", PlanError)
         for name in changes:
             if name not in known:
                 problems.add(
@@ -411,8 +435,8 @@ class Asked:
                     f"{', '.join(known)}"
                 )
         size = changes.get("batch")
-        if "batch" in changes and not _is_count(size, 1):
-            problems.add(f"batch is {size!r}; expected a number of samples, 1 or more")
+        if "batch" in changes and not is_whole(size, 1):
+            problems.refuse("batch", size, "a number of samples, 1 or more")
         problems.raise_if_any()
         if "batch" in changes:
             changes["batch"] = resized(
@@ -428,89 +452,13 @@ class Asked:
         return dataclasses.replace(self, **changes).plan()
 
 
-def _is_count(value: object, least: int) -> bool:
-    """A whole number, and no truth value, that is not too small."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return False
-    return int(value) >= least
-
-
-def _compiled_with(
-    plan: Plan, options: Mapping[str, bool | int | float | str], precisions: Chosen
-) -> Plan:
-    """A plan, and those of its pipelines, with what their programs are compiled by."""
-    each = (_compiled_with(one, options, precisions) for one in plan.pipelines)
-    return dataclasses.replace(
-        plan,
-        compiler_options=tuple(sorted(options.items())),
-        precisions=precisions,
-        pipelines=tuple(each),
-    )
-
-
-def _check_switch(name: str, value: object) -> None:
-    if not isinstance(value, bool | None):
-        raise PlanError(
-            f"{name} is {value!r:.60}; expected True, False, or None, which leaves it "
-            "to the planner"
-        )
-
-
-def _checked_offload(
-    asked: Asked, hosts: Callable[[], Hosted]
-) -> tuple[str, ...] | None:
-    """What is to lie in host memory, in the usual order."""
-    offload, runnable = asked.offload, asked.runnable
-    if offload is None:
-        return None
-    problems = Problems("offload", PlanError)
-    given = [offload] if isinstance(offload, str) else offload
-    if not isinstance(given, Sequence):
-        raise PlanError(
-            f"offload is {offload!r:.60}; expected some of {', '.join(OFFLOADS)}, () "
-            "for nothing, or None for the planner to choose"
-        )
-    for name in given:
-        if name not in OFFLOADS:
-            problems.add(f"{name!r} is none of {', '.join(OFFLOADS)}; () is nothing")
-    if "gradients" in given and "params" not in given:
-        problems.add(
-            "gradients lie in host memory only beside the parameters that they are of. "
-            "Add 'params', or leave 'gradients' out"
-        )
-    if runnable and "gradients" in given:
-        problems.add(
-            "no executor of this version keeps gradients in host memory. Leave "
-            "'gradients' out, or estimate with runnable=False"
-        )
-    if runnable and "params" in given and not hosts().params:
-        problems.add(
-            "this optimizer does not update parameters element by element (it takes "
-            "norms, noise, or is wrapped in something with branches), so none of them "
-            "can pass through the device in pieces. Take another optimizer, or "
-            "offload=()"
-        )
-    if "optimizer" in given and asked.optimizer is _NO_OPTIMIZER:
-        problems.add(
-            "no optimizer was given, so there is no state of one to keep in host "
-            "memory. Pass optimizer=, or leave 'optimizer' out"
-        )
-    elif runnable and "optimizer" in given and not any(hosts().state.values()):
-        problems.add(
-            "this optimizer has no state that is updated element by element, as Adam's "
-            "and momentum's is, so none of it can pass through the device in pieces. "
-            "Take another optimizer, or offload=()"
-        )
-    problems.raise_if_any()
-    return tuple(name for name in OFFLOADS if name in given)
-
-
-def _remat_note(asked: Remat, found: Plan) -> list[str]:
-    if not asked or found.remat:
-        return []
+def _notes(found: Plan, programs: Programs) -> list[str]:
+    """What is seen of a plan once it is whole."""
     return [
-        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
-        "itself puts them into jax.checkpoint or another call that is kept as it is"
+        *attention_note(found, programs),
+        *idle_note(found),
+        *unplanned_pins(programs.graph, found.axis_sizes, stages=True),
+        *split_notes(found),
     ]
 
 
@@ -532,59 +480,6 @@ def _with_fewest_idle(decided: Callable[[Request], Plan], request: Request) -> P
     raise next((e for e in problems if not isinstance(e, Unobeyed)), problems[0])
 
 
-def _check_options(asked: Asked) -> str | None:
-    _check_switch("sequence_parallel", asked.sequence_parallel)
-    for name in ("runnable", "allow_idle"):
-        if not isinstance(value := getattr(asked, name), bool):
-            raise PlanError(f"{name} is {value!r:.60}; expected True or False")
-    default, precision, zero = asked.default, asked.precision, asked.zero
-    num_micro_batches = asked.num_micro_batches
-    problems = Problems("wh.plan")
-    known = ", ".join(PRECISIONS)
-    if not isinstance(precision, str | Mapping):
-        problems.add(
-            f"precision is {precision!r:.60}; expected one of {known}, or one for each "
-            "TaskGraph by its name, such as {'*': 'bf16', 'split': 'f32'}"
-        )
-    elif isinstance(precision, str) and precision not in PRECISIONS:
-        problems.add(f"precision is {precision!r}; expected one of {known}")
-    if num_micro_batches is not None and not _is_count(num_micro_batches, 1):
-        problems.add(
-            f"num_micro_batches is {num_micro_batches!r}; expected 1 or more, or None"
-        )
-    if zero is not None and not (_is_count(zero, 0) and zero <= 2):
-        problems.add(
-            f"zero is {zero!r}; expected 0, 1 or 2 (over the axis data). ZeRO-3 is the "
-            'mesh axis fsdp: mesh={"fsdp": n}'
-        )
-    mark = getattr(default, "mark", None)
-    if default is not None and (mark is None or mark.kind in ("stage", "pipeline")):
-        problems.add(
-            f"default is {default!r}; expected wh.replicate(), wh.split() or None"
-        )
-    elif mark is not None and mark.attributes:
-        problems.add(
-            f"default is {default!r}; a default takes no arguments. Give "
-            f"wh.{mark.kind}(), and mark the regions that need more"
-        )
-    problems.raise_if_any()
-    return None if mark is None else str(mark.kind)
-
-
-def _synced(
-    given: int | None, reductions: Sequence[BatchReduction], *marked: str
-) -> int:
-    places = ", ".join(dict.fromkeys(r.scope or "the loss" for r in reductions))
-    for count, where in [(given, ""), *((int(text), " of a mark") for text in marked)]:
-        if count not in (None, 1):
-            raise PlanError(
-                "sync_batch_stats=True asks for statistics of the global batch, and "
-                f"num_micro_batches={count}{where} computes them in parts ({places}). "
-                "Drop one of the two"
-            )
-    return 1
-
-
 def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
     """A cluster, from its text or of the devices of this process, too."""
     if cluster is None:
@@ -592,7 +487,7 @@ def parsed_cluster(cluster: Cluster | str | None) -> Cluster:
     found = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(found, Cluster):
         raise WhaleError(
-            f"cluster is {type(cluster).__name__}; expected a Cluster or text such as "
+            f"cluster is {shown(cluster)}; expected a Cluster or text such as "
             "'h100:8', 'v5p:4x4x4', a .toml file or 'local'"
         )
     return found

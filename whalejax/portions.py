@@ -17,6 +17,7 @@ import numpy as np
 
 from whalejax.adapters_leaves import is_key
 from whalejax.matching import BatchLayout
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
 
@@ -37,11 +38,11 @@ def checked_shares(
     """
     listed = np.asarray(given).tolist()
     found = tuple(listed if isinstance(listed, list) else [listed])
-    whole = all(isinstance(k, int) and k >= 0 for k in found)
+    whole = all(is_whole(k, 0) for k in found)
     if not whole or len(found) != len(plan.shares) or sum(found) != sum(plan.shares):
         raise PlanError(
-            f"shares is {list(found)!r:.80}; expected {len(plan.shares)} whole numbers "
-            f"that add up to {sum(plan.shares)} micro-batches, such as "
+            f"shares is {shown(list(found))}; expected {len(plan.shares)} whole "
+            f"numbers that add up to {sum(plan.shares)} micro-batches, such as "
             f"{list(plan.shares)}"
         )
     over = [i for i, (k, m) in enumerate(zip(found, most, strict=True)) if k > m]

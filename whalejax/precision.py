@@ -11,7 +11,7 @@ et al., 2018).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.planner.graph import Graph
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import PRECISIONS as PRECISIONS
+from whalejax.planner.terms import ALL
 
 
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}
@@ -47,6 +48,64 @@ def at_precision(adapter: Adapter, precision: str) -> Adapter:
         return adapter
     dtype = jnp.bfloat16 if precision == "bf16" else jnp.float16
     return dataclasses.replace(adapter, compute_dtype=dtype)
+
+
+def taken_precision(
+    asked: str, traced: Callable[[str | Mapping[str, str]], Any]
+) -> tuple[str | Mapping[str, str], list[str]]:
+    """How the precision of a whole model is brought about, so that it has an effect.
+
+    Parameters and batches are cast once, and the model's own promotion does the rest.
+    Where the model insists on float32 a cast would change nothing, or end in types that
+    do not fit; there every product is of 16 bits, as if all TaskGraphs asked for it.
+
+    Args:
+        asked: one of ``PRECISIONS``.
+        traced: the programs of the loss at a precision.
+
+    Returns:
+        The precision that is planned with, and what a user should know.
+
+    Raises:
+        Exception: what the loss raises, where it can be traced in neither way.
+    """
+    if asked == "f32":
+        return asked, []
+    by_product = {ALL: asked}
+    start = f"precision={asked!r} is taken as {by_product!r}, product by product: "
+    try:
+        wide = traced(asked).captured.wide_products
+    except WhaleError:
+        raise
+    except Exception as error:  # whatever a loss may raise
+        try:
+            traced(by_product).captured  # noqa: B018
+        except Exception:
+            raise error from None
+        said = str(error).strip().partition("\n")[0]
+        return by_product, [
+            f"{start}with parameters and batch cast to it the loss cannot be traced "
+            f"({type(error).__name__}: {said:.100})"
+        ]
+    if free := wide.pop("", 0):
+        are = "product is" if free == 1 else "products are"
+        return by_product, [
+            f"{start}{free} {are} of float32 whatever parameters and batch are, as in "
+            "modules with a dtype of their own"
+        ]
+    return asked, [
+        f"{asked}: {product_words(count)} {where} stay{'s' * (count == 1)} in float32"
+        for where, count in wide.items()
+    ]
+
+
+def product_words(count: int) -> str:
+    """So many products.
+
+    >>> product_words(1), product_words(2)
+    ('1 product', '2 products')
+    """
+    return "1 product" if count == 1 else f"{count} products"
 
 
 def bf16_note(plan: Plan, graph: Graph) -> list[str]:

@@ -15,6 +15,7 @@ from whalejax.capture.assemble import model_hash
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
+from whalejax.capture.reporting import check_clear
 from whalejax.meshes.telling import tell
 from whalejax.planner.decide import Known
 from whalejax.planner.graph import BatchReduction, Graph
@@ -198,6 +199,19 @@ class Traces:
             found.graph  # noqa: B018  What cannot be traced is not kept.
             self._known[key] = found
         return self._known[key]
+
+
+def check_reports(captured: Captured, plan: Plan) -> None:
+    """Refuse what micro-batches of a plan report and cannot be put together.
+
+    Args:
+        captured: the loss, perhaps traced with another number of them.
+        plan: that may be run.
+    """
+    if plan.runnable and (num_micro_batches := plan.num_micro_batches) > 1:
+        traced = captured.graph.batch_size
+        size = traced * captured.graph.num_micro_batches // num_micro_batches
+        check_clear(captured.unclear, size, traced=traced)
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:

@@ -199,9 +199,32 @@ def cond(values: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
 
     def inside(branch: Body) -> Callable[..., list[Any]]:
         def run(*arguments: Any) -> list[Any]:
-            held = jax.lax.optimization_barrier(arguments)
-            return list(jax.lax.optimization_barrier(tuple(branch(held))))
+            return list(_held(*branch(_held(*arguments))))
 
         return run
 
     return list(jax.lax.switch(index, [inside(b) for b in branches], *operands))
+
+
+@jax.custom_jvp
+def _held(*values: Any) -> tuple[Any, ...]:
+    """Values behind a barrier, forwards and backwards.
+
+    Unlike JAX's own barrier it makes no tangent of what has none: a function that is
+    called in a branch may close over that, and have no derivative for it.
+    """
+    found: tuple[Any, ...] = jax.lax.optimization_barrier(values)
+    return found
+
+
+def _held_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    zero = jax.custom_derivatives.SymbolicZero
+    places = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
+    held = _held(*(tangents[i] for i in places)) if places else ()
+    found = list(tangents)
+    for place, tangent in zip(places, held, strict=True):
+        found[place] = tangent
+    return _held(*primals), tuple(found)
+
+
+_held.defjvp(_held_tangents, symbolic_zeros=True)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.capture import Captured
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.agreement import Agreement
+from whalejax.lowering.away import out_of_host
 from whalejax.lowering.constraints import constraints_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.executor import gradients_of, losses_of
@@ -27,10 +28,13 @@ from whalejax.optimizers import kin_of, owners_of
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import LossScale, all_finite
-from whalejax.state import Origin, TrainState, strongly_typed
+from whalejax.state import Origin, TrainState, bare, strongly_typed
 
 
 Metrics = dict[str, Any]
+
+Evaluation = tuple[Metrics, Any]
+"""Metrics of a batch, and the sum of the weights of its losses."""
 
 
 class Runner(Protocol):
@@ -69,8 +73,13 @@ class Runner(Protocol):
         """One step, from a state and a global batch as its layout gives it."""
         ...
 
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """The loss and metrics of a batch."""
+    def evaluate(self, state: TrainState, batch: Any) -> Evaluation:
+        """The loss and metrics of a batch, and what they weigh.
+
+        Args:
+            state: as ``state.bare`` gives it.
+            batch: a global batch as its layout gives it.
+        """
         ...
 
     def lower(self, state: TrainState, batch: Any) -> Any:
@@ -107,19 +116,19 @@ class OneProgram:
         self.batch_shardings = tuple(named(x.spec, self.mesh) for x in plan.batch)
         self.shardings = self._shardings()
         whole = NamedSharding(self.mesh, PartitionSpec())
-        places = (self.shardings, list(self.batch_shardings))
+        batch = list(self.batch_shardings)
         options: Any = dict(plan.compiler_options) or None
         check_compiler_options(options, whole, devices[0].platform)
         self._step = jax.jit(
             self._advance,
-            in_shardings=places,
+            in_shardings=(self.shardings, batch),
             out_shardings=(self.shardings, whole),
             donate_argnums=0,
             compiler_options=options,
         )
         self._loss = jax.jit(
             self._evaluate,
-            in_shardings=places,
+            in_shardings=(bare(self.shardings), batch),
             out_shardings=whole,
             compiler_options=options,
         )
@@ -138,10 +147,10 @@ class OneProgram:
         self.watch.issued(jax.tree.leaves(found[1]))
         return found
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         self._agreement.check(self.program)
         with self.watch.step("an evaluation"):
-            found: Metrics = self._loss(state, list(batch))
+            found: Evaluation = self._loss(state, list(batch))
         self.watch.issued(jax.tree.leaves(found))
         return found
 
@@ -149,7 +158,7 @@ class OneProgram:
         return self._step.lower(state, list(batch))
 
     def _shardings(self) -> TrainState:
-        program, leaves, mesh = self.program, self.program.plan.leaves, self.mesh
+        program, leaves, mesh = self.program, self.program.plan.trained, self.mesh
         held = program.followers()
         moved = {f.fresh for f in held if any(i in f.hosted for i, _ in f.state)}
         whole = NamedSharding(mesh, PartitionSpec())
@@ -161,7 +170,7 @@ class OneProgram:
                 named(leaf.optimizer_spec, mesh, host=place in moved)
                 for place, leaf in enumerate(leaves)
             ],
-            rest=lambda number: whole,
+            rest=rest_layouts(program, mesh),
             others=whole,
         )
 
@@ -183,12 +192,24 @@ class OneProgram:
         )
         return finished(program, state, sums, rest)
 
-    def _evaluate(self, state: TrainState, batch: list[Any]) -> Metrics:
+    def _evaluate(self, state: TrainState, batch: list[Any]) -> Evaluation:
         program = self.program
         rng = state.rng if program.adapter.takes_rng else None
         params = jax.tree.leaves(state.params)
         sums = losses_of(program, params, state.rest, batch, rng, state.step)
-        return metrics_of(program, sums)
+        return evaluation_of(program, sums)
+
+
+def rest_layouts(program: Program, mesh: Mesh) -> Callable[[int], NamedSharding]:
+    """Layouts of what is not trained, by number: of weights as planned, else whole.
+
+    Args:
+        program: what is run.
+        mesh: the devices.
+    """
+    planned = {leaf.path: leaf.param_spec for leaf in program.plan.leaves}
+    paths = program.adapter.rest_paths
+    return lambda number: named(planned.get(paths[number], ()), mesh)
 
 
 def fresh_state(
@@ -267,7 +288,7 @@ def laid_out(
             everything else if left out.
     """
     shapes = abstract_state(program, origin)
-    leaves = program.plan.leaves
+    leaves = program.plan.trained
     owners = owners_of(shapes.opt_state, [(leaf.path, leaf.shape) for leaf in leaves])
     related = kin_of(shapes.opt_state, [leaf.path for leaf in leaves])
 
@@ -317,8 +338,10 @@ def finished(
     finite = None if scaling is None else all_finite(gradients)
     fresh, opt_state = end(program, params, state.opt_state, gradients, loss, finite)
     metrics = metrics_of(program, sums)
+    here = [out_of_host(p) for p in params]
+    rest = program.captured.steady.after(here, state.rest, rest)
     if scaling is not None and finite is not None:
-        rest = jax.tree.map(functools.partial(jnp.where, finite), rest, state.rest)
+        rest = _if_finite(program, finite, rest, state.rest)
         scaling = scaling.after(finite)
         metrics["loss_scale"] = scaling.scale
         metrics["skipped_steps"] = scaling.skipped_steps
@@ -335,6 +358,16 @@ def finished(
     return new, metrics
 
 
+def _if_finite(program: Program, finite: Any, after: Any, before: Any) -> Any:
+    """What is not trained, as a step left it where that had finite gradients."""
+    frozen, tree = program.captured.frozen, jax.tree.structure(after)
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+    found = [
+        x if i in frozen else jnp.where(finite, x, y) for i, (x, y) in enumerate(pairs)
+    ]
+    return jax.tree.unflatten(tree, found)
+
+
 def metrics_of(program: Program, sums: Sums) -> Metrics:
     """The loss and what is reported beside it, of the global batch.
 
@@ -345,6 +378,15 @@ def metrics_of(program: Program, sums: Sums) -> Metrics:
     weighted = program.captured.graph.weighted
     count = sums.weight if weighted else program.plan.num_micro_batches
     return {**reported(sums.metrics, count), "loss": sums.total / sums.weight}
+
+
+def evaluation_of(program: Program, sums: Sums) -> Evaluation:
+    """What an evaluation gives.
+
+    Args:
+        program, sums: as for ``metrics_of``.
+    """
+    return metrics_of(program, sums), sums.weight
 
 
 def check_compiler_options(options: Any, whole: NamedSharding, platform: str) -> None:

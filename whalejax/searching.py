@@ -17,9 +17,12 @@ import optax
 
 from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster
+from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.telling import tell
+from whalejax.meshes.texts import visible
 from whalejax.planner.layout import MESH_AXES, STAGE
+from whalejax.planner.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.plan import Candidate, Plan, PlanError
 from whalejax.planner.ranking import best_first
 from whalejax.planning import Asked, ask, parsed_cluster, plan
@@ -45,7 +48,9 @@ def search(
             all in one currency; then steps have prices. A kind whose cluster file gives
             ``price_per_hour`` needs none.
         each: at most so many plans of each cluster, on different meshes.
-        options: what else ``wh.plan`` takes, such as ``precision="bf16"``.
+        options: what else ``wh.plan`` takes, such as ``precision="bf16"``. With a fixed
+            ``num_micro_batches`` a device may take more samples at a time on one
+            cluster than on another; ``notes`` of what is found say so.
 
     Returns:
         The plans, fastest step first; ``print`` shows a table. Clusters on which
@@ -64,7 +69,7 @@ def search(
     >>> len(found), found[0].cluster.num_devices in (4, 8)
     (2, True)
     """
-    places = _places(clusters, prices or {}, each, options)
+    places = _places(clusters, {} if prices is None else prices, each, options)
     question = ask(
         loss_fn, model, batch, optimizer=optimizer, cluster=places[0][1], **options
     )
@@ -112,7 +117,16 @@ def search_on(
         names=tuple(name for name, _ in plans),
         refused=tuple(refused),
         weighed=tuple(_weighed(first, plans)),
+        notes=_notes(question, first),
     )
+
+
+def _notes(question: Asked, first: Sequence[tuple[str, Plan]]) -> tuple[str, ...]:
+    """What keeps the plans of several clusters from being compared as they are."""
+    asked = question.num_micro_batches
+    if asked is None:
+        return ()
+    return unlike_note(asked, {name: samples_at_a_time(one) for name, one in first})
 
 
 def _weighed(
@@ -177,7 +191,7 @@ def _places(
     options: Mapping[str, Any],
 ) -> list[tuple[str, Cluster]]:
     """The clusters with their names and prices, or every problem of what was given."""
-    problems = Problems("wh.search")
+    problems = Arguments("wh.search")
     known = list(inspect.signature(plan).parameters)[3:]
     for name in options:
         if name == "cluster":
@@ -185,13 +199,13 @@ def _places(
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.add(f"there is no option {name!r}{hint}")
-    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        problems.add(f"each is {each!r:.60}; expected a whole number, 1 or more")
-    if isinstance(clusters, str | Cluster) or not isinstance(clusters, Sequence):
-        problems.add(
-            f"clusters is {str(clusters):.60}; expected a list such as ['h100:8']"
-        )
+            problems.add(f"there is no option {shown(name)}{hint}")
+    problems.whole("each", each, least=1)
+    if isinstance(clusters, str | bytes | Cluster | type) or not isinstance(
+        clusters, Sequence
+    ):
+        said = clusters.describe() if isinstance(clusters, Cluster) else shown(clusters)
+        problems.add(f"clusters is {said}; expected a list such as ['h100:8']")
         clusters = []
     elif not clusters:
         problems.add("clusters is empty; expected some, such as ['h100:8']")
@@ -200,9 +214,9 @@ def _places(
         try:
             cluster = parsed_cluster(given)
         except WhaleError as error:
-            problems.add(str(error))
+            problems.add(f"clusters: {error}")
             continue
-        name = given if isinstance(given, str) else cluster.describe()
+        name = visible(given) if isinstance(given, str) else cluster.describe()
         if name in (one for one, _ in found):
             problems.add(f"{name} is given twice")
         found.append((name, cluster))
@@ -214,17 +228,22 @@ def _places(
 def _check_prices(
     prices: Mapping[str, float], clusters: Sequence[Cluster], problems: Problems
 ) -> None:
+    if not isinstance(prices, Mapping):
+        problems.add(
+            f"prices is {shown(prices)}; expected prices of one device for an hour by "
+            'the name of its kind, such as {"h100": 2.5}'
+        )
+        return
     kinds = list(dict.fromkeys(kind.name for c in clusters for kind in c.kinds))
     for name, price in prices.items():
-        number = isinstance(price, int | float) and not isinstance(price, bool)
-        if not number or not 0 < price < math.inf:
+        if not is_number(price) or not price > 0:
             problems.add(
-                f"prices[{name!r}] is {price!r:.60}; expected the price of one device "
-                "for an hour, above 0"
+                f"prices[{shown(name)}] is {shown(price)}; expected the price of one "
+                "device for an hour, above 0"
             )
         if clusters and name not in kinds:
             problems.add(
-                f"prices has {name!r}, and the clusters have {', '.join(kinds)}"
+                f"prices has {shown(name)}, and the clusters have {', '.join(kinds)}"
             )
 
 

@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import devices_of
 from whalejax.meshes.problems import Problems
+from whalejax.option_checks import check_command
 from whalejax.options import (
     TrainCommand,
     by_task_graph,
@@ -33,6 +35,7 @@ from whalejax.options import (
 from whalejax.planner.plan import Plan
 from whalejax.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.report import Report, units_of, words_of
+from whalejax.resuming import batches_from, held, resumed
 from whalejax.show import print_plan
 from whalejax.state import TrainState
 from whalejax.train import TrainStep
@@ -51,7 +54,12 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
         WhaleError: the options contradict each other, no plan fits, the plan is for
             another machine, or the loss is not finite.
     """
-    checkpoint = check_options(options)
+    check_options(options)
+    with held(options.save):
+        return _run(job, options, started)
+
+
+def _run(job: Job, options: TrainCommand, started: float) -> Report:
     # Of several processes the first one speaks.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
@@ -59,16 +67,15 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
     session = _Session(
         job=job,
         options=options,
-        checkpoint=checkpoint,
         console=console,
         model=model,
         plan=_plan(job, model, options, console),
     )
     print_plan(session.plan, console)
-    losses, step_seconds = session.train()
+    losses, step_seconds, checkpoint = session.train()
     difference = None
     if losses and options.replay:
-        again = session.replay(min(options.replay, len(losses)))
+        again = session.replay(min(options.replay, len(losses)), checkpoint)
         difference = replay.max_relative_difference(losses, again)
     report = session.report(losses, step_seconds, difference, started)
     for line in words_of(report):
@@ -81,26 +88,14 @@ def run(job: Job, options: TrainCommand, *, started: float) -> Report:
 # Before anything runs.
 
 
-def check_options(options: TrainCommand) -> Path | None:
+def check_options(options: TrainCommand) -> None:
     """Find what contradicts itself, before anything takes time.
-
-    Returns:
-        The checkpoint to resume from, or None.
 
     Raises:
         WhaleError: every problem, at once.
     """
     problems = Problems("whalejax train")
-    numbers = {
-        "--steps": (options.steps, 1),
-        "--save-every": (options.save_every, 1),
-        "--replay": (options.replay, 0),
-        "--batch": (options.batch, 1),
-        "--micro-batches": (options.micro_batches, 1),
-    }
-    for name, (value, least) in numbers.items():
-        if value is not None and value < least:
-            problems.add(f"{name} is {value}; expected {least} or more")
+    check_command(options, problems)
     if options.plan is not None:
         for name, given in (
             ("--cluster", options.cluster),
@@ -120,9 +115,8 @@ def check_options(options: TrainCommand) -> Path | None:
                     f"{name} {given} was given with --plan {options.plan}, which "
                     "decides it. Leave it out, or make another plan with whalejax plan"
                 )
-    found = _check_save(options, problems)
+    _check_save(options, problems)
     problems.raise_if_any()
-    return found
 
 
 def _unwritable(path: Path) -> str:
@@ -212,7 +206,6 @@ class _Session:
 
     Attributes:
         job, options: as given.
-        checkpoint: to start from, or None.
         console: where to write.
         model: abstract.
         plan: to train by.
@@ -220,7 +213,6 @@ class _Session:
 
     job: Job
     options: TrainCommand
-    checkpoint: Path | None
     console: Console
     model: Any
     plan: Plan
@@ -235,20 +227,26 @@ class _Session:
         return self.job.batch_at(index, self.batch_size)
 
     def start(self, step: TrainStep) -> TrainState:
-        """The state to begin with: restored, or fresh."""
-        if self.checkpoint is not None:
-            return step.restore(self.checkpoint)
+        """A fresh state."""
         return step.init(self.job.make_model, rng=jax.random.key(self.options.seed))
 
-    def train(self) -> tuple[tuple[float, ...], float | None]:
-        """The losses, and the measured time of a step; the state is let go."""
+    def batches_from(self, state: TrainState) -> Callable[[int], Any]:
+        """What gives the global batch of each step after a state."""
+        size, done = self.batch_size, int(state.step)
+        samples = done * size if state.samples is None else state.samples
+        return batches_from(self.job, size, step=done, samples=samples)
+
+    def train(self) -> tuple[tuple[float, ...], float | None, Path | None]:
+        """The losses, the measured time of a step, and where it began.
+
+        The state is let go.
+        """
         options, job = self.options, self.job
         batch = self.batch_at(0)
         step = compile_step(
             self.plan, job.loss_fn, self.model, optimizer=job.optimizer, batch=batch
         )
-        self._say_where_from()
-        state = self.start(step)
+        state, checkpoint = self._resumed(step)
         first = int(state.step)
         with Meter(
             self.console,
@@ -260,12 +258,13 @@ class _Session:
             done = loop.train(
                 step,
                 state,
-                self.batch_at,
+                self.batches_from(state),
                 steps=options.steps,
                 save_dir=options.save,
                 save_every=options.save_every,
-                resumed_from=self.checkpoint,
+                resumed_from=checkpoint,
                 on_step=functools.partial(self._show, meter, *units_of(batch)),
+                is_held=True,
             )
         scaling = done.state.loss_scale
         skipped = 0 if scaling is None else int(scaling.skipped_steps)
@@ -276,14 +275,34 @@ class _Session:
                 f"{float(scaling.scale):g} now",
                 markup=False,
             )
-        return done.losses, done.step_seconds
+        return done.losses, done.step_seconds, checkpoint
 
-    def _say_where_from(self) -> None:
-        if self.checkpoint is not None:
-            self.console.print(f"starting from {self.checkpoint}", markup=False)
-        elif self.options.resume:
+    def _resumed(self, step: TrainStep) -> tuple[TrainState, Path | None]:
+        """The state to begin with, and the checkpoint it is from; says which."""
+        options = self.options
+        there = loop.checkpoints(options.save) if options.save else []
+        found = resumed(step, there if options.resume else [])
+        for note in found.notes if found else ():
+            self._warn(note)
+        if found:
+            self.console.print(
+                f"starting from {found.checkpoint}: {int(found.state.step)} steps, "
+                f"{found.state.samples} samples",
+                markup=False,
+            )
+        elif options.resume:
             self.console.print("starting anew: there is no checkpoint to resume from")
         remark(self.console, "compiling; the first step takes longer")
+        if found:
+            return found.state, found.checkpoint
+        return self.start(step), None
+
+    def _warn(self, text: str) -> None:
+        """Say something that should be known even to who asked for no progress."""
+        if not self.options.quiet:
+            self.console.print(text, markup=False)
+        elif jax.process_index() == 0:
+            print(f"whalejax: {text}", file=sys.stderr)
 
     def _show(
         self, meter: Meter, unit: str, units_per_step: int, progress: loop.Progress
@@ -297,15 +316,16 @@ class _Session:
         )
         meter.show(progress.step, words)
 
-    def replay(self, count: int) -> tuple[float, ...]:
+    def replay(self, count: int, checkpoint: Path | None) -> tuple[float, ...]:
         """The losses of the first steps of this session, on one device."""
         batch = self.batch_at(0)
         step = replay.one_device_step(self.job, self.model, batch, self.plan)
         title = "replaying on one device"
         with Meter(self.console, title, first=0, steps=count) as meter:
-            return replay.replay(
-                step, self.start(step), self.batch_at, steps=count, on_step=meter.show
-            )
+            found = resumed(step, [] if checkpoint is None else [checkpoint])
+            state = found.state if found else self.start(step)
+            batches = self.batches_from(state)
+            return replay.replay(step, state, batches, steps=count, on_step=meter.show)
 
     def report(
         self,

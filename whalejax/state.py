@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.away import out_of_host
 from whalejax.lowering.spread import spread
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import PlanError
 from whalejax.precision import LossScale
@@ -26,10 +27,11 @@ from whalejax.precision import LossScale
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Which step a state belongs to: one for each step, equal to no other.
+    """Which step made a state: one for each step, equal to no other.
 
-    It stands in the tree of every state, which JAX's caches keep for ever; hence it is
-    not the step itself.
+    A step that is given another one's state compares layouts once. It stands in the
+    tree of every state, which JAX's caches keep for ever; hence it is not the step
+    itself.
 
     Attributes:
         adapter: how the model divides.
@@ -40,10 +42,25 @@ class Origin:
     mesh: Mesh | None = None
 
 
+@dataclass(slots=True)
+class Shown:
+    """What was handed out of a state as its model.
+
+    Attributes:
+        model: the last one, if modes can be set on it.
+        modes: that were set on one before.
+    """
+
+    model: Any = None
+    modes: Any = None
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "rest", "opt_state", "step", "rng", "loss_scale"],
     meta_fields=["origin"],
+    # A program that the number is traced in would be compiled for each number.
+    drop_fields=["samples"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
@@ -59,7 +76,10 @@ class TrainState:
         step: number of steps done, an int32 scalar.
         rng: the run's random key, from which each step folds its own, or None.
         loss_scale: how losses are scaled where float16 computes, or None.
-        origin: tells which step it belongs to.
+        origin: tells which step made it.
+        samples: that the steps done took, whatever their batch size was then. It stands
+            beside the arrays: a function of your own that returns another state loses
+            it (None), and ``dataclasses.replace`` keeps it.
     """
 
     params: Any
@@ -69,10 +89,16 @@ class TrainState:
     rng: Any
     loss_scale: LossScale | None
     origin: Origin
+    samples: int | None = None
+    _shown: Shown = field(init=False, repr=False, compare=False, default_factory=Shown)
 
     @property
     def model(self) -> Any:
         """The model in the user's own type and tree, in the devices' memory.
+
+        It is made anew from the state's values each time. Modes that were set on it
+        (``state.model.eval()``) stay, also in the states of later steps; they change
+        nothing of what a step computes.
 
         What lies on devices of several stages is copied to all of them together, in
         shards where a dimension divides, so that one function can take it.
@@ -82,17 +108,54 @@ class TrainState:
         if self.origin.mesh is not None:
             mesh = self.origin.mesh
             parts = jax.tree.map(lambda leaf: spread(leaf, mesh), parts)
-        return self.origin.adapter.rebuild(*parts)
+        adapter, shown = self.origin.adapter, self._shown
+        model = adapter.rebuild(*parts, modes=modes_of(self))
+        shown.model = model if adapter.kind == "nnx" else None
+        return model
+
+
+def modes_of(state: TrainState) -> Any:
+    """The modes that were set on the model of a state, or None."""
+    shown = state._shown
+    if shown.model is not None:
+        shown.modes = state.origin.adapter.modes_of(shown.model)
+    return shown.modes
+
+
+def following(state: TrainState, other: TrainState) -> TrainState:
+    """A state, whose model has the modes that were set on another one's."""
+    state._shown.modes = modes_of(other)
+    return state
 
 
 def check_alive(state: TrainState) -> None:
     """Raise for a state whose buffers a step has taken; JAX itself may crash."""
-    number = state.step
-    if _compat.is_concrete(number) and number.is_deleted():
+    if _is_gone(state.step):
         raise PlanError(
             "this state was consumed by a step, which reuses its memory. Go on with "
             "the state that the step returned: state, metrics = step(state, batch)"
         )
+    if not any(map(_is_gone, jax.tree.leaves(state))):
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    gone = [jax.tree_util.keystr(path) for path, leaf in leaves if _is_gone(leaf)]
+    raise PlanError(
+        f"{len(gone)} of the {len(leaves)} arrays of this state (state{gone[0]} first) "
+        "were consumed by a step, which reuses their memory, or deleted. Put a state "
+        "together from the one that the last step returned alone, or restore a "
+        "checkpoint"
+    )
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and (
+        _compat.is_concrete(leaf) and leaf.is_deleted()
+    )
+
+
+def bare(state: TrainState) -> TrainState:
+    """A state with nothing but what an evaluation reads."""
+    return replace(state, opt_state=(), loss_scale=None)
 
 
 @contextmanager
@@ -129,7 +192,7 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
     """
     if not hasattr(rng, "dtype"):
         raise WhaleError(
-            f"rng is {rng!r:.60}; expected a random key. Give jax.random.key(seed)"
+            f"rng is {shown(rng)}; expected a random key. Give jax.random.key(seed)"
         )
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         traced = jax.eval_shape(lambda: jax.random.key(0)).dtype

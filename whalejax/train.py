@@ -7,32 +7,44 @@ and hands the state back in the user's own types.
 
 from __future__ import annotations
 
-import warnings
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
+from whalejax.adopting import adopted, checked, own_state
+from whalejax.ambient import without_mesh
+from whalejax.arguments import refuse_bad_optimizer
 from whalejax.capture import Captured, capture
+from whalejax.capture.batch import aval_of
 from whalejax.losses import Job as Job
-from whalejax.lowering.evaluate import HOST_MEMORY
+from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.rehearsed import Rehearsal, rehearsed
 from whalejax.lowering.uneven import Uneven
 from whalejax.lowering.ways import is_here, stages_mesh
-from whalejax.matching import BatchLayout, check_same_model, devices_of
+from whalejax.matching import (
+    BatchLayout,
+    check_host_memory,
+    check_planned,
+    check_planned_state,
+    check_same_model,
+    devices_of,
+)
+from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.problems import WhaleError
-from whalejax.optimizers import optimizer_bytes
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
+from whalejax.ragged import check_mean, passes, real_samples, repeated, together
 from whalejax.runner import OneProgram, Runner, abstract_state
-from whalejax.state import Origin, check_alive, host_copy, typed_key
+from whalejax.state import Origin, bare, following, host_copy, typed_key
 from whalejax.state import TrainState as TrainState
 
 
@@ -60,7 +72,20 @@ class TrainStep:
         devices: Sequence[Any],
         batch: Any,
         batch_axes: tuple[int | None, ...],
+        traced: Callable[[Adapter], Captured],
     ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, adapter, captured, optimizer, devices, batch_axes: what is run.
+            batch: structure of a batch.
+            traced: traces the loss with another mode of the model, as planned.
+        """
+        if not (isinstance(plan, Plan) and isinstance(adapter, Adapter)):
+            raise WhaleError(
+                "a TrainStep is made by wh.compile(plan, loss_fn, model, optimizer=…), "
+                f"not by its class, which was given {shown(plan)} as plan"
+            )
         self.plan = plan
         self.adapter = adapter
         mesh = stages_mesh(plan, devices) if plan.apart else None
@@ -70,24 +95,37 @@ class TrainStep:
         extended = optax.with_extra_args_support(
             optax.identity() if optimizer is None else optimizer
         )
-        make: Callable[..., Runner] = (
-            Pipes
-            if plan.pipelines
-            else Apart
-            if plan.apart
-            else Uneven
-            if plan.shares
-            else OneProgram
-        )
-        self._runner: Runner = make(
-            plan, captured, extended, devices, batch_axes, self._origin
-        )
+        self._made_with = extended, devices, batch_axes, self._origin
+        self._traced = traced
+        self._runner: Runner = runner_of(plan)(plan, captured, *self._made_with)
         self.mesh = self._runner.mesh
         self.shardings = self._runner.shardings
         self._layout = layout_of(self._runner, plan, batch)
 
+    @functools.cached_property
+    def _evaluator(self) -> Runner:
+        """What runs the loss with the model in evaluation mode."""
+        adapter = self.adapter.evaluating()
+        if adapter is None:
+            return self._runner
+        given = self.plan, self._traced(adapter), *self._made_with
+        try:
+            if isinstance(self._runner, Apart):
+                return Evaluating(self._runner, *given)
+            if isinstance(self._runner, Pipes):
+                return Pipes(*given, home=self._runner)
+            return runner_of(self.plan)(*given)
+        except PlanError as error:
+            raise PlanError(
+                "the model in evaluation mode cannot be run by this plan, which was "
+                f"made for the model as it trains ({error}). Evaluate with "
+                "training=True, or with a plan of its own for the model after "
+                "model.eval(), without an optimizer"
+            ) from error
+
     # Starting.
 
+    @without_mesh
     def init(self, make_model: Callable[..., Any], *, rng: Any) -> TrainState:
         """A fresh state, every array born in its own layout.
 
@@ -98,6 +136,12 @@ class TrainStep:
         Raises:
             WhaleError: it builds another model than the plan is for.
         """
+        if not callable(make_model):
+            raise WhaleError(
+                f"make_model is {shown(make_model)}; expected a function of a random "
+                "key, or of nothing, that builds the model. Of a model that is there: "
+                "init_from(model)"
+            )
         takes_key = wants_key(make_model)
 
         def build(key: Any) -> tuple[Any, Any, Any]:
@@ -105,8 +149,9 @@ class TrainStep:
             params, rest = self.adapter.take_apart(model)
             return params, rest, jax.random.fold_in(key, 0x5EED)
 
-        return self._runner.born(build, self._key(rng))
+        return self._begun(self._runner.born(build, self._key(rng)), 0)
 
+    @without_mesh
     def init_from(self, model: Any, *, rng: Any = None) -> TrainState:
         """A state with the values of an existing model, which stays the user's own.
 
@@ -124,13 +169,27 @@ class TrainStep:
         # Arrays may live on any device, or be shared with the user: go by the host so
         # that a donated buffer is never one of theirs.
         values = jax.tree.map(host_copy, (params, rest))
+        return self._begun(self._born_from(values, key), 0)
+
+    def _born_from(self, values: tuple[Any, Any], key: Any) -> TrainState:
+        """A state of (params, rest), with fresh optimizer state."""
         return self._runner.born(lambda tree, key: (*tree, key), values, key)
+
+    def _begun(self, state: TrainState, samples: int | None) -> TrainState:
+        return dataclasses.replace(state, samples=samples)
+
+    @property
+    def _batch_size(self) -> int:
+        """Samples of a global batch; one that has no batch dimension is one sample."""
+        sizes = zip(self.plan.batch, self.batch_axes, strict=True)
+        return next((x.shape[axis] for x, axis in sizes if axis is not None), 1)
 
     def _key(self, rng: Any) -> Any:
         return typed_key(rng, for_loss=self.adapter.takes_rng)
 
     # Running.
 
+    @without_mesh
     def __call__(
         self, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -145,28 +204,74 @@ class TrainStep:
             The new state, and metrics: ``loss`` and what the loss function reports.
 
         Raises:
-            PlanError: the batch has another shape than the plan is for.
+            PlanError: the batch has another shape than the plan is for, or the state
+                another layout, for which there is ``adopt``.
         """
-        self._check_owner(state)
         if not self._trains:
             raise PlanError(
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.plan and wh.compile to train"
             )
-        return self._runner.advance(state, self._layout.place(batch))
+        own = own_state(state, self._origin, self.abstract_state, trains=True)
+        new, metrics = self._runner.advance(own, self._layout.place(batch))
+        seen = state.samples
+        taken = None if seen is None else seen + self._batch_size
+        return following(self._begun(new, taken), state), metrics
 
-    def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
+    @without_mesh
+    def eval(
+        self, state: TrainState, batch: Any, *, training: bool = False
+    ) -> dict[str, Any]:
         """The loss and metrics of a batch, without a gradient; nothing changes.
 
-        It is the loss of training, with its dropout and its statistics of the batch;
-        for another loss call a function of your own on ``state.model``.
+        NNX modules are evaluated as after ``model.eval()``: without dropout, and with
+        the statistics that training has gathered. A Linen module's mode is an argument
+        that the loss gives it: compile a loss of your own for evaluation, which takes
+        the same states.
 
         Args:
-            state: is kept.
-            batch: as for a step.
+            state: is kept. That of another step of the same layout will do, with any
+                optimizer or none.
+            batch: as for a step; or with fewer samples, such as the last of an epoch,
+                if one process gives all of them and the loss is a mean over samples.
+                The result is that of these samples.
+            training: with the model in the mode in which a step runs it.
+
+        Raises:
+            PlanError: the batch or the layout of the state is another.
         """
-        self._check_owner(state)
-        return self._runner.evaluate(state, self._layout.place(batch))
+        problems = Arguments("TrainStep.eval")
+        problems.switch("training", training)
+        problems.raise_if_any()
+        own = bare(own_state(state, self._origin, self.abstract_state, trains=False))
+        runner = self._runner if training else self._evaluator
+        if isinstance(runner, Following) and runner is not self._runner:
+            runner.shares = self.shares
+        leaves = self._layout.flat(batch)
+        alone = jax.process_count() == 1
+        sizes = real_samples(leaves, self.plan, self.batch_axes) if alone else None
+        if sizes is None:
+            return runner.evaluate(own, self._layout.place(batch))[0]
+        return self._ragged(runner, own, leaves, *sizes)
+
+    def _ragged(
+        self,
+        runner: Runner,
+        state: TrainState,
+        leaves: Sequence[Any],
+        samples: int,
+        whole: int,
+    ) -> dict[str, Any]:
+        """The evaluation of fewer samples than a whole batch has."""
+        captured = runner.program.captured
+        check_mean(captured, samples, whole)
+        parts = []
+        for first, count in passes(samples, whole):
+            several = repeated(leaves, self.batch_axes, first, count, whole)
+            tree: Any = self._layout.structure
+            batch = self._layout.place(tree.unflatten(several))
+            parts.append((count, runner.evaluate(state, batch)))
+        return together(parts, captured, whole)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -228,6 +333,8 @@ class TrainStep:
 
     @rebalances.setter
     def rebalances(self, wanted: bool) -> None:
+        if not isinstance(wanted, bool):
+            raise WhaleError(f"rebalances is {shown(wanted)}; expected True or False")
         self._uneven.rebalances = wanted
 
     @property
@@ -239,16 +346,7 @@ class TrainStep:
             )
         return self._runner
 
-    def _check_owner(self, state: TrainState) -> None:
-        if getattr(state, "origin", None) is not self._origin:
-            raise PlanError(
-                f"the state is {type(state).__name__} and was not made by this step; "
-                "expected the TrainState that its init, init_from or restore gave, or "
-                "that its last call returned. To go on under another plan, save with "
-                "one step and restore with the other"
-            )
-        check_alive(state)
-
+    @without_mesh
     def lower(self, state: TrainState | None = None) -> Any:
         """The lowered step (``jax.stages.Lowered``), for looking at the program.
 
@@ -257,8 +355,11 @@ class TrainStep:
         """
         if state is None:
             state = self.abstract_state()
+        else:
+            state = own_state(state, self._origin, self.abstract_state, trains=True)
         return self._runner.lower(state, self._layout.abstract())
 
+    @without_mesh
     def rehearse(self) -> Rehearsal:
         """The compiled programs of stages that have their own, and what they hold.
 
@@ -280,6 +381,7 @@ class TrainStep:
             )
         return rehearsed(self._runner, self.abstract_state(), self._layout.abstract())
 
+    @without_mesh
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state, with no array behind them."""
         shapes = abstract_state(self._runner.program, self._origin)
@@ -296,25 +398,79 @@ class TrainStep:
         Args:
             path: a directory that does not exist yet.
             state: is kept.
+
+        Raises:
+            WhaleError: it cannot be written there, with what to do about it, or the
+                state was consumed. Nothing is left of what was written.
         """
         from whalejax.checkpoint import save
 
-        check_alive(state)
-        save(path, state, self.plan)
+        problems = Arguments("TrainStep.save")
+        problems.path("path", path, "the path of a folder that does not exist yet")
+        problems.raise_if_any()
+        save(path, checked(state), self.plan, self._batch_size)
 
-    def restore(self, path: str | os.PathLike[str]) -> TrainState:
+    @without_mesh
+    def adopt(self, state: TrainState) -> TrainState:
+        """A copy of another step's state in this one's layout, by way of the devices.
+
+        Steps take each other's states as they are where the layout is the same: the
+        same plan compiled again, another loss, another batch size. Where it is not,
+        arrays go from device to device, and by no file or host memory.
+
+        Args:
+            state: is kept. Of the same model and, where this step trains, with an
+                optimizer's state of the same form.
+
+        Raises:
+            PlanError: it is consumed, another model's or optimizer's, or several
+                processes hold its arrays on other devices than this step.
+        """
+        return adopted(state, self.abstract_state())
+
+    @without_mesh
+    def restore(
+        self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None
+    ) -> TrainState:
         """Read a checkpoint into this plan's layout, whatever plan wrote it.
+
+        Before anything is used, the files are compared with the hashes that were
+        written with them.
 
         Args:
             path: what ``save`` wrote.
+            only: ``"model"`` takes parameters and what else belongs to the model, the
+                run's random key and the numbers of steps and samples; the optimizer's
+                state and the loss scale begin anew. So a model is trained on with
+                another optimizer or schedule, or evaluated.
 
         Raises:
-            WhaleError: no checkpoint is there, or it is another model's.
+            WhaleError: no checkpoint is there, it is damaged, or it is another model's.
         """
-        from whalejax.checkpoint import restore
+        from whalejax.checkpoint import restore, restore_model
 
-        state: TrainState = restore(path, self.abstract_state(), self.plan)
-        return state
+        problems = Arguments("TrainStep.restore")
+        problems.path("path", path, "the path of a checkpoint")
+        problems.choice("only", only, ("model",), none=True)
+        problems.raise_if_any()
+        given = path, self.abstract_state(), self.plan, self._batch_size
+        if only is None:
+            state: TrainState = restore(*given)
+            return state
+        on_host = not isinstance(self._runner, OneProgram)
+        found = restore_model(*given, on_host=on_host)
+        born = self._born_from((found.params, found.rest), found.rng)
+        number = jax.device_put(np.int32(found.step), born.step.sharding)
+        return self._begun(dataclasses.replace(born, step=number), found.samples)
+
+
+def runner_of(plan: Plan) -> Callable[..., Runner]:
+    """What makes the runner of a plan."""
+    if plan.pipelines:
+        return Pipes
+    if plan.apart:
+        return Apart
+    return Uneven if plan.shares else OneProgram
 
 
 def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
@@ -332,6 +488,7 @@ def layout_of(runner: Runner, plan: Plan, structure: Any) -> BatchLayout:
     )
 
 
+@without_mesh
 def compile(
     plan: Plan,
     loss_fn: Callable[..., Any],
@@ -367,7 +524,7 @@ def compile(
 
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"plan is {plan!r:.60}; expected what wh.plan gives, or wh.Plan.load of a "
+            f"plan is {shown(plan)}; expected what wh.plan gives, or wh.Plan.load of a "
             "file"
         )
     if not plan.runnable:
@@ -375,6 +532,9 @@ def compile(
             "this plan is an estimate (runnable=False) and cannot be run. Plan again "
             "without runnable=False"
         )
+    refuse_bad_optimizer(optimizer)
+    if batch is not None:
+        check_planned(plan, batch, batch_axes)
     devices_of(plan, devices)  # before anything takes time
     return step_of(
         plan,
@@ -386,6 +546,7 @@ def compile(
     )
 
 
+@without_mesh
 def step_of(
     plan: Plan,
     adapter: Adapter,
@@ -404,16 +565,21 @@ def step_of(
         optimizer, batch_axes, devices: as for ``compile``.
     """
     chosen = devices_of(plan, devices)
-    _check_host_memory(plan, chosen[0])
+    check_host_memory(plan, chosen[0])
     adapter = at_precision(adapter.without_values(), plan.precision)
-    captured = capture(
-        adapter,
-        example,
-        num_micro_batches=plan.num_micro_batches,
-        batch_axes=batch_axes,
-    )
+    example = jax.tree.map(aval_of, example)
+
+    def traced(adapter: Adapter) -> Captured:
+        return capture(
+            adapter,
+            example,
+            num_micro_batches=plan.num_micro_batches,
+            batch_axes=batch_axes,
+        )
+
+    captured = traced(adapter)
     check_same_model(plan, captured, example)
-    _check_planned_state(plan, adapter, optimizer)
+    check_planned_state(plan, adapter, optimizer)
     return TrainStep(
         plan,
         adapter,
@@ -422,35 +588,5 @@ def step_of(
         chosen,
         jax.tree.structure(example),
         captured.batch_axes,
+        lambda other: traced(other).as_planned(plan),
     )
-
-
-def _check_planned_state(
-    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation | None
-) -> None:
-    """Warn where an optimizer keeps more than the plan's memory was counted with."""
-    planned = plan.optimizer_bytes
-    if planned is None or optimizer is None:
-        return
-    given = optimizer_bytes(adapter, optimizer).followed_bytes
-    if given > planned:
-        warnings.warn(
-            f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
-            f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
-            "more memory is needed than was predicted. Give wh.plan the optimizer "
-            "that wh.compile is given",
-            stacklevel=5,
-        )
-
-
-def _check_host_memory(plan: Plan, device: Any) -> None:
-    """Refuse a plan that keeps something where these devices reach nothing."""
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if plan.offload and HOST_MEMORY not in kinds:
-        saved = plan.memory.host_bytes
-        raise PlanError(
-            f"the plan keeps {' and '.join(plan.offload)} in host memory "
-            f"({gigabytes(saved)} of each device), and a {device.device_kind} reaches "
-            f"none here: it has {', '.join(kinds) or 'no memory that JAX knows of'} "
-            "(so have GPUs that are compiled for and not there). Plan with offload=()"
-        )

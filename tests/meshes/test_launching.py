@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any, Final
 
 import pytest
 
-from whalejax.meshes import launching
+from whalejax.meshes import group, launch, launching
+from whalejax.meshes.launched import KEY
 from whalejax.meshes.launching import Launch
 from whalejax.meshes.problems import WhaleError
 
@@ -95,7 +97,13 @@ def test_ranks_know_each_other_and_have_logs(tmp_path: Path) -> None:
         assert log.strip().startswith(f"rank {rank} of 3 at ")
         assert "['--steps', '2']" in log
         assert "whalejax-rank" not in log
-    table = [line.split() for line in errors.splitlines()]
+    listens, *lines = errors.splitlines()
+    assert re.fullmatch(
+        r"whalejax: process 0 listens at 127\.0\.0\.1:\d+, which this machine alone "
+        "can reach",
+        listens,
+    )
+    table = [line.split() for line in lines]
     assert table[0][:4] == ["rank", "host", "kind", "devices"]
     assert [row[:4] for row in table[1:]] == [
         [str(rank), "localhost", f"kind{rank}", str(rank + 1)] for rank in range(3)
@@ -227,6 +235,33 @@ def test_other_hosts_are_reached_by_a_shell(tmp_path: Path) -> None:
         assert log.strip().endswith(f"""["it's a word"] {host}:-x""")
 
 
+def test_what_listens_and_who_gets_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*launch.PASSED_ON, KEY]:
+        monkeypatch.delenv(name, raising=False)
+    here = Launch(command=("true",), processes=2)
+    first, second = (here.shared_environment()[KEY] for _ in range(2))
+    assert len(first) == 64 and first != second
+    away = Launch(
+        command=("true",), processes=2, hosts=("fd00::2", "b"), remote_shell=("sh",)
+    )
+    assert away.coordinator() == "[fd00::2]:8476"
+    # A command line that others can read holds no secret.
+    monkeypatch.setenv(KEY, "not for everyone")
+    assert away.shared_environment() == {KEY: ""}
+    said = away.listens(away.coordinator())
+    assert "on all addresses of fd00::2 at port 8476, without authentication" in said
+    monkeypatch.setenv("JAX_MTLS_CERT_FILE", "/cert")
+    monkeypatch.setenv("WHALEJAX_KEY_FILE", "/key")
+    assert away.shared_environment() == {
+        "WHALEJAX_KEY_FILE": "/key",
+        "JAX_MTLS_CERT_FILE": "/cert",
+        KEY: "",
+    }
+    words = away.words(0, away.shared_environment())
+    assert "JAX_MTLS_CERT_FILE=/cert" in words[-1]
+    assert "by the mutual TLS of JAX_MTLS_CERT_FILE" in away.listens("b:8476")
+
+
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX may be there; nothing is shared
 def test_without_control_groups_it_runs_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -234,7 +269,7 @@ def test_without_control_groups_it_runs_and_says_so(
     def refuse(_: float) -> None:
         raise WhaleError("no control group can be made here")
 
-    monkeypatch.setattr(launching, "Quota", refuse)
+    monkeypatch.setattr(group, "Quota", refuse)
     command = (sys.executable, "-c", "print('ran')")
     made = Launch(command=command, processes=1, quotas=(50,), logs=tmp_path)
     assert launching.run(made) == 0
@@ -251,6 +286,7 @@ def test_without_control_groups_it_runs_and_says_so(
         ({"hosts": ("a", "b", "c")}, "Raise it to 3"),
         ({"hosts": ("localhost", "b")}, "which b cannot reach under that name"),
         ({"hosts": ("", "b")}, "--hosts has an empty name"),
+        ({"exit_seconds": 0}, "--exit-timeout is 0; expected at least 1 s"),
         ({"port": 70000}, "--port is 70000; expected 1 to 65535"),
         ({"quotas": (50,)}, "--cpu-quota has 1 values for 2 processes"),
         ({"quotas": (100, 0)}, "--cpu-quota: a CPU quota of 0 percent of a core"),

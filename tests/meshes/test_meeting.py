@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from tests.processes import free_port
 from whalejax import cli
-from whalejax.meshes import checkup
+from whalejax.meshes import checkup, links
 from whalejax.meshes.checkup import Check, Report
-from whalejax.meshes.meeting import GREETING, Met, meet
+from whalejax.meshes.launched import (
+    COORDINATOR,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    launched,
+    split_address,
+)
+from whalejax.meshes.meeting import Met, meet
 from whalejax.meshes.problems import WhaleError
 
 
@@ -96,7 +104,7 @@ def test_a_clock_that_is_off_is_a_problem() -> None:
         except ConnectionRefusedError:
             continue
     with link, link.makefile("rw") as lines:
-        assert json.loads(lines.readline()) == GREETING
+        assert json.loads(lines.readline()) == {"whalejax": "doctor"}
         print(json.dumps(host("b").document()), file=lines, flush=True)
         while "time" in (told := json.loads(lines.readline())):
             print(json.dumps({"time": time.time() - 5}), file=lines, flush=True)
@@ -162,6 +170,135 @@ def test_what_is_wrong_ends_with_status_1(
     ):
         assert text in said
     assert "2 problems" in said
+
+
+def raw(port: int) -> socket.socket:
+    """A connection, as soon as something listens."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 30)
+        except ConnectionRefusedError:
+            continue
+
+
+HOSTILE: Final = (
+    b"[]\n",
+    b"null\n",
+    b"{}\n",
+    b"[" * 50_000 + b"]" * 50_000 + b"\n",
+    b"9" * 5_000 + b"\n",
+    b"\xff\xfe\n",
+    b'{"host": 1, "facts": [], "checks": null}\n',
+    b'{"host": "x", "facts": {"jax": {}}, "checks": []}\n',
+    b'{"host": "x", "facts": {}, "checks": [{"name": "x", "verdict": "ok"}]}\n',
+    json.dumps(host("x").document()).encode() + b"\n[]\n",
+    json.dumps(host("x").document()).encode() + b'\n{"time": Infinity}\n',
+    json.dumps(host("x").document()).encode() + b'\n{"time": "now"}\n',
+    b"x" * (links.MOST_BYTES + 100_000),
+)
+
+
+@pytest.mark.parametrize("key", [b"", b"secret"])
+def test_strangers_keep_nobody_from_meeting(key: bytes) -> None:
+    """Some say nonsense, and more than are expected say nothing at all."""
+    port = free_port()
+    place = f"127.0.0.1:{port}"
+    first = beside(lambda: meet(host("a"), place, 2, 60, key))
+    with contextlib.ExitStack() as stack:
+        for said in (b"", b"", b"", *HOSTILE):
+            link = stack.enter_context(raw(port))
+            with contextlib.suppress(OSError):  # it may have heard enough
+                link.sendall(said)
+        second = beside(lambda: meet(host("b"), place, 2, 60, key))
+        assert second() == first()
+    assert [report.host for report in first().reports] == ["a", "b"]
+    assert by_name(first())["hosts"].verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (b"secret", b"guess", "the secrets of both sides .* differ"),
+        (b"secret", b"", "one side was given a secret"),
+        (b"", b"secret", "one side was given a secret"),
+    ],
+)
+def test_who_does_not_know_the_secret_does_not_meet(
+    one: bytes, other: bytes, says: str
+) -> None:
+    place = f"127.0.0.1:{(port := free_port())}"
+    first = beside(lambda: meet(host("a"), place, 2, 3, one))
+    raw(port).close()
+    with pytest.raises(WhaleError, match=says):
+        meet(host("b"), place, 2, 30, other)
+    assert by_name(first())["hosts"].verdict == "problem"
+
+
+def test_what_listens_must_know_the_secret_too() -> None:
+    """A program that repeats what it hears does not pass for one that knows."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def repeat() -> None:
+            link, _ = other.accept()
+            with link, link.makefile("rw") as lines:
+                print('{"whalejax": "doctor", "nonce": "1"}', file=lines, flush=True)
+                print(lines.readline(), file=lines, flush=True)
+
+        beside(repeat)
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(WhaleError, match="the secrets of both sides"):
+            meet(host("a"), place, 2, 30, b"secret")
+
+
+def test_control_characters_of_others_are_not_shown() -> None:
+    found = Report.from_document(host("a\x1b[2J", jax="\x9b1m").document())
+    assert (found.host, found.facts["jax"]) == ("a?[2J", "?1m")
+    assert found.checks[0].found == "a?[2J"
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("fd00::2:8476", r"IPv6 address without brackets.*expected \[ADDRESS\]:PORT"),
+        ("::1:8476", r"such as \[::1\]:8476"),
+        ("node:²", "expected HOST:PORT"),
+        ("node:99999999999999", "expected HOST:PORT"),
+        ("[]:1", "expected HOST:PORT"),
+    ],
+)
+def test_addresses_that_are_none(address: str, says: str) -> None:
+    with pytest.raises(WhaleError, match=says):
+        split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            {"WHALEJAX_NUM_PROCESSES": "abc"},
+            "WHALEJAX_NUM_PROCESSES is 'abc'; expected",
+        ),
+        (
+            {"WHALEJAX_PROCESS_ID": "-1"},
+            "WHALEJAX_PROCESS_ID is '-1'; expected a whole",
+        ),
+        ({"WHALEJAX_PROCESS_ID": None}, "WHALEJAX_PROCESS_ID not set; set all of"),
+    ],
+)
+def test_an_environment_that_is_wrong(
+    variables: dict[str, str | None],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = {COORDINATOR: "127.0.0.1:1", NUM_PROCESSES: "1", PROCESS_ID: "0"}
+    given = {k: v for k, v in {**known, **variables}.items() if v is not None}
+    with pytest.raises(WhaleError, match=says):
+        launched(given)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor"]) == 2
+    assert says.partition(";")[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

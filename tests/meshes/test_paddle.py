@@ -69,6 +69,26 @@ ALPHA = {
 TWO = {"alpha_latency": ALPHA, "machines": [machine(0), machine(1)]}
 
 
+def gathered(number: int) -> dict[str, Any]:
+    """A machine as PaddlePaddle's launcher describes it: GPUs and what joins them."""
+    found = machine(number)
+    found["devices"] = found["devices"][:4]
+    ids = {device["global_id"] for device in found["devices"]}
+    found["links"] = [
+        {**one, "latency": 0.0}
+        for one in found["links"]
+        if {one["source_global_id"], one["target_global_id"]} <= ids
+    ]
+    del found["port"]
+    of_all = {"memory": 300.0, "sp_gflops": 3072, "dp_gflops": 1536, "latency": 0.0}
+    kinds = {"device_type": "GPU", "device_type_full": "GPU-Tesla V100-SXM2-32GB"}
+    return {**found, **of_all, **kinds, "bandwidth": 16.0}
+
+
+# Every machine numbers its devices from 0, as it does where each writes its own file.
+TOPO = {"topo": {"GPU-Tesla V100-SXM2-32GB": [gathered(0), gathered(0)]}}
+
+
 def test_a_file_is_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     path.write_text(json.dumps(TWO))
@@ -115,6 +135,64 @@ def test_processors_compute_where_nothing_else_does() -> None:
     assert found.links == ((0, 5e9), (5e9, 0))
 
 
+def test_what_paddles_own_reader_accepts_is_read() -> None:
+    """Cards whose number in their machine is their type, hops, links of no rate."""
+    data = copy.deepcopy(TWO)
+    machines: Any = data["machines"]
+    for one in machines:
+        one["devices"][-1]["local_id"] = "NIC"
+        for entry in one["links"]:
+            entry["hop"] = 1
+    assert from_data(data, "it") == from_data(TWO, "it")
+    data["alpha_latency"]["base"]["inter"] = "NET"  # type: ignore[index]
+    data["alpha_latency"]["switch"] = "10.0"  # type: ignore[index]
+    assert from_data(data, "it") == from_data(TWO, "it")
+    del machines[0]["links"][0]["bandwidth"]
+    assert from_data(data, "it").links[0][1] == 24e9
+
+
+def test_a_topology_that_paddles_launcher_gathered() -> None:
+    found = from_data(TOPO, "it")
+    assert str(found) == "8×V100-32 (2 nodes of 4, nvlink + infiniband)"
+    # PaddlePaddle takes 12 GB/s between machines; four devices share them.
+    assert found.links[0] == (0, 22e9, 44e9, 22e9, *[12e9 / 4] * 4)
+    by_number = {"topo": {"GPU": {"0": gathered(0), "1": gathered(1)}}}
+    assert from_data(by_number, "it") == found
+    alone = from_data(gathered(0), "it")
+    assert str(alone) == "4×V100-32 (1 node of 4, nvlink)"
+    assert alone.links == tuple(row[:4] for row in found.links[:4])
+
+
+@pytest.mark.parametrize(
+    ("topo", "text"),
+    [
+        (5, "topo: got 5, expected a table"),
+        ({"GPU": 5}, "topo.GPU: got 5, expected a list of machines"),
+        ({"GPU": [5]}, "topo.GPU.0: got 5, expected a table"),
+        ({"GPU": [{"devices": [5]}]}, "topo.GPU.0.devices.0: got 5, expected a table"),
+        ({}, "machines: missing, expected a list of at least one machine"),
+    ],
+)
+def test_mistakes_in_a_topology(topo: Any, text: str) -> None:
+    with pytest.raises(wh.WhaleError) as error:
+        from_data({"topo": topo}, "it")
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("memory", [float("inf"), float("nan"), 1e308, 10**400, "1e9"])
+def test_memory_that_no_device_has(memory: Any) -> None:
+    data = broken("machines.0.devices.0.memory", memory)
+    with pytest.raises(wh.WhaleError, match="memory: got .*, expected a number"):
+        from_data(data, "it")
+
+
+def test_infinity_in_a_file(tmp_path: Path) -> None:
+    data = broken("machines.0.devices.0.memory", float("inf"))
+    (tmp_path / "it.json").write_text(json.dumps(data))
+    with pytest.raises(wh.WhaleError, match="Infinity is no number of JSON"):
+        wh.Cluster.from_paddle(tmp_path / "it.json")
+
+
 def broken(path: str, value: Any) -> dict[str, Any]:
     """The two machines with one entry changed; ``None`` takes it away."""
     data: Any = copy.deepcopy(TWO)
@@ -159,7 +237,6 @@ def broken(path: str, value: Any) -> dict[str, Any]:
             0,
             "links.0.bandwidth: got 0.0, expected GB/s",
         ),
-        ("machines.0.links.0.bandwidth", None, "bandwidth: missing, expected a number"),
         ("machines.0.links.0.latency", -1, "latency: got -1.0, expected ms, at least"),
         ("machines.0.links.0.type", "TCP", 'got "TCP", expected one of LOC, SYS, PHB'),
         (
@@ -168,6 +245,9 @@ def broken(path: str, value: Any) -> dict[str, Any]:
             "links.0.target_global_id: got 77, expected a device's global_id: 0, 1, 2",
         ),
         ("machines.0.links.1", link(0, 1, "NVL", 5), "0 → 1 has not got already"),
+        ("machines.0.links.0.hop", -1, "hop: got -1, expected a whole number of at"),
+        ("machines.0.devices.0.local_id", "NIC", 'local_id: got "NIC", expected a wh'),
+        ("alpha_latency.base.inter", [], "base.inter: got [], expected µs, or one"),
         ("alpha_latency.base.ring", "FAST", 'got "FAST", expected µs, or one of LOC'),
         ("machines.0.links", [], "nothing joins device 0 and 1, 2, 3, 10, 11, 12, 13"),
     ],

@@ -329,14 +329,36 @@ def test_two_dimensions_on_one_axis() -> None:
     ) in text
 
 
-def test_metadata_on_what_cannot_be_sharded() -> None:
+def test_metadata_on_what_is_computed_whole_is_for_storage() -> None:
     graph = pinned(gpt(1, fused=True), blocks_0_output_kernel=("tensor", None))
-    assert refused(graph) == (
-        "the hints cannot be obeyed: 1 problem\n"
-        "  1. blocks.0.output.kernel dim 0: its metadata shards it over tensor, which "
-        "cannot be: it is the minor part of a fused dimension, which no PartitionSpec "
-        "can name; make it a dimension of its own. Drop that name"
+    options, _ = options_of(graph)
+    (tensor,) = (t for t in graph.params if t.path == "blocks.0.output.kernel")
+    assert options.stored == {tensor.id: ((0, "tensor"),)}
+
+
+def test_of_two_dimensions_that_meet_that_of_more_bytes_is_computed_in_shards() -> None:
+    p = Program()
+    x = p.einsum("bi,i->bi", p.batch("x", 16, 24), p.param("norm.scale", 24))
+    h = p.unary("tanh", p.einsum("bi,ij->bj", x, p.param("up.kernel", 24, 320)))
+    graph = p.graph(p.einsum("bj->", h))
+    options, dims = options_of(
+        pinned(graph, up_kernel=(None, "tensor"), norm_scale=("tensor",))
     )
+    assert [graph.tensors[t].path for t in options.stored] == ["norm.scale"]
+    (table,) = options.tables(0, mesh(tensor=8))
+    assert [dims.roles[r].size for r in table["tensor"]] == [320]
+
+
+def test_an_axis_on_a_dimension_of_size_1_is_noted() -> None:
+    p = Program()
+    x = p.einsum("bi,ki->bki", p.batch("x", 16, 24), p.param("keys", 1, 24))
+    graph = pinned(p.graph(p.einsum("bki->", p.unary("exp", x))), keys=("tensor", None))
+    options, _ = options_of(graph)
+    assert options.stored == {}
+    assert unplanned_pins(graph, mesh(tensor=8)) == [
+        "the metadata names the mesh axis tensor for what has size 1, where that name "
+        "has no effect: keys dim 0"
+    ]
 
 
 def test_splits_of_different_widths() -> None:

@@ -86,10 +86,10 @@ def test_the_page_says_what_was_asked_for() -> None:
 def test_memory_is_shown_against_its_capacity() -> None:
     text = plain(plan_lines(spmd(), None, all_rows=False))
     (line,) = [line for line in text.splitlines() if line.startswith("memory")]
-    assert "65.2 GB of 80 GB (81.5%) per device predicted" in line
+    assert "60.2 GB of 80 GB (75.2%) per device predicted" in line
     # 24 columns stand for the 80 GB of a device.
     assert line.count("█") + line.count("░") <= 24
-    assert "████████▉ activations 29.6 GB" in line and "free 14.8 GB" in line
+    assert "████████▉ activations 29.6 GB" in line and "free 19.8 GB" in line
     full = dataclasses.replace(
         spmd(), memory=dataclasses.replace(spmd().memory, host_bytes=10**9)
     )
@@ -197,7 +197,8 @@ def test_only_what_changed_is_listed() -> None:
     assert diff.step.more == pytest.approx(0.041)
     assert [term.what for term in diff.time_terms] == ["compute", "parameter"]
     assert [(t.what, t.more) for t in diff.memory_terms] == [
-        ("activations", -20_600_000_000)
+        ("activations", -20_600_000_000),
+        ("params", 134_217_728),
     ]
     text = str(diff)
     assert "remat   dots → full" in text and "precision" not in text

@@ -155,6 +155,11 @@ def test_predictions_do_not_change_the_hash(plan: Plan) -> None:
 
 # What is refused.
 
+AGAIN = (
+    "whalejax plan MODEL --cluster CLUSTER -o FILE, or plan.save(FILE) where wh.plan "
+    "made it"
+)
+
 
 def test_an_edited_file(saved: Path) -> None:
     edit(saved, lambda data: data.update(num_micro_batches=2))
@@ -167,16 +172,16 @@ def test_a_newer_version(saved: Path) -> None:
     edit(saved, lambda data: data.update(whalejax_plan=PLAN_VERSION + 1))
     assert refused(saved) == (
         f"{saved} has plan format {PLAN_VERSION + 1}; this WhaleJAX reads "
-        f"{PLAN_VERSION}. Upgrade whalejax, or make the plan again with whalejax plan"
+        f"{PLAN_VERSION}. Upgrade whalejax, or make the plan again: {AGAIN}"
     )
 
 
-@pytest.mark.parametrize("version", [0, "1", None])
+@pytest.mark.parametrize("version", [0, 14, "1", True, None])
 def test_a_version_that_is_none(saved: Path, version: Any) -> None:
     edit(saved, lambda data: data.update(whalejax_plan=version))
     assert refused(saved) == (
         f"{saved} has plan format {version!r}; this WhaleJAX reads {PLAN_VERSION}. "
-        "Make the plan again with whalejax plan"
+        f"Make the plan again: {AGAIN}"
     )
 
 

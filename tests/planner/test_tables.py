@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzzing import fuzzed
 from whalejax.cli import main
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.tables import ADDED, estimate_file
@@ -114,3 +115,78 @@ def test_the_table_is_not_written_over(tmp_path: Path) -> None:
     assert source.read_text() == TABLE
     with pytest.raises(WhaleError, match="is a folder"):
         estimate_file(source, tmp_path)
+
+
+LARGE = {
+    "layers": "1e308",
+    "hidden": "1e26",
+    "seq": "1e17",
+    "global_batch": "1e26",
+    "num_devices": "1e308",
+    "tp": "1e18",
+    "pp": "1e18",
+    "step_time_s": "1e300",
+}
+
+
+@pytest.mark.parametrize("column", LARGE)
+def test_a_number_beyond_all_runs_is_refused(tmp_path: Path, column: str) -> None:
+    source = tmp_path / "in.csv"
+    columns = (
+        "model,layers,hidden,seq,global_batch,device,num_devices,tp,pp,step_time_s"
+    )
+    row: dict[str, str] = dict(
+        zip(
+            columns.split(","),
+            "gpt,8,1024,2048,64,H100,8,2,1,1".split(","),
+            strict=True,
+        )
+    )
+    row[column] = LARGE[column]
+    source.write_text(f"{columns}\n{','.join(row.values())}\n")
+    with pytest.raises(WhaleError) as caught:
+        estimate_file(source, tmp_path / "out.csv")
+    expected = f"line 2, column {column}: {LARGE[column]}; expected at most "
+    assert expected in str(caught.value)
+
+
+def test_a_pipeline_of_more_stages_than_can_be_simulated(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.csv", tmp_path / "out.csv"
+    header = "model,layers,hidden,seq,global_batch,device,num_devices,pp,vpp"
+    source.write_text(f"{header}\ngpt,9000,1024,2048,64,H100,256,256,30\n")
+    assert estimate_file(source, target) == (0, 1)
+    assert "pp 256 and vpp 30 make a schedule of too many rows" in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"\xff", "is no text in UTF-8"),
+        (b"a,a\n", "line 1: no column layers"),
+        (b"k" * 20_000, "line 1: no column layers"),
+        (HEADER.encode() + b"\n" + b"x" * 200_000, "field larger than"),
+        (
+            f"{HEADER}\nnemo,gpt,{'y' * 3000},1,1,1,1,H100,8,2,1,,\n".encode(),
+            "(3002 characters) is no number",
+        ),
+        (
+            f"{HEADER}\nnemo,gpt,\x1b[31m,1,1,1,1,H100,8,2,1,,\n".encode(),
+            "'\\x1b[31m' is no number",
+        ),
+    ],
+)
+def test_tables_that_are_none(tmp_path: Path, content: bytes, text: str) -> None:
+    source = tmp_path / "in.csv"
+    source.write_bytes(content)
+    with pytest.raises(WhaleError) as caught:
+        estimate_file(source, tmp_path / "out.csv")
+    assert text in str(caught.value) and len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 50), pytest.param(50, 950, marks=pytest.mark.full)]
+)
+def test_damaged_tables_are_refused_or_estimated(first: int, count: int) -> None:
+    found = fuzzed("tables", first, count)
+    assert not found["failures"]
+    assert found["refused"] + found["valid"] == count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,18 @@ def test_leaves_that_are_no_arrays_are_listed() -> None:
     text = str(caught.value)
     assert text.startswith("model: 2 problems\n  1. act is a ")
     assert "2. name is a str; expected an array, a number or a jax.Shape" in text
+
+
+def test_functions_in_equinox_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "equinox", object())
+    with pytest.raises(wh.WhaleError) as caught:
+        adapt({"w": jnp.ones(3), "act": len}, lambda m, b: 1.0)
+    assert str(caught.value) == (
+        "model: 1 problem\n  1. act is a builtin_function_or_method; expected an "
+        "array, a number or a jax.ShapeDtypeStruct. Keep what is no array out of the "
+        "model: params, static = eqx.partition(model, eqx.is_array); plan params, and "
+        "call eqx.combine(params, static) in the loss."
+    )
 
 
 # The loss function's signature.

@@ -117,16 +117,14 @@ def test_metadata_with_too_many_names_is_refused() -> None:
     ) in str(caught.value)
 
 
-def test_metadata_of_weights_that_are_not_trained_is_noted() -> None:
+def test_metadata_of_weights_that_are_not_trained_is_read() -> None:
     net = {
         "up": nn.Partitioned(jnp.ones((4, 8)), names=("rows", None)),
         "down": jnp.ones((8, 4)),
     }
     adapter = adapt(net, two, trainable="down", axis_names={"rows": "fsdp"})
-    assert adapter.notes == (
-        "1 leaves that are not trained name the mesh axis fsdp (up first): without "
-        "effect, they stay whole on every device",
-    )
+    assert adapter.rest_paths == ("up",)
+    assert adapter.rest_pinned == (("fsdp", None),)
 
 
 def test_a_box_may_be_empty() -> None:

@@ -169,7 +169,7 @@ def test_a_mesh_with_experts_that_the_model_has_not() -> None:
     assert refused(mesh={"expert": 8}) == (
         "no layout of 8 devices serves this model: 1 problem\n"
         "  1. no dimension for an expert axis; mesh= fixes expert 8. No product of "
-        "values with weights has a batch dimension outside replicate: leave expert out"
+        "values with weights has a batch dimension: leave expert out"
     )
 
 
@@ -200,6 +200,17 @@ def test_micro_batches_smaller_than_the_data_axis() -> None:
         "8 devices would share them, and 8 does not divide 6. Use a batch of 32, or 6 "
         "devices, or fewer micro-batches"
     )
+
+
+@pytest.mark.parametrize("samples", [10**26, 2**40 + 8])
+def test_a_batch_of_more_samples_than_anybody_has(samples: int) -> None:
+    text = refused(batch=batch(samples))
+    assert f"the batch has {samples} samples; expected at most {2**40}" in text
+
+
+def test_a_batch_as_large_as_may_be() -> None:
+    """Its divisors are found from its factors, not by trying all numbers."""
+    assert refused(batch=batch(2**40)).startswith("no plan fits: the nearest")
 
 
 # Annotations.
@@ -487,7 +498,7 @@ def test_a_default_that_is_none(default: Any) -> None:
 
 def test_a_cluster_that_is_none() -> None:
     assert refused(cluster=8) == (
-        "cluster is int; expected a Cluster or text such as 'h100:8', 'v5p:4x4x4', a "
+        "cluster is 8; expected a Cluster or text such as 'h100:8', 'v5p:4x4x4', a "
         ".toml file or 'local'"
     )
 
@@ -508,22 +519,34 @@ def compile_here(plan: wh.Plan) -> Any:
 
 
 def test_compiler_options_of_no_kind() -> None:
-    text = refused(compiler_options={"--xla_dump_to": "/tmp", "xla_a": None})
+    text = refused(compiler_options={"--xla_a": "/tmp", "xla_a": None})
     assert text == (
         "compiler_options: 2 problems\n"
-        "  1. '--xla_dump_to' names no option; expected one of XLA's without dashes, "
+        "  1. '--xla_a' names no option; expected one of XLA's without dashes, "
         "such as xla_tpu_enable_async_collective_fusion\n"
         "  2. xla_a is None; expected a number, a text, True or False"
     )
 
 
+def test_compiler_options_that_a_plan_does_not_carry() -> None:
+    options = {"xla_dump_to": "/tmp/x", "xla_gpu_autotune_level": "/tmp/y"}
+    text = refused(compiler_options=options)
+    assert text.startswith(
+        "compiler_options: 2 problems\n  1. 'xla_dump_to' is not among the "
+    )
+    assert "options that a plan may carry (such as xla_tpu_enable_async" in text
+    assert "Set another in the environment of the process: XLA_FLAGS, or LIB" in text
+    assert "  2. xla_gpu_autotune_level is '/tmp/y'; expected a number, true or" in text
+
+
 def test_a_compiler_option_that_this_compiler_does_not_take() -> None:
-    plan = planned(compiler_options={"xla_nope": True})
+    plan = planned(compiler_options={"xla_tpu_rwb_fusion": True})
     with pytest.raises(wh.WhaleError) as caught:
         compile_here(plan)
     assert str(caught.value) == (
-        "compiler_options: the compiler of this cpu does not take xla_nope=True "
-        "(INVALID_ARGUMENT: No such compile option: 'xla_nope'). Correct the name or "
+        "compiler_options: the compiler of this cpu does not take "
+        "xla_tpu_rwb_fusion=True (INVALID_ARGUMENT: No such compile option: "
+        "'xla_tpu_rwb_fusion'). Correct the name or "
         "value that it names, or plan without it"
     )
 

@@ -97,6 +97,19 @@ def test_an_empty_batch() -> None:
     )
 
 
+def test_no_leaf_with_samples() -> None:
+    for axes in (None, {"x": None, "y": None}):
+        batch = {"x": np.ones((8, 16), "f"), "y": np.ones((8, 16), "f")}
+        text = refused(mlp_params(), mlp_loss, batch, batch_axes=axes)
+        assert text == (
+            "batch: 1 problem\n  1. none of the 2 arrays has a batch dimension by "
+            "batch_axes=, and a step is divided among devices and micro-batches by "
+            "samples. Give the dimension of what the loss is a mean over, such as the "
+            "nodes of a graph, and None for the others: batch_axes= takes a tree like "
+            'the batch, as in {"nodes": 0, "edges": None}'
+        )
+
+
 def test_what_the_loss_itself_raises_is_passed_on() -> None:
     class Mine(Exception):
         pass

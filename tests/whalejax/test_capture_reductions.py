@@ -88,6 +88,32 @@ def test_batch_normalisation_is_a_statistic() -> None:
     assert conv == [("wh.replicate[]", "statistic")]
 
 
+GUARDS: dict[str, Any] = {
+    "maximum": lambda n: jnp.maximum(n, 1),
+    "clip": lambda n: jnp.clip(n, 1, 1e9),
+    "where": lambda n: jnp.where(n > 0, n, 1),
+    "where zero": lambda n: jnp.where(n == 0, 1, n),
+    "added": lambda n: n + 1e-6,
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_division_by_a_count_that_is_not_zero_is_a_weight(guard: str) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        valid = (batch["x"][:, 0] > 0).astype(jnp.float32)
+        total = jnp.sum(hidden(params, batch).sum(-1) * valid)
+        return total / GUARDS[guard](jnp.sum(valid))
+
+    assert found(loss) == [("", "weight")]
+
+
+def test_what_is_kept_from_zero_and_no_divisor_is_an_auxiliary_term() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.maximum(jnp.mean(hidden(params, batch)), 1.0)
+
+    assert ("", "auxiliary") in found(loss)
+
+
 def test_a_division_by_a_count_is_a_weight() -> None:
     def loss(params: Any, batch: Any) -> Any:
         valid = (batch["y"][:, 0] > 0).astype(jnp.float32)

@@ -28,6 +28,7 @@ from tests.whalejax.runs import (
     shared_step,
     step_of,
 )
+from whalejax.checkpoint import UncheckedCheckpoint
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.state import Origin
 from whalejax.train import TrainState, TrainStep
@@ -265,6 +266,14 @@ def test_a_newer_format_is_named(copy: Path) -> None:
         shared_step().restore(copy)
 
 
+def without_hashes(path: Path) -> None:
+    """Make a checkpoint one of a version that wrote no hashes."""
+    record = json.loads((path / "whalejax.json").read_text())
+    for name in ("record_sha256", "file_sha256", "samples", "batch_size"):
+        del record[name]
+    (path / "whalejax.json").write_text(json.dumps(record, indent=1))
+
+
 def data_files(path: Path) -> list[Path]:
     """The files that hold the numbers."""
     return [p for p in path.rglob("*") if p.is_file() and p.parent.name == "d"]
@@ -287,7 +296,11 @@ def test_damaged_files_are_listed(copy: Path) -> None:
 def test_numbers_that_orbax_cannot_read(copy: Path) -> None:
     tree = copy / "arrays" / "_METADATA"
     tree.write_text("x" * tree.stat().st_size)
-    with pytest.raises(wh.WhaleError) as caught:
+    without_hashes(copy)
+    with (
+        pytest.warns(UncheckedCheckpoint),
+        pytest.raises(wh.WhaleError) as caught,
+    ):
         shared_step().restore(copy)
     assert str(caught.value).startswith(f"{copy}: this checkpoint cannot be read (")
     assert str(caught.value).endswith("Restore another one")

@@ -284,11 +284,11 @@ def test_every_wrong_option_is_listed_at_once(here: Path, capsys: Captured) -> N
     words += ["--save-every", "0", "--micro-batches", "0", "--plan", "p.json"]
     assert refused(words, capsys).splitlines() == [
         "whalejax: whalejax train: 9 problems",
-        "  1. --steps is 0; expected 1 or more",
-        "  2. --save-every is 0; expected 1 or more",
-        "  3. --replay is -2; expected 0 or more",
-        "  4. --batch is -1; expected 1 or more",
-        "  5. --micro-batches is 0; expected 1 or more",
+        "  1. --batch is -1; expected 1 or more",
+        "  2. --steps is 0; expected 1 or more",
+        "  3. --save-every is 0; expected 1 or more",
+        "  4. --micro-batches is 0; expected 1 or more",
+        "  5. --replay is -2; expected 0 or more",
         "  6. --cluster eight.toml was given with --plan p.json, which decides it. "
         "Leave it out, or make another plan with whalejax plan",
         "  7. --batch -1 was given with --plan p.json, which decides it. "

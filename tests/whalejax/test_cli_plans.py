@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -286,3 +287,56 @@ def test_a_model_is_trained_with_the_options_of_its_plan(
         assert json.loads(capsys.readouterr().out.splitlines()[-1])
     other = ("--plan", "plan.json", "--set", "layers=2")
     assert "another model or batch" in refused([*train, *other], capsys)
+
+
+# Code and text that plan files name.
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> tuple[Path, Path]:
+    """A plan that names a file of code as its model, and what that file would write."""
+    written = tmp_path / "written"
+    code = tmp_path / "it is; evil.py"
+    code.write_text(
+        f"open({str(written)!r}, 'w').close()\ndef make():\n    raise OSError\n"
+    )
+    plan = dataclasses.replace(pages.spmd(), source=(f"{code}:make", "layers=2"))
+    plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json", written
+
+
+def test_code_that_a_plan_names_is_not_run(
+    hostile: tuple[Path, Path], capsys: Captured
+) -> None:
+    path, written = hostile
+    text = refused(["verify", str(path)], capsys)
+    code = path.parent / "it is; evil.py"
+    assert f"says that its model is made by '{code}:make'. A plan file does not" in text
+    assert f"name it, with --model '{code}:make' --set layers=2" in text
+    for words in (["show"], ["why"], ["diff"]):
+        more = {"why": ["head.kernel"], "diff": [str(path)]}.get(words[0], [])
+        assert cli.main([*words, str(path), *more]) == 0
+    assert not written.exists()
+
+
+def test_code_that_the_user_names_is_run(
+    hostile: tuple[Path, Path], capsys: Captured
+) -> None:
+    path, written = hostile
+    model = f"{path.parent / 'it is; evil.py'}:make"
+    assert "raised OSError" in refused(["verify", str(path), "--model", model], capsys)
+    assert written.exists()
+
+
+def test_options_that_a_plan_may_not_carry(here: Path, capsys: Captured) -> None:
+    words = ["plan", "mlp-test", "--cluster", "h100:8", "--compiler-options"]
+    assert "is not among the" in refused([*words, "xla_dump_to=/tmp/x"], capsys)
+
+
+def test_numbers_of_samples_that_nobody_has(here: Path, capsys: Captured) -> None:
+    words = ["plan", "mlp-test", "--cluster", "h100:8"]
+    for name in ("--batch", "--micro-batches"):
+        text = refused([*words, name, str(10**26)], capsys)
+        assert text == (f"whalejax: {name} is {10**26}; expected at most {2**40}\n")
+    text = refused([*words, "--batch", str(2**40)], capsys)
+    assert "has no room in the memory of this host" in text

@@ -136,7 +136,58 @@ def test_a_stream_goes_on_where_it_stood(done: int) -> None:
     assert [numbers(batch) for batch in start] == every
     by_number = wh.Feed(SAMPLES, 8)
     by_number.set_state({"step": 5})
-    assert by_number.get_state() == {"step": 5}
+    assert by_number.get_state() == {"step": 5, "epoch": 0, "place": 40}
+
+
+def sources() -> list[Any]:
+    return [SAMPLES, Stream()]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_another_batch_size_goes_on_at_the_next_sample(seed: int | None) -> None:
+    for source in sources():
+        before = wh.Feed(source, 4, seed=seed)
+        seen = [numbers(batch) for batch in itertools.islice(before, 5)]
+        after = wh.Feed(source, 8, seed=seed, first_sample=20, epochs=1)
+        found = [numbers(batch) for batch in after]
+        assert [len(batch) for batch in found] == [8, 8, 8]  # 6 samples are left over
+        every = sum([*seen, *found], [])
+        assert len(set(every)) == len(every) == 44
+        order = sum((numbers(b) for b in wh.Feed(source, 1, seed=seed, epochs=1)), [])
+        assert every == order[:44]
+
+
+@pytest.mark.parametrize("given", [0, 6, 40, 44, 48, 50, 52, 96, 100])
+def test_streams_and_numbered_samples_go_on_alike(given: int) -> None:
+    options: Any = {"seed": None, "first_sample": given, "epochs": 3}
+    first, second = ([numbers(b) for b in wh.Feed(s, 8, **options)] for s in sources())
+    assert first == second
+    whole = [numbers(b) for b in wh.Feed(SAMPLES, 8, seed=None, epochs=3)]
+    if given % 8 == 0:
+        assert first == whole[given // 8 :]
+
+
+@pytest.mark.parametrize("done", [3, 13, 14])
+def test_what_a_feed_says_of_itself_holds_for_another_batch_size(done: int) -> None:
+    """Of 50 samples, batches of 4 leave 2 of an epoch out and those of 20 leave 10."""
+    for source in sources():
+        before = wh.Feed(source, 4, seed=None, epochs=2)
+        seen = [numbers(batch) for batch in itertools.islice(before, done)]
+        after = wh.Feed(source, 20, seed=None, epochs=2)
+        after.set_state(json.loads(json.dumps(before.get_state())))
+        found = [numbers(batch) for batch in after]
+        assert found[0][0] == seen[-1][-1] + 1
+        assert found[-1][-1] < 50 and len(found) == (3 if done == 3 else 2)
+
+
+def test_a_state_that_was_kept_before_places_were_in_it() -> None:
+    feed = wh.Feed(SAMPLES, 8)
+    feed.set_state({"step": 7})
+    expected = wh.Feed(SAMPLES, 8, first=7)
+    assert numbers(next(iter(feed))) == numbers(next(iter(expected)))
+    assert feed.get_state() == {"step": 8, "epoch": 1, "place": 16}
+    feed.step = 2
+    assert feed.get_state() == {"step": 2, "epoch": 0, "place": 16}
 
 
 def test_streams_that_cannot_go_on_are_told_so() -> None:
@@ -179,6 +230,12 @@ def test_nodes_of_a_plan_know_their_samples() -> None:
         ({"batch_size": 51}, "batch_size is 51, of 50 samples"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 8, "first": -1}, "first is -1"),
+        ({"batch_size": 8, "first_sample": -4}, "first_sample is -4; expected the num"),
+        ({"batch_size": 8, "first_sample": "4"}, "first_sample is '4'; expected the n"),
+        (
+            {"batch_size": 8, "first": 2, "first_sample": 16},
+            "first is 2 and first_sample 16, and both say where to begin",
+        ),
     ],
 )
 def test_sizes_that_cannot_be(arguments: dict[str, int], text: str) -> None:

@@ -236,7 +236,7 @@ class Machine:
     started: int = 0
     ended: int = 0
     most_in_flight: int = 0
-    plan: Any = field(default_factory=lambda: SimpleNamespace(leaves=()))
+    plan: Any = field(default_factory=lambda: SimpleNamespace(trained=()))
 
     def __call__(self, state: Any, batch: int) -> tuple[Any, dict[str, Any]]:
         self.started += 1

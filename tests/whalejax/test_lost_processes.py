@@ -199,3 +199,31 @@ def test_who_failed_is_named_at_once_and_who_ended_is_not() -> None:
     assert found.look(101.0) == {0: "failed with ValueError: no"}
     assert found.ended() and found.behind() == [0, 2]
     assert not hearing(beat(), beat(), beat()).ended()
+
+
+def together(*beats: Beat, processes: int = 3) -> Hearing:
+    """As ``hearing``, where all processes begin to beat at once."""
+    found = Hearing(1, 10.0, processes)
+    found.hear(dict(enumerate(beats)), 100.0)
+    found.look(100.0)
+    return found
+
+
+def test_who_was_never_heard_is_missed_where_all_begin_at_once() -> None:
+    beats = [beat(), beat()]
+    assert not quiet(together(*beats), 109, *beats)
+    found = together(*beats)
+    for now in range(101, 112):
+        found.hear({0: beat(now), 1: beat(now)}, float(now))
+        gone = found.look(float(now))
+    assert gone == {2: "has said nothing for 11 s: it is gone or stands still"}
+    assert found.where(2) == "process 2"
+    assert 2 not in quiet(hearing(*beats), 120, *beats)
+
+
+def test_who_ends_before_its_devices_are_there_is_missed() -> None:
+    found = together(beat(), beat(), beat(ended=True, ready=False))
+    assert found.look(101.0) == {2: "ended before the devices of all were there"}
+    found = together(beat(), beat(), beat(ended=True))
+    assert not found.look(101.0)
+    assert found.left() == [0]

@@ -138,7 +138,7 @@ def test_stages_have_the_devices_that_marks_give(
 def test_stages_are_found_among_the_devices_of_one_copy() -> None:
     found = plan(found_stages(4, None))
     assert found.stages is not None and len(found.stages.plans) in (2, 4)
-    assert found.notes[0] == "1 marked TaskGraphs obeyed"
+    assert found.notes[0] == "1 marked TaskGraph obeyed"
 
 
 @pytest.mark.parametrize("runnable", [True, False])

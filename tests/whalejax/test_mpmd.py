@@ -44,8 +44,9 @@ def full(*values: Any) -> Any:
 class Marked:
     """As marked: skips, a tied table, a scalar, keys, weights, shapes that differ."""
 
-    def __init__(self, schedule: str = "auto") -> None:
+    def __init__(self, schedule: str = "auto", *, rows: bool = False) -> None:
         self.pipeline = wh.pipeline(schedule=schedule)
+        self.rows = rows
 
     def make(self, key: Any) -> Any:
         keys = iter(jax.random.split(key, 5))
@@ -79,6 +80,8 @@ class Marked:
                 weight = batch["weights"].astype(chosen.dtype)
                 total = -(chosen * weight).sum()
         metrics = {"size": jnp.abs(z).mean()}
+        if self.rows:
+            metrics["chosen"] = chosen
         return wh.WeightedLoss(total, weight.sum()), wh.Aux(metrics=metrics)
 
     def batch(self, step: int, count: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,7 +14,7 @@ import whalejax as wh
 from whalejax import jobs, models
 from whalejax.adapters import adapt
 from whalejax.meshes.kinds import Platform
-from whalejax.optimizers import optimizer_bytes
+from whalejax.optimizers import optimizer_bytes, updates
 
 
 PARAMS = {"wide": {"kernel": jnp.ones((8, 16))}, "bias": jnp.ones((4,))}
@@ -150,3 +151,15 @@ def test_of_many_layers_one_is_traced_where_none_is_counted(
     found = optimizer_bytes(adapt(MANY, layered), optimizer, platform)
     assert round(found.operations, 1) == (4 if platform == "cpu" else 0)
     assert seen == [layers]
+
+
+@pytest.mark.relaxed_promotion  # optax promotes in it
+def test_an_optimizer_that_takes_no_loss() -> None:
+    inner: Any = optax.contrib.sam(
+        optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=False
+    )
+    for optimizer in (inner, optax.chain(optax.clip_by_global_norm(1.0), inner)):
+        state, gradients = optimizer.init(PARAMS), PARAMS
+        found = updates(optimizer, gradients, state, PARAMS, jnp.float32(1.0))
+        wanted = optimizer.update(gradients, state, PARAMS)
+        chex.assert_trees_all_equal(found, wanted)

@@ -135,12 +135,12 @@ def test_the_plan_says_who_takes_what_and_what_that_gains() -> None:
 def test_the_smallest_devices_say_what_is_computed_again() -> None:
     sizes = {"embed": 1024, "mlp": 4096, "heads": 16, "sequence": 1024}
     job = models.job("gpt-test", batch_size=128, layers=4, annotated=False, **sizes)
-    options = {"precision": {"*": "f16"}, "compiler_options": {"xla_a": True}}
+    options = {"precision": {"*": "f16"}, "compiler_options": {"xla_gpu_ftz": True}}
     for cluster in ("h100:2+p100-16:2", "p100-16:2+h100:2"):
         plan = planned(job, cluster, shares=(2, 2), **options)
         assert {one.remat for one in plan.pipelines} == {(("*", "dots"),)}
         for one in plan.pipelines:  # Their programs are compiled apart.
-            assert one.compiler_options == (("xla_a", True),)
+            assert one.compiler_options == (("xla_gpu_ftz", True),)
             assert one.precisions == plan.precisions == (("*", "f16"),)
     with pytest.raises(wh.WhaleError, match=r"shares is \[\]; expected 'even'"):
         planned(job, "cpu:4", shares=[])

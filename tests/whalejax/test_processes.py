@@ -21,13 +21,14 @@ y = rng.normal(size=(16, 4)).astype(np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}
 
 def loss(m, b):
-    return ((b["x"] @ m["w"] - b["y"]) ** 2).mean()
+    z = b["x"] @ m["w"]
+    return ((z - b["y"]) ** 2).mean(), {"z": z, "pred": z.argmax(-1)}
 
 found = {}
 for axis in ("data", "fsdp"):
     tx = optax.adam(0.1)
     plan = wh.plan(loss, model, {"x": x, "y": y}, optimizer=tx, cluster="h100:2",
-                   mesh={axis: 2})
+                   mesh={axis: 2}, num_micro_batches=2)
     step = wh.compile(plan, loss, model, optimizer=tx, devices=jax.devices())
     half = slice(jax.process_index() * 8, jax.process_index() * 8 + 8)
     parts = {"x": x[half], "y": y[half]}
@@ -44,9 +45,23 @@ for axis in ("data", "fsdp"):
             losses.append(float(metrics["loss"]))
     again = step.init_from(state.model)
     local = {name: jax.numpy.asarray(part) for name, part in parts.items()}
-    assert step.eval(state, local) == step.eval(state, parts) == step.eval(
-        state, {"x": x, "y": y}
+    told, *others = (
+        jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data),
+                     step.eval(state, batch))
+        for batch in (local, parts, {"x": x, "y": y})
     )
+    for other in others:
+        assert jax.tree.all(jax.tree.map(np.array_equal, told, other))
+    w = np.asarray(again.params["w"].addressable_shards[0].data)
+    if axis == "data":
+        np.testing.assert_allclose(told["z"], x @ w, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(told["pred"], (x @ w).argmax(-1))
+        first, kept = step, state
+    else:
+        moved = step.adopt(kept)
+        np.testing.assert_allclose(
+            step.eval(moved, parts)["loss"], first.eval(kept, parts)["loss"], rtol=1e-5
+        )
     try:
         step.eval(state, {"x": x[:5], "y": y[half]})
     except wh.WhaleError as error:

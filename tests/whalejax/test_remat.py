@@ -282,9 +282,9 @@ def test_a_plan_remembers_it(tmp_path: Any) -> None:
         ("some", "'some' is no policy; expected one of none, dots, named, full"),
         ("named", "it names nothing: put jax.ad_checkpoint.checkpoint_name"),
         ({"head": "full"}, "there is no TaskGraph 'head'; expected some of default"),
-        (3, "3 is neither a policy nor one for each TaskGraph"),
+        (3, "remat is 3; expected a word such as 'full', one for each"),
         ("named:", "'named:' lists no name"),
-        ({"default": ["dots"]}, r"\['dots'\] is no policy"),
+        ({"default": ["dots"]}, r"remat is {'default': \['dots'\]}; expected a word"),
         ({"experts": "full"}, "there is no TaskGraph 'experts'"),
     ],
 )
@@ -352,10 +352,10 @@ def test_what_checkpoints_keep_takes_no_derivative_to_tell(
     found = capture(adapter, job.batch_at(0, 8)).with_attention(attention)
     told = []
 
-    def both(scan: Any, run: Any = None) -> Any:
+    def both(scan: Any, run: Any = None, flowing: Any = None) -> Any:
         kept = _compat._kept_by_checkpoint(scan)
         assert kept is not None
-        told.append((kept, _compat.residuals_by_vjp(scan, run)))
+        told.append((kept, _compat.residuals_by_vjp(scan, run, flowing)))
         return kept
 
     monkeypatch.setattr(_compat, "scan_residuals", both)

@@ -211,3 +211,38 @@ def test_the_catalogue_has_no_prices() -> None:
 )
 def test_prices_in_words(price: float | None, text: str) -> None:
     assert price_text(price) == text
+
+
+def test_one_number_of_micro_batches_that_means_several_sizes() -> None:
+    """Where replicas have shares, each takes whole micro-batches."""
+    clusters = ["v100-32:4", "p100-16:4", "v100-32:4+p100-16:4"]
+    found = searched(clusters, num_micro_batches=16, mesh={"tensor": 1, "fsdp": 1})
+    (note,) = found.notes
+    assert note == (
+        "num_micro_batches=16 is not the same everywhere: a device takes 8 samples at "
+        "a time on v100-32:4 and p100-16:4, 32 on v100-32:4+p100-16:4. Leave it out, "
+        "or give each cluster a number of its own, to compare step times"
+    )
+    assert found.document()["notes"] == [note]
+    assert " ".join(str(found).split()).endswith(f"note {note}")
+    assert not searched(clusters[:2], num_micro_batches=16).notes
+
+
+def test_what_if_says_so_too() -> None:
+    options = {"optimizer": optax.sgd(1e-3), "mesh": {"tensor": 1, "fsdp": 1}}
+    plan = wh.plan(
+        loss, MODEL, BATCH, cluster="v100-32:4", num_micro_batches=16, **options
+    )
+    mixed = "v100-32:4+p100-16:4"
+    assert (
+        "num_micro_batches=16 is not the same" in plan.what_if(cluster=mixed).notes[-1]
+    )
+    for one in (
+        plan.what_if(cluster="p100-16:4"),
+        plan.what_if(cluster=mixed, num_micro_batches=16),
+        plan.what_if(batch=256),
+    ):
+        assert not any("is not the same" in note for note in one.notes)
+    free = wh.plan(loss, MODEL, BATCH, cluster="v100-32:4", **options)
+    again = free.what_if(cluster=mixed)
+    assert not any("is not the same" in note for note in again.notes)

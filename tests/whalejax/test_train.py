@@ -60,7 +60,11 @@ def test_compiler_options_travel_with_the_plan() -> None:
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
 
 
-def test_the_step_is_compiled_with_the_options(tmp_path: Path) -> None:
+def test_the_step_is_compiled_with_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An option with an effect that can be seen, and that no plan may carry therefore.
+    monkeypatch.setattr("whalejax.xla_options.check_options", lambda *_: None)
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     step = step_for(squares, MODEL, BATCH, compiler_options=options)
     state = step.init_from(MODEL)
@@ -71,7 +75,8 @@ def test_the_step_is_compiled_with_the_options(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_the_options_of_another() -> None:
-    first = wh.plan(squares, MODEL, BATCH, cluster="h100:8", compiler_options={"a": 1})
+    options = {"xla_gpu_autotune_level": 1}
+    first = wh.plan(squares, MODEL, BATCH, cluster="h100:8", compiler_options=options)
     pairs: Any = first.compiler_options
     again = wh.plan(squares, MODEL, BATCH, cluster="h100:8", compiler_options=pairs)
     assert again == first
@@ -89,13 +94,6 @@ def test_loss_falls_and_the_users_arrays_survive() -> None:
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
     np.testing.assert_array_equal(model["w"], MODEL["w"])
-
-
-def test_a_state_of_another_step_is_refused() -> None:
-    first, second = (step_for(squares, MODEL, BATCH) for _ in range(2))
-    state = first.init_from(MODEL)
-    with pytest.raises(wh.WhaleError, match="not made by this step.*restore"):
-        second(state, BATCH)
 
 
 def test_metrics_of_a_weighted_loss_are_weighed_over_micro_batches() -> None:

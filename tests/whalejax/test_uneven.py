@@ -179,7 +179,7 @@ def test_weights_masks_counters_and_statistics() -> None:
         assert apart(state.params, expected.params) <= TIGHT
         model, same = state.model, expected.model
         assert apart(nnx.state(model.norm), nnx.state(same.norm)) <= TIGHT
-        assert int(model.drop.rngs.count[...]) == int(same.drop.rngs.count[...]) == 24
+        assert int(model.drop.rngs.count[...]) == int(same.drop.rngs.count[...]) == 3
         assert 0 < float(model.largest[...]) < float(same.largest[...])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from whalejax import cli, models
 from whalejax.jobs import abstract_model
 from whalejax.verification import checking, gpu
 from whalejax.verification.comparison import Verification, rematerializations
-from whalejax.verification.processes import VerifyError
+from whalejax.verification.processes import VerifyError, _by_value
 from whalejax.verification.targets import target_of
 
 
@@ -86,8 +87,8 @@ def test_compiler_options_are_planned_with_and_compiled_with() -> None:
 
 @needs_tpu_compiler
 def test_an_option_the_compiler_does_not_know_is_named() -> None:
-    plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_tpu_nope": 1})
-    with pytest.raises(wh.WhaleError, match="does not take xla_tpu_nope=1"):
+    plan = planned("mlp-test", "v5e:2x2", compiler_options={"xla_cpu_ftz": "x"})
+    with pytest.raises(wh.WhaleError, match="does not take xla_cpu_ftz=x"):
         plan.verify(timeout_seconds=300)
 
 
@@ -401,3 +402,15 @@ def test_a_gpu_compiles_what_was_planned() -> None:
     found = plan.verify(timeout_seconds=300)
     assert found.fits and not found.refused
     assert found.device_kind == "NVIDIA H100 80GB HBM3"
+
+
+def test_functions_with_rules_that_a_program_defines_are_sent() -> None:
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    ruled = jax.custom_vjp(double)
+    # It refers to itself, as functions that a program defines at its top do.
+    ruled.defvjp(lambda x: (ruled(x), None), lambda _, g: (3 * g,))
+    again = cloudpickle.loads(_by_value({"loss": ruled}))["loss"]
+    assert again is not ruled
+    assert jax.value_and_grad(again)(1.0) == (2.0, 3.0)

@@ -20,7 +20,14 @@ from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.graph import Graph, Mark, Op, Tensor, TensorKind
+from whalejax.planner.graph import (
+    LOOKUPS,
+    Graph,
+    Mark,
+    Op,
+    Tensor,
+    TensorKind,
+)
 
 
 def loss_id(results: Sequence[Value]) -> int:
@@ -40,7 +47,7 @@ def loss_id(results: Sequence[Value]) -> int:
 
 def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
     if not flows[loss]:
-        paths = [t.path for t in walk.tensors if t.kind == "param"]
+        paths = [t.path for t in walk.tensors if t.trained]
         listed = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
         raise WhaleError(
             f"the loss depends on none of the {len(paths)} trained parameters "
@@ -49,8 +56,20 @@ def _check_gradient(walk: Walk, flows: Sequence[bool], loss: int) -> None:
         )
 
 
-def name_inputs(walk: Walk, adapter: Adapter, leaves: Sequence[BatchLeaf]) -> None:
-    """Write kinds, paths and metadata onto the tensors that are the inputs."""
+def name_inputs(
+    walk: Walk,
+    adapter: Adapter,
+    leaves: Sequence[BatchLeaf],
+    still: Sequence[bool],
+) -> None:
+    """Write kinds, paths and metadata onto the tensors that are the inputs.
+
+    Args:
+        walk: the walked program.
+        adapter: the model.
+        leaves: the batch.
+        still: for each leaf that is not trained, whether a step leaves it as it is.
+    """
     kinds: tuple[tuple[TensorKind, Sequence[str]], ...] = (
         ("param", adapter.param_paths),
         ("state", adapter.rest_paths),
@@ -62,9 +81,56 @@ def name_inputs(walk: Walk, adapter: Adapter, leaves: Sequence[BatchLeaf]) -> No
         for path in paths:
             tensor = next(tensors)
             tensor.kind, tensor.path = kind, path
-    for index in range(len(adapter.param_paths)):
-        tensor = walk.tensors[index]
-        tensor.names, tensor.pinned = adapter.names[index], adapter.pinned[index]
+    trained = len(adapter.param_paths)
+    for tensor in walk.tensors[:trained]:
+        tensor.trained = True
+    for number in _frozen_weights(walk, adapter, still):
+        walk.tensors[trained + number].kind = "param"
+    names = (*adapter.names, *adapter.rest_names)
+    pinned = (*adapter.pinned, *adapter.rest_pinned)
+    for tensor, own, fixed in zip(walk.tensors, names, pinned, strict=False):
+        if tensor.kind == "param":
+            tensor.names, tensor.pinned = own, fixed
+
+
+def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list[int]:
+    """Numbers of the leaves of the rest that are weights, and are not trained.
+
+    Those are the model's own parameters, and whatever else products multiply values
+    with, as they do with quantised kernels that a module keeps in variables of another
+    kind. A step must leave them as they are.
+    """
+    first = len(adapter.param_paths)
+    rest = walk.tensors[first : first + len(still)]
+    may = [n for n, (same, leaf) in enumerate(zip(still, rest, strict=True)) if same]
+    kernels = _multiplied(walk, {first + n for n in may if len(rest[n].shape) > 1})
+    return [
+        n for n in may if (adapter.frozen[n] and rest[n].shape) or first + n in kernels
+    ]
+
+
+def _multiplied(walk: Walk, given: set[int]) -> set[int]:
+    """Which of some inputs products multiply values with, through casts and scales."""
+    params = {t for t, tensor in enumerate(walk.tensors) if tensor.kind == "param"}
+    weight = params | given
+    source = {t: frozenset({t}) for t in given}
+    found: set[int] = set()
+    for op in walk.ops:
+        own = [source.get(t, frozenset[int]()) for t in op.operands]
+        if op.operands and weight.issuperset(op.operands):
+            for t in op.results:
+                weight.add(t)
+                source[t] = frozenset[int]().union(*own)
+        elif op.kind in LOOKUPS:
+            # Tables of positions are no weights, those of quantised embeddings are.
+            table = walk.tensors[op.operands[0]]
+            quantised = table.itemsize_bytes == 1 and table.dtype != "bool"
+            found |= own[0] if quantised else set[int]()
+        elif op.behaviour.matmul is not None:
+            sides = [t in weight for t in op.operands[:2]]
+            if sum(sides) == 1:
+                found |= own[sides.index(True)]
+    return found
 
 
 def graph_of(
@@ -114,7 +180,7 @@ def graph_of(
         unknown_primitives=tuple(dict.fromkeys(unknown)),
         undeclared_marks=tuple(str(mark) for mark in entered if mark not in marks),
         whole=tuple(dict.fromkeys(v for v in others if v is not None)),
-        stacked=tuple(walk.stacked),
+        stacked=walk.stacked(flows),
     )
     return replace(graph, model_hash=model_hash(graph, leaves))
 
@@ -171,7 +237,7 @@ def model_hash(graph: Graph, leaves: Sequence[BatchLeaf]) -> str:
         leaves: the batch.
     """
     model = [
-        (t.kind, t.path, t.shape, t.dtype)
+        ("state" if t.frozen else t.kind, t.path, t.shape, t.dtype)
         for t in graph.tensors
         if t.kind in ("param", "state")
     ]

@@ -5,14 +5,17 @@ All leaves must agree on the number of samples; every disagreement is reported a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.planner.micro_batches import MOST_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +28,24 @@ class BatchLeaf:
     dtype: Any
     axis: int | None
 
+    def sized(self, samples: int) -> tuple[int, ...]:
+        """The shape of a micro-batch with so many samples."""
+        if self.axis is None:
+            return self.micro_shape
+        front, behind = self.micro_shape[: self.axis], self.micro_shape[self.axis + 1 :]
+        return (*front, samples, *behind)
+
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """What is traced in its place."""
         return _compat.abstract(self.micro_shape, self.dtype)
+
+    def resized(self, times: int) -> BatchLeaf:
+        """The same with so many times the samples in a micro-batch."""
+        shape = list(self.micro_shape)
+        if self.axis is not None:
+            shape[self.axis] *= times
+        return replace(self, micro_shape=tuple(shape))
 
 
 def aval_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -43,16 +60,25 @@ def batch_leaves(
     batch: Any, batch_axes: Any, num_micro_batches: int
 ) -> tuple[list[BatchLeaf], Any]:
     """The batch's leaves at micro-batch shape, checked; all problems at once."""
-    count = num_micro_batches
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise WhaleError(f"num_micro_batches={count!r}: expected a positive integer.")
+    if not is_whole(num_micro_batches, 1):
+        raise WhaleError(
+            f"num_micro_batches={shown(num_micro_batches)}: expected a positive "
+            "integer."
+        )
     problems = Problems("batch")
     with_paths, tree = jax.tree_util.tree_flatten_with_path(batch)
     axes = _axes_of(batch_axes, batch, tree)
     leaves: list[BatchLeaf] = []
     sizes: dict[str, int] = {}
     for (path, value), axis in zip(with_paths, axes, strict=True):
-        name, aval = f"batch.{dotted(path)}" if path else "batch", aval_of(value)
+        name = f"batch.{dotted(path)}" if path else "batch"
+        if not _is_array(value):
+            problems.add(
+                f"{name} is {shown(value)}; expected an array with the samples along a "
+                "dimension, or its jax.ShapeDtypeStruct"
+            )
+            continue
+        aval = aval_of(value)
         shape = tuple(aval.shape)
         micro = shape
         if axis is not None:
@@ -72,9 +98,31 @@ def batch_leaves(
                 path=name, shape=shape, micro_shape=micro, dtype=aval.dtype, axis=axis
             )
         )
-    _check_sizes(sizes, num_micro_batches, problems)
+    _check_sizes(sizes, len(with_paths), num_micro_batches, problems)
     problems.raise_if_any()
     return leaves, tree
+
+
+def check_batch(batch: Any, batch_axes: Any) -> None:
+    """Refuse a batch that no loss could be traced with.
+
+    Args:
+        batch: arrays or shapes.
+        batch_axes: the batch dimension of its leaves.
+
+    Raises:
+        WhaleError: every leaf that is no array, or has other samples than the rest.
+    """
+    batch_leaves(batch, batch_axes, 1)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether it has a shape and a type, or is a number that JAX gives them."""
+    if isinstance(leaf, int):
+        return is_whole(int(leaf))
+    return isinstance(leaf, float | complex | np.generic) or (
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    )
 
 
 def resized(batch: Any, batch_axes: Any, size: int) -> Any:
@@ -97,6 +145,12 @@ def resized(batch: Any, batch_axes: Any, size: int) -> Any:
 
 
 def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
+    for axis in jax.tree.leaves(batch_axes):
+        if not is_whole(axis):
+            raise WhaleError(
+                f"batch_axes has {shown(axis)}; expected the number of a dimension for "
+                "all leaves of the batch or for each, None where one has no samples."
+            )
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
     # A gap in the batch (None) may stand in the axes as well, with anything for it.
@@ -117,12 +171,25 @@ def _with_gaps(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)[0]
 
 
+def _no_samples(num_leaves: int) -> str:
+    if not num_leaves:
+        return "no leaf has a batch dimension. Give at least one array."
+    arrays = "the 1 array" if num_leaves == 1 else f"none of the {num_leaves} arrays"
+    has = "has no batch dimension" if num_leaves == 1 else "has a batch dimension"
+    return (
+        f"{arrays} {has} by batch_axes=, and a step is divided among devices and "
+        "micro-batches by samples. Give the dimension of what the loss is a mean over, "
+        "such as the nodes of a graph, and None for the others: batch_axes= takes a "
+        'tree like the batch, as in {"nodes": 0, "edges": None}'
+    )
+
+
 def _check_sizes(
-    sizes: dict[str, int], num_micro_batches: int, problems: Problems
+    sizes: dict[str, int], num_leaves: int, num_micro_batches: int, problems: Problems
 ) -> None:
     if not sizes:
         if not problems:
-            problems.add("no leaf has a batch dimension. Give at least one array.")
+            problems.add(_no_samples(num_leaves))
         return
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
@@ -132,6 +199,12 @@ def _check_sizes(
         )
         return
     size = next(iter(sizes.values()))
+    if size > MOST_SAMPLES:
+        problems.add(
+            f"the batch has {size} samples; expected at most {MOST_SAMPLES}. Is that "
+            "dimension the samples? batch_axes= says which is"
+        )
+        return
     if size == 0 or size % num_micro_batches:
         lower = size - size % num_micro_batches
         near = f"{lower} or " if lower else ""

@@ -17,6 +17,7 @@ import numpy as np
 from whalejax import _compat, rebuild
 from whalejax.capture.attention import equations_of, recognised, trained_in
 from whalejax.capture.logits import Logits, logits_in, logits_of
+from whalejax.capture.rescaled import holds_rescaled, rescaled
 
 
 CALL: Final = "whalejax_attention"
@@ -115,6 +116,9 @@ def _rebuilt(
 ) -> tuple[Any, tuple[str, ...]]:
     avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
     flat = _compat.trace(lambda *xs: _inlined(jaxpr, xs), avals)
+    if find is _attentions and holds_rescaled(flat):
+        plain, scaling = flat, _Builder(lambda body, _: (rescaled(body), []))
+        flat = _compat.trace(lambda *xs: scaling.run(plain, xs, trained), avals)
     builder = _Builder(find)
     program = _compat.trace(lambda *xs: builder.run(flat, xs, trained), avals)
     return program, tuple(dict.fromkeys(builder.reasons))

@@ -18,13 +18,13 @@ def differentiable(walk: Walk, loss: int) -> list[bool]:
     """For every tensor: it depends on a trained parameter and the loss on it.
 
     Args:
-        walk: the walked program; parameters bear kind ``param``.
+        walk: the walked program, whose inputs say which of them are trained.
         loss: id of the loss's total.
     """
     reached = _forward(walk)
     needed = _backward(walk, loss, reached)
     return [
-        tensor.kind == "param" or (reached[t] and needed[t])
+        tensor.trained or (reached[t] and needed[t])
         for t, tensor in enumerate(walk.tensors)
     ]
 
@@ -38,7 +38,7 @@ def saved_slots(op: OpDraft, flows: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _forward(walk: Walk) -> list[bool]:
-    reached = [tensor.kind == "param" for tensor in walk.tensors]
+    reached = [tensor.trained for tensor in walk.tensors]
     inexact = [tensor.inexact for tensor in walk.tensors]
     changed = True
     while changed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -75,22 +75,33 @@ def left_wide(jaxpr: Any, precisions: Mapping[Position, str]) -> Counter[str]:
     Returns:
         How many, by where they stand, in words.
     """
-    found: Counter[str] = Counter()
+    return Counter(
+        why for position, why in wide_products(jaxpr) if why and position in precisions
+    )
 
-    def count(jaxpr: Any, position: Position, where: str) -> None:
-        for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
-            here = (*position, index)
-            inside = where or _WHERE.get(_compat.recursion(equation) or "", "")
-            for number, inner in enumerate(_compat.inner_jaxprs(equation)):
-                count(inner, (*here, number), inside)
-            if equation.primitive.name in _PRODUCTS and here in precisions:
-                atoms = (*equation.invars[:2], *equation.outvars)
-                wide = all(a.aval.dtype == _WIDE for a in atoms)
-                why = where or ("" if _takes_any_type(equation) else _ALGORITHM)
-                found[why] += bool(why and wide)
 
-    count(jaxpr, (), "")
-    return +found
+def wide_products(
+    jaxpr: Any, position: Position = (), where: str = ""
+) -> Iterator[tuple[Position, str]]:
+    """The products of a program that are of float32, with one operand or both.
+
+    Args:
+        jaxpr: closed, as captured.
+        position: where it stands.
+        where: why nothing in it can compute in 16 bits, in words; or empty.
+
+    Yields:
+        The position of each, and why it cannot compute in 16 bits; empty where it can.
+    """
+    for index, equation in enumerate(_compat.open_jaxpr(jaxpr)[0].eqns):
+        here = (*position, index)
+        inside = where or _WHERE.get(_compat.recursion(equation) or "", "")
+        for number, inner in enumerate(_compat.inner_jaxprs(equation)):
+            yield from wide_products(inner, (*here, number), inside)
+        if equation.primitive.name in _PRODUCTS:
+            sides = [a.aval.dtype == _WIDE for a in equation.invars[:2]]
+            if any(sides) and equation.outvars[0].aval.dtype == _WIDE:
+                yield here, where or ("" if _takes_any_type(equation) else _ALGORITHM)
 
 
 def narrowed(

@@ -38,6 +38,13 @@ _PICKING: Final = frozenset(
 )
 """Operations that take some of the samples' values, and add none up."""
 
+_GUARDS: Final = frozenset(
+    "max min clamp select_n gt ge lt le eq ne convert_element_type copy "
+    "broadcast_in_dim reshape squeeze".split()
+)
+"""Operations that keep a number of samples from being zero, as ``jnp.maximum(n, 1)``
+does, before something is divided by it."""
+
 Sources = frozenset[int]
 """Indices of the operations that reduced over the batch."""
 
@@ -125,6 +132,7 @@ class _Follow:
         self._reduced: dict[int, Sources] = {}
         self._bent: dict[int, str] = {}
         self._scaled: set[int] = set()
+        self._guarded: set[int] = set()
         for tensor, dim in graph.batch_dims:
             self._batch.setdefault(tensor, set()).add(dim)
 
@@ -148,6 +156,8 @@ class _Follow:
         for t in state:
             self._blame(self._reduced.get(t, _NONE), "statistic")
         for t in loss:
+            if t in self._guarded:
+                self._bend(self._reduced.get(t, _NONE), "auxiliary")
             for index in self._reduced.get(t, _NONE):
                 if index in self._bent:
                     self.found.setdefault(index, self._bent[index])
@@ -179,7 +189,18 @@ class _Follow:
         if op.kind in ("div", "mul") and len(parts) == 2:
             self._scaled.update(every)  # By a value, which may be the samples' number.
         used = sum(bool(part) for part in parts)
-        if not used or op.kind in _LINEAR:
+        if not used:
+            return every
+        guarded = [t in self._guarded for t in op.operands]
+        if op.kind in _GUARDS and (any(guarded) or op.kind not in _LINEAR):
+            chosen = op.kind == "select_n" and not parts[0]
+            if any(guarded) or not chosen:
+                self._guarded.update(op.results)
+                return every
+        elif any(guarded) and not (op.kind == "div" and guarded == [False, True]):
+            self._bend(every, "auxiliary")
+            return every
+        if op.kind in _LINEAR:
             return every
         if op.kind in _LINEAR_IN_ONE and used == 1:
             return every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule
@@ -209,6 +210,7 @@ def _scatter(equation: Equation) -> Behaviour:
         )
     )
     sums = equation.name in ("scatter-add", "scatter-sub")
+    one = math.prod(indices[:-1]) == 1
     for index_dim, row_dim in enumerate(rows):
         members = [(1, index_dim), (2, row_dim)]
         if index_dim in shared:
@@ -221,7 +223,9 @@ def _scatter(equation: Equation) -> Behaviour:
         if dim in numbers.operand_batching_dims:
             continue
         if dim in numbers.inserted_window_dims:
-            letters.link((0, dim), (3, dim))
+            # XLA updates a slice for one index, and where a device has none of it
+            # writes what it reads from another device's part.
+            letters.link((0, dim), (3, dim), kind="unshardable" if one else "linked")
             continue
         window = windows.pop(0)
         if updates[window] == size:

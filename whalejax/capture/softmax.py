@@ -61,13 +61,14 @@ def _cast_from(atom: Any, maker: Mapping[Any, Any]) -> Any:
     """The equation behind changes of type; None where nothing in the jaxpr is."""
     while not _compat.is_literal(atom):
         equation = maker.get(atom)
-        if equation is None or equation.primitive.name not in _CASTS:
+        if equation is None or equation.primitive.name not in CASTS:
             return equation
         (atom,) = equation.invars
     return None
 
 
-_CASTS: Final = frozenset({"convert_element_type", "copy", "name"})
+CASTS: Final = frozenset({"convert_element_type", "copy", "name"})
+"""Equations that change no number but its type."""
 
 
 def _softmax(equation: Any, maker: Mapping[Any, Any]) -> tuple[Any, int] | None:
@@ -104,7 +105,7 @@ def _spread_from(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, 
     while not _compat.is_literal(atom):
         equation = maker.get(atom)
         name = "" if equation is None else equation.primitive.name
-        if equation is None or name not in _CASTS | _SPREADS:
+        if equation is None or name not in CASTS | SPREADS:
             return equation, tags
         found = operand_tags(equation, tags)
         if found is None or found[0] is None:
@@ -114,7 +115,8 @@ def _spread_from(atom: Any, tags: Tags, maker: Mapping[Any, Any]) -> tuple[Any, 
     return None, tags
 
 
-_SPREADS: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+SPREADS: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+"""Equations that add dimensions in which all is alike, or take them away."""
 
 
 def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
@@ -135,7 +137,7 @@ def _is_level(atom: Any, axis: int, maker: Mapping[Any, Any]) -> bool:
                 return True
             before = equation.invars[0]
             return bool(before.aval.shape[places.index(axis)] == 1)
-        if equation.primitive.name not in _CASTS | {"stop_gradient"}:
+        if equation.primitive.name not in CASTS | {"stop_gradient"}:
             return False
         (atom,) = equation.invars
     return True

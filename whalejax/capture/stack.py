@@ -41,21 +41,14 @@ class Unshared(PlanError):
         self.remedy = remedy
 
 
-NOT_TRAINED = (
-    "no parameter of the scan over layers is trained, and stages share out trained "
-    "layers",
-    "Let trainable= choose some of them, or leave the axis stage out",
-)
-"""Why frozen layers are not shared out, and the remedy."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """A scan over layers.
 
     Attributes:
         position: where it stands.
-        params: numbers of the parameters that it slices.
+        params: numbers of the trained parameters that it slices.
+        frozen: numbers, among what is not trained, of the weights that it slices.
         length: how many layers.
         advances: what a micro-batch adds to each leaf of what is not trained.
     """
@@ -63,6 +56,7 @@ class Stack:
     position: tuple[int, ...]
     params: frozenset[int]
     length: int
+    frozen: frozenset[int] = frozenset()
     advances: tuple[int, ...] = ()
 
 
@@ -77,7 +71,7 @@ def stack_of(captured: Captured) -> Stack:
     """
     position = stacked_loop(captured.graph)
     if position is None:
-        raise Unshared(*(NOT_TRAINED if _frozen(captured) else NO_LAYERS))
+        raise Unshared(*NO_LAYERS)
     if len(position) != 1:
         raise Unshared(
             "the scan over layers stands inside a jit, a remat or another loop; stages "
@@ -97,10 +91,12 @@ def stack_of(captured: Captured) -> Stack:
     first = parts.num_consts + parts.num_carries
     sources = (_source(v, made) for v in equation.invars[first:])
     count = len(captured.adapter.param_paths)
-    found = (numbers.get(v, count) for v in sources)
+    weights = captured.weights
+    found = {numbers[v] for v in sources if v in numbers and weights[numbers[v]]}
     return Stack(
         position=position,
         params=frozenset(i for i in found if i < count),
+        frozen=frozenset(i - count for i in found if i >= count),
         length=parts.length,
         advances=tuple(n or 0 for n in _advances(captured, jaxpr)),
     )
@@ -138,7 +134,8 @@ def _obstacle(captured: Captured, jaxpr: Any, equation: Any) -> tuple[str, str] 
                 "slices them",
                 "Store them stacked",
             )
-    if _read_elsewhere(jaxpr, equation, weights, made):
+    frozen = {v for v, own in zip(jaxpr.invars, captured.weights, strict=False) if own}
+    if _read_elsewhere(jaxpr, equation, weights | frozen, made):
         return (
             "their parameters are read outside the scan too (as a penalty on weights "
             "does), where no stage has all of them",
@@ -171,6 +168,7 @@ def _read_elsewhere(
     parts = _compat.scan_parts(scan)
     first = parts.num_consts + parts.num_carries
     sliced = {v for v in scan.invars[first:] if v in weights}
+    own = set(jaxpr.invars)
     forms: list[Any] = []
     wanted = list(sliced)
     while wanted:
@@ -181,7 +179,9 @@ def _read_elsewhere(
             wanted += made[atom].invars
     others = (e for e in jaxpr.eqns if e is not scan and e not in forms)
     atoms = [v for e in others for v in e.invars]
-    atoms += [*scan.invars[:first], *jaxpr.outvars]
+    # What a step leaves as it is comes out again, and is not read for that.
+    results = [v for v in jaxpr.outvars if not _compat.is_literal(v)]
+    atoms += [*scan.invars[:first], *(v for v in results if v not in own)]
     return not sliced.isdisjoint(v for v in atoms if not _compat.is_literal(v))
 
 
@@ -217,20 +217,3 @@ def _read_by_loss(captured: Captured, jaxpr: Any) -> set[Any]:
         if not wanted.isdisjoint(equation.outvars):
             wanted |= {v for v in equation.invars if not _compat.is_literal(v)}
     return wanted
-
-
-def _frozen(captured: Captured) -> bool:
-    """Whether a scan slices weights that are not trained."""
-    jaxpr, _ = _compat.open_jaxpr(captured.jaxpr)
-    first = len(captured.adapter.param_paths)
-    rest = jaxpr.invars[first : first + len(captured.adapter.rest_paths)]
-    pairs = zip(rest, captured.adapter.frozen, strict=True)
-    weights = {v for v, frozen in pairs if frozen}
-    made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    for equation in jaxpr.eqns:
-        if _compat.recursion(equation) == "scan":
-            parts = _compat.scan_parts(equation)
-            slices = equation.invars[parts.num_consts + parts.num_carries :]
-            if any(_source(v, made) in weights for v in slices):
-                return True
-    return False

@@ -6,6 +6,7 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
+from whalejax.ambient import tracing
 from whalejax.annotations import recording
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
@@ -23,9 +25,16 @@ from whalejax.capture.calls import (
     with_calls,
     with_logits,
 )
+from whalejax.capture.counters import advances
 from whalejax.capture.drafts import Position, Value
-from whalejax.capture.narrowing import left_wide, narrowed
+from whalejax.capture.lengthened import lengthened
+from whalejax.capture.named_axes import bound, traced_with_axes
+from whalejax.capture.narrowing import left_wide, narrowed, wide_products
+from whalejax.capture.own_layouts import constraint_notes
 from whalejax.capture.recompute import applicable, recomputed
+from whalejax.capture.reporting import Reports, Told, check_clear, reports
+from whalejax.capture.steady import Steady, held_back
+from whalejax.capture.unnamed import aligned
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
@@ -34,6 +43,7 @@ from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.fused import fused_dimensions, merging_reshapes, picks
 from whalejax.planner.graph import ATTENTION, Graph, Mark
+from whalejax.planner.last_tokens import gathered_bytes, last_tokens_cut
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import precision_for
 from whalejax.planner.recompute import regions
@@ -55,12 +65,17 @@ class Captured:
             ids of its results; None for a scalar constant.
         results: the same for the flat function's own results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
+        given_rules: the same for every call with a derivative rule of its own.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
+        unclear: reported values that several micro-batches cannot put together.
         notes: what could not be counted, in words.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
         chunks: into how many parts the tokens are cut where logits are made of them.
+        axes: names of axes that the loss uses and nobody binds: all samples.
+        steady: what the program leaves alone because it changes once a step.
+        changing: paths of what else is not trained and changes, with every micro-batch.
         whole: of attention that cannot be, where it stands and why.
     """
 
@@ -72,13 +87,48 @@ class Captured:
     outputs: dict[Position, tuple[Value, ...]]
     results: tuple[Value, ...]
     given: dict[Position, tuple[Value, ...]]
+    given_rules: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
+    unclear: Told = ()
     notes: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
     precisions: tuple[tuple[str, str], ...] = ()
     chunks: int = 1
+    axes: tuple[str, ...] = ()
+    steady: Steady = Steady()
+    changing: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> tuple[bool, ...]:
+        """Which inputs of the flat function are weights, trained or not."""
+        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
+        return tuple(t.kind == "param" for t in self.graph.tensors[:inputs])
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Numbers of the leaves that are not trained, and are weights."""
+        first = len(self.adapter.param_paths)
+        return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
+
+    @property
+    def wide_products(self) -> Counter[str]:
+        """Products of float32 that a gradient goes through, or that read weights.
+
+        How many, by why none of them can compute in 16 bits; empty where they can.
+        """
+        weight = self.graph.weight_tensors()
+        reads = {
+            op.position
+            for op in self.graph.ops
+            if op.matmul is not None
+            and (
+                any(self.graph.tensors[t].differentiable for t in op.results)
+                or any(weight[t] for t in op.operands)
+            )
+        }
+        return Counter(why for at, why in wide_products(self.jaxpr) if at in reads)
 
     def as_planned(self, plan: Plan) -> Captured:
         """The same loss with all that a plan changes of its program."""
@@ -101,10 +151,9 @@ class Captured:
         narrow = {at: kind for at, kind in where.items() if kind != "f32"}
         if not narrow:
             return self if not chosen else self._with_precisions(precisions)
-        inputs = len(_compat.open_jaxpr(self.jaxpr)[0].invars)
-        weights = [t.kind == "param" for t in self.graph.tensors[:inputs]]
-        first = weights.count(True)
-        weights[first : first + len(self.adapter.frozen)] = self.adapter.frozen
+        weights, first = [*self.weights], len(self.adapter.param_paths)
+        for number, frozen in enumerate(self.adapter.frozen):
+            weights[first + number] |= frozen
         found = self._with(narrowed(self.jaxpr, narrow, weights), self.attention)
         casts = len(found.graph.ops) > len(self.graph.ops)
         wide = left_wide(self.jaxpr, narrow)
@@ -183,6 +232,7 @@ class Captured:
             jaxpr=program,
             outputs=walk.outputs,
             given=walk.given,
+            given_rules=walk.given_rules,
             results=results,
             attention=tuple(attention),
             notes=tuple(dict.fromkeys(walk.notes)),
@@ -244,7 +294,9 @@ class _Reader:
     def _read(self, walk: Walk, program: Any) -> tuple[Graph, Walk, tuple[Value, ...]]:
         results = walk.run(program)
         loss = loss_id(results)
-        name_inputs(walk, self.adapter, self.leaves)
+        body, _ = _compat.open_jaxpr(program)
+        added = advances(self.adapter.rest, body, len(self.adapter.param_paths))
+        name_inputs(walk, self.adapter, self.leaves, [more == 0 for more in added])
         graph = graph_of(
             walk,
             loss,
@@ -254,7 +306,31 @@ class _Reader:
             self.marks,
             results[1:],
         )
+        graph, notes = aligned(graph, self.adapter.short)
+        walk.notes += [*notes, *constraint_notes(program)]
         return graph, walk, results
+
+
+_Read = tuple[Graph, Walk, tuple[Value, ...]]
+"""What a reader makes of a program."""
+
+
+def _rewritten(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
+    """The program, rewritten where that lets more of its dimensions be shared."""
+    jaxpr, (graph, walk, results) = _lengthened(jaxpr, reader, read)
+    if picks(graph):
+        apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
+        if apart is not jaxpr:
+            jaxpr = apart
+            graph, walk, results = reader.read(jaxpr)
+    merges, hiding = merging_reshapes(graph)
+    if merges and hiding:
+        apart = taken_apart(jaxpr, {}, merges)
+        read = reader.read(apart)
+        fewer = merging_reshapes(read[0])[1] < hiding
+        if fewer and _keeps_calls(jaxpr, apart, graph):
+            jaxpr, (graph, walk, results) = apart, read
+    return jaxpr, (graph, walk, results)
 
 
 def capture(
@@ -287,15 +363,16 @@ def capture(
     size = next(x.micro_shape[x.axis] for x in leaves if x.axis is not None)
     flat = _FlatLoss(adapter, batch_tree, size)
     arguments = [*flat.model_avals, *(leaf.aval for leaf in leaves)]
-    if adapter.takes_rng:
-        arguments.append(_key_aval(rng))
+    arguments += [_key_aval(rng)] if adapter.takes_rng else []
     with recording() as record:
-        try:
-            jaxpr = _compat.trace(flat, arguments)
-        except Exception as error:
-            if not isinstance(error, WhaleError):
-                error.add_note("whalejax: raised in loss_fn, traced without values")
-            raise
+        jaxpr, axes = _traced(flat, arguments)
+    jaxpr, steady, changing = held_back(
+        jaxpr,
+        adapter.rest,
+        len(adapter.param_paths),
+        size,
+        lambda: _traced_twice_as_large(adapter, leaves, batch_tree, arguments, axes),
+    )
 
     reader = _Reader(
         adapter=adapter,
@@ -304,32 +381,71 @@ def capture(
         weighted=flat.weighted,
         num_micro_batches=num_micro_batches,
     )
-    graph, walk, results = reader.read(jaxpr)
-    if picks(graph):
-        apart = _taken_apart(jaxpr, lambda program: reader.read(program, tiled=True)[0])
-        if apart is not jaxpr:
-            jaxpr = apart
-            graph, walk, results = reader.read(jaxpr)
-    merges, hiding = merging_reshapes(graph)
-    if merges and hiding:
-        apart = taken_apart(jaxpr, {}, merges)
-        read = reader.read(apart)
-        fewer = merging_reshapes(read[0])[1] < hiding
-        if fewer and _keeps_calls(jaxpr, apart, graph):
-            jaxpr, (graph, walk, results) = apart, read
+    read = reader.read(jaxpr)
+    told = _told(flat, reader, arguments, axes, read)
+    jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,
         adapter=adapter,
         batch_tree=batch_tree,
-        out_tree=flat.out_tree,
+        out_tree=told.out_tree,
         outputs=walk.outputs,
         given=walk.given,
+        given_rules=walk.given_rules,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
+        unclear=told.unclear,
         notes=tuple(dict.fromkeys(walk.notes)),
+        axes=axes,
+        steady=steady,
+        changing=tuple(adapter.rest_paths[i] for i in changing),
     )
+
+
+def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
+    """A program, read; with cuts of the last tokens put off where that gathers less."""
+    cuts = last_tokens_cut(read[0])
+    if cuts:
+        program = lengthened(jaxpr, cuts)
+        other = reader.read(program)
+        if gathered_bytes(other[0]) < gathered_bytes(read[0]):
+            return program, other
+    return jaxpr, read
+
+
+def _told(
+    flat: _FlatLoss,
+    reader: _Reader,
+    arguments: Sequence[Any],
+    axes: Sequence[str],
+    read: _Read,
+) -> Reports:
+    """How what the loss reports is put together; refused where it cannot be."""
+    found = reports(
+        read[0],
+        read[2],
+        flat.out_tree,
+        lambda: _with_two(flat, reader, arguments, axes),
+    )
+    if reader.num_micro_batches > 1:
+        check_clear(found.unclear, flat.size)
+    return found
+
+
+def _with_two(
+    flat: _FlatLoss, reader: _Reader, arguments: Sequence[Any], axes: Sequence[str]
+) -> tuple[Graph, tuple[Value, ...]]:
+    """The loss as it is with two samples, by which dimensions can be told."""
+    twice = [replace(leaf, micro_shape=leaf.sized(2)) for leaf in reader.leaves]
+    first = len(flat.model_avals)
+    behind = arguments[first + len(twice) :]
+    given = [*flat.model_avals, *(leaf.aval for leaf in twice), *behind]
+    other = bound(_FlatLoss(flat.adapter, flat.batch_tree, 2), axes)
+    program = tracing(_compat.trace)(other, given)
+    graph, _, results = replace(reader, leaves=twice).read(program)
+    return graph, results
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:
@@ -351,6 +467,41 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
             return apart
         fused = helped
     return jaxpr
+
+
+def _traced(flat: _FlatLoss, arguments: list[Any]) -> tuple[Any, tuple[str, ...]]:
+    """The loss as it was written, and axes that it names and nobody binds."""
+    try:
+        return traced_with_axes(tracing(_compat.trace), flat, arguments)
+    except Exception as error:
+        if "context mesh cannot be empty" in str(error):
+            raise WhaleError(
+                "loss_fn calls jax.shard_map without a mesh, and the plan's own is "
+                "chosen after the loss is traced. Give the call mesh=, plan and "
+                "compile under jax.set_mesh(mesh), or leave jax.shard_map out: the "
+                "plan divides the work itself"
+            ) from error
+        if not isinstance(error, WhaleError):
+            error.add_note("whalejax: raised in loss_fn, traced without values")
+        raise
+
+
+def _traced_twice_as_large(
+    adapter: Adapter,
+    leaves: Sequence[BatchLeaf],
+    batch_tree: Any,
+    arguments: list[Any],
+    axes: Sequence[str],
+) -> Any:
+    """The same loss with twice as many samples in a micro-batch."""
+    larger = [leaf.resized(2) for leaf in leaves]
+    size = next(x.micro_shape[x.axis] for x in larger if x.axis is not None)
+    first = len(adapter.param_paths) + len(adapter.rest_paths)
+    given = [*arguments[:first], *(x.aval for x in larger)]
+    given += arguments[first + len(leaves) :]
+    with recording():
+        flat = bound(_FlatLoss(adapter, batch_tree, size), axes)
+        return tracing(_compat.trace)(flat, given)
 
 
 class _FlatLoss:

@@ -45,6 +45,7 @@ def units_of(captured: Captured) -> Units:
         units=_live(found, [*outputs[:count], *fresh.values()], acting),
         params=adapter.param_paths,
         others=adapter.rest_paths,
+        frozen=frozenset(first + i for i in captured.frozen),
         counters={first + i: more for i, more in enumerate(added) if more},
         results=tuple(outputs[:count]),
         fresh=fresh,

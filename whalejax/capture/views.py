@@ -41,7 +41,11 @@ def taken_apart(
         fused: number of an input to its cuts: dimension to the number of parts.
         merges: positions of reshapes whose results keep apart what they merge.
     """
-    avals = [v.aval for v in _compat.open_jaxpr(jaxpr)[0].invars]
+    body, _ = _compat.open_jaxpr(jaxpr)
+    avals = [v.aval for v in body.invars]
+    # What a step leaves as it is has to be seen to be so.
+    numbers = {v: i for i, v in enumerate(body.invars)}
+    own = [None if _compat.is_literal(v) else numbers.get(v) for v in body.outvars]
     runner = _Runner(merges)
 
     def program(*leaves: Any) -> list[Any]:
@@ -49,7 +53,9 @@ def taken_apart(
             _cut(leaf, fused[i]) if i in fused else leaf
             for i, leaf in enumerate(leaves)
         ]
-        return [flat_of(v) for v in runner.run(jaxpr, values, ())]
+        results = runner.run(jaxpr, values, ())
+        pairs = zip(results, own, strict=True)
+        return [flat_of(v) if i is None else leaves[i] for v, i in pairs]
 
     return _compat.pruned(_compat.trace(program, avals))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,21 @@ from whalejax.capture.rules_attention import attention_behaviour
 from whalejax.planner.graph import ATTENTION, Factor, Stacked, TensorKind
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptScan:
+    """A scan whose turns keep something for their backward pass.
+
+    Attributes:
+        equation: the scan.
+        inputs: tensors that one turn is given: constants, carries, slices.
+        inside: constants, and all tensors of the body.
+    """
+
+    equation: Any
+    inputs: tuple[Value, ...]
+    inside: tuple[Value, ...]
+
+
 @dataclass(slots=True)
 class Walk:
     """The result of walking, and the state while walking.
@@ -53,10 +68,11 @@ class Walk:
         outputs: for every equation by position, call-like ones included, the tensor
             ids of its results.
         given: for every checkpointed region by position, the tensor ids of its inputs.
+        given_rules: the same for every call with a derivative rule of its own.
         loops: (carry as produced, carry as consumed) pairs of every loop.
         ruled: operands and results of calls with a derivative rule of their own, which
             may lead gradients past what has none.
-        stacked: what the turns of outermost scans keep for their backward pass.
+        kept: outermost scans, whose turns keep something for their backward pass.
         notes: what could not be counted, in words.
     """
 
@@ -68,9 +84,10 @@ class Walk:
     ops: list[OpDraft] = field(default_factory=list)
     outputs: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     given: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
+    given_rules: dict[Position, tuple[Value, ...]] = field(default_factory=dict)
     loops: list[tuple[int, int]] = field(default_factory=list)
     ruled: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    stacked: list[Stacked] = field(default_factory=list)
+    kept: list[KeptScan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _constants: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _dtypes: dict[Any, tuple[str, int, bool]] = field(default_factory=dict)
@@ -277,6 +294,7 @@ class Walk:
         (inner,) = inner_jaxprs(equation)
         results = self._body(inner, operands, here.inside(position, 0))
         if recursion(equation) == "opaque":
+            self.given_rules[position] = operands
             given, found = (
                 [t for t in values if t is not None] for values in (operands, results)
             )
@@ -321,7 +339,14 @@ class Walk:
         produced = self._body(inner, (*consts, *entering), context)
         outermost = here.trip == 1 and here.remat is None
         if self.keeps and outermost and parts.length > 1:
-            self._keep(equation, [*consts, *range(entering[0], len(self.tensors))])
+            inside = range(entering[0], len(self.tensors))
+            self.kept.append(
+                KeptScan(
+                    equation=equation,
+                    inputs=(*consts, *entering),
+                    inside=(*consts, *inside),
+                )
+            )
         results = [self._tensor(v.aval) for v in equation.outvars]
         self._close("scan", position, produced, carried, results, here)
         stacks = results[parts.num_carries :]
@@ -338,28 +363,35 @@ class Walk:
             self._emit("scan", position, layers, [], rule, here)
         return tuple(results)
 
-    def _keep(self, equation: Any, inside: Sequence[Value]) -> None:
-        """Write down what the turns of a scan keep, each like a tensor of its body."""
+    def stacked(self, flows: Sequence[bool]) -> tuple[Stacked, ...]:
+        """What the turns of scans keep, each like a tensor of their bodies.
+
+        Args:
+            flows: for every tensor, whether a gradient flows through it.
+        """
+        return tuple(one for scan in self.kept for one in self._stacked(scan, flows))
+
+    def _stacked(self, scan: KeptScan, flows: Sequence[bool]) -> Iterator[Stacked]:
         alike: dict[tuple[int, ...], int] = {}
-        length = _compat.scan_parts(equation).length
-        for index in inside:
+        length = _compat.scan_parts(scan.equation).length
+        for index in scan.inside:
             if index is not None and self.tensors[index].inexact:
                 alike.setdefault(self.tensors[index].shape, index)
-        run = keeping(equation, self._ringed) if self._ringed else None
-        for shape, dtype, multiplied in _compat.scan_residuals(equation, run):
+        run = keeping(scan.equation, self._ringed) if self._ringed else None
+        flowing = [t is not None and flows[t] for t in scan.inputs]
+        residuals = _compat.scan_residuals(scan.equation, run, flowing)
+        for shape, dtype, multiplied in residuals:
             # What a loop inside keeps is stacked once more.
             like = alike.get(shape, alike.get(shape[1:]))
             if like is not None:
                 nbytes = math.prod(shape) * _compat.itemsize_bytes(dtype)
                 narrow = multiplied and _compat.dtype_name(dtype) == "float32"
-                self.stacked.append(
-                    Stacked(
-                        tensor=like,
-                        nbytes=nbytes,
-                        trip=length,
-                        multiplied=narrow,
-                        gathered=multiplied,
-                    )
+                yield Stacked(
+                    tensor=like,
+                    nbytes=nbytes,
+                    trip=length,
+                    multiplied=narrow,
+                    gathered=multiplied,
                 )
 
     def _while(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from whalejax.display.page import Picture, cell, table
+from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import shape_text, spec_text
 from whalejax.planner.layout import Spec
@@ -94,8 +95,8 @@ class DeviceMap(Picture):
 
 def device_map(plan: Plan, path: str, of: str = "params") -> DeviceMap:
     """The map of a plan's parameter; see ``Plan.device_map``."""
-    if of not in LAYOUTS:
-        raise WhaleError(f"of is {of!r}; expected one of {', '.join(LAYOUTS)}")
+    if not isinstance(of, str) or of not in LAYOUTS:
+        raise WhaleError(f"of is {shown(of)}; expected one of {', '.join(LAYOUTS)}")
     path = plan.leaf(path).path
     homes = [one.home(path) for one in plan.pipelines or (plan,)]
     firsts, before = [], 0

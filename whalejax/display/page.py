@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from whalejax.meshes.checks import Arguments
 from whalejax.meshes.problems import WhaleError
 
 
@@ -96,6 +97,7 @@ class Picture:
         Raises:
             WhaleError: another ending, or the file cannot be written there.
         """
+        check_path(path)
         forms = self._forms()
         ending = Path(path).suffix.lower()
         if ending not in forms:
@@ -114,6 +116,17 @@ class Picture:
     def title(self) -> str:
         """The first line of its text."""
         return self.text.partition("\n")[0]
+
+
+def check_path(path: object) -> None:
+    """Refuse what is no path of a picture.
+
+    Raises:
+        WhaleError: it is none.
+    """
+    problems = Arguments("save")
+    problems.path("path", path, "the name of a file, such as 'plan.html'")
+    problems.raise_if_any()
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:

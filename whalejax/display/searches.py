@@ -14,6 +14,7 @@ from whalejax.display.bundles import plan_html
 from whalejax.display.page import (
     bundle_of,
     cell,
+    check_path,
     folded,
     fragment,
     listed,
@@ -53,6 +54,7 @@ def found_html(found: Found) -> str:
             table(found.head(), rows),
             _plans(found),
             f"<h4>No plan on</h4>{listed(refused)}" if refused else "",
+            f"<h4>Notes</h4>{listed(found.notes)}" if found.notes else "",
         )
     )
 
@@ -116,6 +118,7 @@ class SearchChart:
         Raises:
             WhaleError: another ending, or the file cannot be written there.
         """
+        check_path(path)
         ending = str(path).rpartition(".")[2].lower()
         if ending == "html":
             write(path, page(self._html(), "Plans that were weighed"))

@@ -13,6 +13,8 @@ from typing import Any
 
 from whalejax.display.bundles import plan_html
 from whalejax.display.page import folded, fragment
+from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.cluster import cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import Plan
 from whalejax.planner.recompute import POLICIES
@@ -39,6 +41,7 @@ class Sliders:
     def __init__(
         self, plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
     ) -> None:
+        _check(batches, clusters)
         if plan.question is None:
             plan.what_if()  # says that its model is missing
         widgets = _needed()
@@ -119,6 +122,28 @@ def sliders(
     return Sliders(plan, batches, clusters)
 
 
+def _check(batches: Any, clusters: Any) -> None:
+    """Refuse choices that are none."""
+    problems = Arguments("sliders")
+    if not isinstance(batches, list | tuple | range | None):
+        problems.refuse("batches", batches, "a list of numbers of samples, or None")
+    elif wrong := [size for size in batches or () if not is_whole(size, 1)]:
+        given = ", ".join(map(shown, wrong[:4]))
+        problems.add(
+            f"batches has {given}; expected numbers of samples, 1 or more each"
+        )
+    if not isinstance(clusters, list | tuple):
+        problems.refuse("clusters", clusters, "a list of clusters as text")
+    else:
+        for text in clusters:
+            try:
+                cluster(text)
+            except WhaleError as error:
+                problems.add(f"clusters: {error}")
+    if problems:
+        raise WhaleError("\n".join(problems.messages))
+
+
 def _sizes(plan: Plan, batches: Sequence[int] | None) -> list[tuple[str, int | str]]:
     """Labels and sizes of batches, in order; the planned one is ``_SAME``."""
     planned = next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
@@ -126,12 +151,6 @@ def _sizes(plan: Plan, batches: Sequence[int] | None) -> list[tuple[str, int | s
         sizes = {int(planned * times) for times in _TIMES} if planned else set()
     else:
         sizes = {*batches}
-        wrong = [size for size in batches if not isinstance(size, int) or size < 1]
-        if wrong:
-            given = ", ".join(f"{size!r:.40}" for size in wrong)
-            raise WhaleError(
-                f"batches has {given}; expected numbers of samples, 1 or more each"
-            )
     if planned is None:
         return [(_SAME, _SAME), *((str(size), size) for size in sorted(sizes))]
     return [

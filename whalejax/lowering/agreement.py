@@ -19,7 +19,7 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 import whalejax
-from whalejax import _compat, beats
+from whalejax import _compat_processes, beats
 from whalejax.lowering.fingerprints import fingerprint
 from whalejax.planner.compared import told, told_apart
 from whalejax.planner.plan import PlanError
@@ -147,7 +147,9 @@ _REMEDIES = {
 def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, str]]:
     """What every process says of itself, by its number."""
     folder = f"whalejax/agreement/{next(_rounds)}"
-    _compat.tell_processes(f"{folder}/{jax.process_index()}", json.dumps(mine))
+    _compat_processes.tell_processes(
+        f"{folder}/{jax.process_index()}", json.dumps(mine)
+    )
     end = time.monotonic() + wait_seconds
     found: dict[int, dict[str, str]] = {}
     left = [*range(jax.process_count())]
@@ -155,7 +157,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
         ended = beats.begun().ended()  # What one had said would still be there.
         wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
         for number in left:
-            said = _compat.told_by(f"{folder}/{number}", wait)
+            said = _compat_processes.told_by(f"{folder}/{number}", wait)
             if said is not None:
                 found[number] = json.loads(said)
         left = [number for number in left if number not in found]

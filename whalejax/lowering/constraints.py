@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.lowering.lookups import INDEXED
 from whalejax.planner.decide import Analysed
+from whalejax.planner.dimensions import Layout
 from whalejax.planner.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
 from whalejax.planner.shared import Shared, of_stage
@@ -50,6 +51,8 @@ class Constraints:
             checkpointed region to numbers of its inputs, and of an equation inside one
             to numbers of its results.
         carried: layouts of what layers hand to the next stage; empty without stages.
+        flows: position of a call with a derivative rule of its own to whether a
+            gradient flows through each operand.
     """
 
     results: Mapping[tuple[Position, int], tuple[Spec, ...]] = field(
@@ -67,6 +70,7 @@ class Constraints:
     chunks: int = 1
     waiting: Waiting = field(default_factory=dict)
     carried: tuple[Spec, ...] = ()
+    flows: Mapping[Position, tuple[bool, ...]] = field(default_factory=dict)
 
 
 def tables_of(plan: Plan, analysed: Analysed) -> dict[int, Table]:
@@ -122,7 +126,9 @@ class _Collector:
         for op in self.graph.ops:
             for result in op.results:
                 if self.weight[result]:
-                    source = next((o for o in op.operands if o in found), None)
+                    known = [o for o in op.operands if o in found]
+                    # Of a kernel and its scale the kernel says where they are stored.
+                    source = max(known, key=lambda o: len(found[o]), default=None)
                     found[result] = {} if source is None else found[source]
         return found
 
@@ -155,7 +161,13 @@ class _Collector:
                 if mixes and not self.weight[tensor] and tensor in produced:
                     slot = produced.index(tensor)
                     final = self._spec(tensor, table)
-                    self.results[op.position, slot] = _from_whole(op, final)
+                    place = (index, len(op.operands) + op.results.index(tensor))
+                    if place in self.dims.whole:
+                        made = self._read(*place, tensor, table)
+                        way = tuple(dict.fromkeys((made, final)))
+                    else:
+                        way = _from_whole(op, final)
+                    self.results[op.position, slot] = way
         return Constraints(
             results=self.results,
             operands=self.operands,
@@ -193,7 +205,9 @@ class _Collector:
         key = (op.position, slot)
         if self.weight[tensor]:
             if not all(self.weight[t] for t in op.results):
-                self._gather(op, key, tensor, table)
+                place = (index, slot)
+                layout = self.dims.seen[place] if place in self.dims.whole else None
+                self._gather(op, key, tensor, table, layout)
             return
         seen = self.dims.seen.get((index, slot))
         home = self.home.setdefault(tensor, op.task_graph)
@@ -208,12 +222,17 @@ class _Collector:
                 self.results.setdefault(self.made[tensor], (before,))
 
     def _gather(
-        self, op: Op, key: tuple[Position, int], tensor: int, table: Table
+        self,
+        op: Op,
+        key: tuple[Position, int],
+        tensor: int,
+        table: Table,
+        read: Layout | None = None,
     ) -> None:
         layout = self.dims.layouts[tensor]
         if not layout:
             return
-        used = self._spec(tensor, table)
+        used = spec_of(read or layout, self.dims.sizes[tensor], table, self.mesh)
         by_role = self.stored.get(tensor, {})
         # Shards of a fused dimension may not be shards of its first part.
         axes = [by_role.get(atoms[0], ()) if atoms else () for atoms in layout]
@@ -296,6 +315,15 @@ def _among(tensors: Sequence[int | None], wanted: Set[int]) -> frozenset[int]:
     return frozenset(place for place, t in enumerate(tensors) if t in wanted)
 
 
+def _flows(captured: Captured) -> dict[Position, tuple[bool, ...]]:
+    """Through which operands of calls with derivative rules a gradient flows."""
+    tensors = captured.graph.tensors
+    return {
+        position: tuple(t is not None and tensors[t].differentiable for t in given)
+        for position, given in captured.given_rules.items()
+    }
+
+
 def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constraints:
     """The constraints that make a traced loss follow a plan.
 
@@ -305,7 +333,7 @@ def constraints_of(plan: Plan, analysed: Analysed, captured: Captured) -> Constr
         captured: that trace.
     """
     collector = _Collector(plan, analysed, captured.outputs)
-    found = collector.collect()
+    found = replace(collector.collect(), flows=_flows(captured))
     if plan.stages is not None:
         found = replace(found, carried=collector.carried())
     if "activations" not in plan.offload:

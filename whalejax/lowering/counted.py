@@ -104,7 +104,7 @@ OWN, ONCE = -1, -2
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["backward", "count", "operands"],
-    meta_fields=["sliced"],
+    meta_fields=["sliced", "flows"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
@@ -113,12 +113,14 @@ class _Kept:
     Attributes:
         backward: the derivative of a layer; its leaves are those of all turns.
         sliced: for each leaf, whether a turn has a slice of it.
+        flows: for each operand, whether a gradient flows through it.
         count: turns.
         operands: of the loop.
     """
 
     backward: Any
     sliced: tuple[bool, ...]
+    flows: tuple[bool, ...]
     count: Any
     operands: Operands
 
@@ -130,9 +132,11 @@ class _Kept:
         return structure.unflatten([_at(x, index) if cut else x for x, cut in pairs])
 
 
-def _differentiated(turns: Turns, given: Sequence[Any]) -> tuple[Operands, Any]:
+def _differentiated(
+    turns: Turns, given: Sequence[Any], flows: Sequence[bool]
+) -> tuple[Operands, Any]:
     """What a turn gives, and its derivative for the operands that have one."""
-    places = [i for i, x in enumerate(given) if _inexact(x)]
+    places = [i for i, flowing in enumerate(flows) if flowing]
 
     def layer(*floats: Any) -> Operands:
         operands = list(given)
@@ -144,12 +148,15 @@ def _differentiated(turns: Turns, given: Sequence[Any]) -> tuple[Operands, Any]:
     return found
 
 
-def _sources(turns: Turns, given: Operands) -> tuple[list[int], list[Any]]:
+def _sources(
+    turns: Turns, given: Operands, flows: Sequence[bool]
+) -> tuple[list[int], list[Any]]:
     """Where the leaves of a turn's derivative come from.
 
     Args:
         turns: the loop.
         given: what one turn is given.
+        flows: for each operand, whether a gradient flows through it.
 
     Returns:
         For each leaf the place of the operand that it is, ``OWN`` or ``ONCE``; and the
@@ -157,7 +164,7 @@ def _sources(turns: Turns, given: Operands) -> tuple[list[int], list[Any]]:
     """
 
     def leaves(*given: Any) -> list[Any]:
-        return jax.tree.leaves(_differentiated(turns, given)[1])
+        return jax.tree.leaves(_differentiated(turns, given, flows)[1])
 
     jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(leaves)(*given))
     places = {v: i for i, v in enumerate(jaxpr.invars)}
@@ -175,12 +182,19 @@ def _sources(turns: Turns, given: Operands) -> tuple[list[int], list[Any]]:
     return found, [v.aval for v in jaxpr.outvars]
 
 
-def _forward(turns: Turns, count: Any, operands: Operands) -> tuple[Operands, _Kept]:
+def _forward(turns: Turns, primals: Any, given: Any) -> tuple[Operands, _Kept]:
+    count, operands = primals.value, tuple(x.value for x in given)
+    # A gradient may come to flow through carries, whatever they start as; what none
+    # flows through otherwise may have no derivative.
+    carried = range(len(operands))[turns.carries]
+    flows = tuple(
+        _inexact(x.value) and (x.perturbed or i in carried) for i, x in enumerate(given)
+    )
     start = tuple(operands[turns.carries])
     first = turns.given(operands, start, 0)
-    sources, shapes = _sources(turns, first)
+    sources, shapes = _sources(turns, first, flows)
     # Of this turn, which is none of the loop's, the compiler keeps what is used.
-    _, derivative = _differentiated(turns, first)
+    _, derivative = _differentiated(turns, first, flows)
     leaves = jax.tree.leaves(derivative)
     structure: Any = jax.tree.structure(derivative)
     own = [i for i, source in enumerate(sources) if source == OWN]
@@ -191,7 +205,7 @@ def _forward(turns: Turns, count: Any, operands: Operands) -> tuple[Operands, _K
     def turn(index: Any, state: Any) -> Any:
         carry, kept = state
         results, derivative = _differentiated(
-            turns, turns.given(operands, carry, index)
+            turns, turns.given(operands, carry, index), flows
         )
         fresh = jax.tree.leaves(derivative)
         kept = [_put(k, fresh[i], index) for k, i in zip(kept, own, strict=True)]
@@ -207,6 +221,7 @@ def _forward(turns: Turns, count: Any, operands: Operands) -> tuple[Operands, _K
     return carry, _Kept(
         backward=structure.unflatten(leaves),
         sliced=sliced,
+        flows=flows,
         count=count,
         operands=operands,
     )
@@ -217,7 +232,11 @@ def _backward(
 ) -> tuple[None, tuple[Any, ...]]:
     operands, end = kept.operands, turns.carries.stop
     taken = turns.taken(kept.count)
-    gradients = [jnp.zeros_like(x) if _inexact(x) else None for x in operands]
+    gradients = [
+        jnp.zeros_like(x) if flowing else None
+        for x, flowing in zip(operands, kept.flows, strict=True)
+    ]
+    cotangents = tuple(map(_compat.instantiated, cotangents))
 
     def turn(done: Any, state: Any) -> Any:
         carry, constants, stacks = state
@@ -240,7 +259,7 @@ def _backward(
     return None, (*constants, *carry, *stacks)
 
 
-_counted.defvjp(_forward, _backward)
+_counted.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _inexact(x: Any) -> bool:

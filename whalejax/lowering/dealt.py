@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -64,12 +65,33 @@ def dealt(
         params: flat parameters, as stored.
         layers: how many each stage has.
     """
-    rows = rows_of(layers).reshape(-1)
-    found = list(params)
+    leaves, found = program.plan.trained, list(params)
     for i in stack.params:
-        stored = program.plan.leaves[i].param_spec
-        padded = jnp.take(params[i], rows, axis=0, mode="clip")
-        (found[i],) = _through(program, padded, stored, _staged(stored))
+        found[i] = _own_layers(program, params[i], leaves[i].param_spec, layers)
+    return found
+
+
+def dealt_rest(program: Program, stack: Stack, rest: Any, layers: Sequence[int]) -> Any:
+    """What is not trained, with its layers as stages compute with them.
+
+    Args:
+        program, stack, layers: as for ``dealt``.
+        rest: as stored.
+    """
+    if min(layers) == max(layers) or not stack.frozen:
+        return rest
+    tree: Any = jax.tree.structure(rest)
+    found = jax.tree.leaves(rest)
+    for i in stack.frozen:
+        stored = program.plan.leaf(program.adapter.rest_paths[i]).param_spec
+        found[i] = _own_layers(program, found[i], stored, layers)
+    return tree.unflatten(found)
+
+
+def _own_layers(program: Program, x: Any, stored: Spec, layers: Sequence[int]) -> Any:
+    rows = rows_of(layers).reshape(-1)
+    padded = jnp.take(x, rows, axis=0, mode="clip")
+    (found,) = _through(program, padded, stored, _staged(stored))
     return found
 
 
@@ -84,7 +106,7 @@ def collected(
     """
     found = list(gradients)
     for i in stack.params:
-        kept = program.plan.leaves[i].gradient_spec
+        kept = program.plan.trained[i].gradient_spec
         (padded,) = _through(program, gradients[i], _staged(kept), kept)
         found[i] = jnp.take(padded, places_of(layers), axis=0, mode="clip")
         (found[i],) = program.constrain([found[i]], [kept])

@@ -17,10 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat, rebuild
 from whalejax.capture.calls import called_logits, makes_logits
+from whalejax.capture.own_layouts import CONSTRAINT
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked
 from whalejax.lowering.constraints import Constraints, Position
-from whalejax.lowering.grouped import grouped, holds_grouped, is_grouped
+from whalejax.lowering.grouped import grouped, is_grouped
+from whalejax.lowering.kernels import runs_whole
 from whalejax.lowering.lookups import in_whole
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
@@ -238,6 +240,8 @@ def _equation(scope: _Scope, equation: Any, position: Position) -> None:
             results = [attend(equation, settled(values), specs, scope.mesh)]
         elif scope.constraints.chunks > 1 and makes_logits(equation):
             results = _logits(scope, equation, settled(values), position)
+        elif equation.primitive.name == CONSTRAINT:
+            results = values
         elif kind == "inline":
             inner = _compat.inner_jaxprs(equation)[0]
             results = _inner(scope, inner, values, (*position, 0), here=here)
@@ -314,10 +318,11 @@ def _as_it_is(
     specs = [laid[s] if s is not None and laid else () for s in slots]
     if is_grouped(equation) and laid:
         return grouped(equation, values, specs, scope.mesh)
-    if _compat.recursion(equation) == "opaque" and holds_grouped(equation):
+    flows = scope.constraints.flows.get(position)
+    if scope.mesh.size > 1 and runs_whole(equation, flows):
         return in_whole(equation, values, scope.mesh)
     if scope.constraints.carried:
-        found = in_stages(equation, values, specs, scope.mesh)
+        found = in_stages(equation, values, specs, scope.mesh, flows)
         if found is not None:
             return found
     return _compat.bind(equation, values)

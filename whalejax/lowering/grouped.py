@@ -12,7 +12,7 @@ from typing import Any
 
 from whalejax import _compat
 from whalejax.capture.rules_matmul import pointwise
-from whalejax.lowering.lookups import Parts, holds, on_each
+from whalejax.lowering.lookups import Parts, on_each
 from whalejax.planner.graph import CONVOLUTION
 from whalejax.planner.layout import Spec
 
@@ -23,11 +23,6 @@ def is_grouped(equation: Any) -> bool:
     return equation.primitive.name == CONVOLUTION and any(
         equation.params[name] > 1 for name in counts
     )
-
-
-def holds_grouped(equation: Any) -> bool:
-    """Whether a call with a derivative rule of its own holds such a convolution."""
-    return holds(equation, is_grouped)
 
 
 def grouped(

@@ -73,7 +73,11 @@ class _Free:
 
 
 def in_parts(
-    equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Any
+    equation: Any,
+    values: Sequence[Any],
+    specs: Sequence[Spec],
+    mesh: Any,
+    flows: Sequence[bool] | None = None,
 ) -> list[Any] | None:
     """The results of an operation by index, or None where the compiler can be trusted.
 
@@ -82,6 +86,7 @@ def in_parts(
         values: its operands.
         specs: layouts of these, as far as they are known; empty ones are whole.
         mesh: the devices; inside ``shard_map`` over the stages.
+        flows: as ``holds`` takes it.
     """
     sizes = {a: n for a, n in dict(mesh.shape).items() if a != STAGE and n > 1}
     if len(sizes) < 2:
@@ -91,7 +96,7 @@ def in_parts(
         specs = specs or ((),) * len(values)
         return on_each(_parts(equation, specs, sizes), values, mesh, name in _LINEAR)
     opaque = _compat.recursion(equation) in ("opaque", "while")
-    if opaque and holds(equation, lambda one: one.primitive.name in INDEXED):
+    if opaque and holds(equation, lambda one: one.primitive.name in INDEXED, flows):
         return in_whole(equation, values, mesh)
     return None
 
@@ -101,23 +106,35 @@ def in_whole(equation: Any, values: Sequence[Any], mesh: Any) -> list[Any]:
     return on_each(_whole(equation), values, mesh, linear=False)
 
 
-def holds(equation: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether a call, or its derivative, holds an equation of some kind."""
+def holds(
+    equation: Any,
+    wanted: Callable[[Any], bool],
+    flows: Sequence[bool] | None = None,
+) -> bool:
+    """Whether a call, or its derivative, holds an equation of some kind.
+
+    Args:
+        equation: the call.
+        wanted: whether an equation is of that kind.
+        flows: for each operand, whether a gradient flows through it: only for these
+            need there be a derivative. Left out, through all that it may flow through.
+    """
     if _holds(_compat.inner_jaxprs(equation), wanted):
         return True
     if _compat.recursion(equation) != "opaque":
         return False
     avals = [_compat.abstract(v.aval.shape, v.aval.dtype) for v in equation.invars]
+    places = _compat.differentiable_operands(equation)
+    if flows is not None:
+        places = [i for i in places if flows[i]]
 
     def derived(*values: Any) -> Any:
-        flows = [i for i, v in enumerate(values) if _compat.is_inexact(v.dtype)]
-
         def run(*floats: Any) -> list[Any]:
-            given = dict(zip(flows, floats, strict=True))
+            given = dict(zip(places, floats, strict=True))
             whole = [given.get(i, v) for i, v in enumerate(values)]
             return _floats(_compat.bind(equation, whole))
 
-        results, back = jax.vjp(run, *[values[i] for i in flows])
+        results, back = jax.vjp(run, *[values[i] for i in places])
         return back(results)
 
     return _holds([_compat.trace(derived, avals)], wanted)
@@ -374,16 +391,24 @@ def on_each(parts: Parts, values: Sequence[Any], mesh: Any, linear: bool) -> lis
         found: tuple[Any, ...] = mapped(ahead, parts.given, parts.out)(*values)
         return found
 
-    flows = [i for i, v in enumerate(values) if _compat.is_inexact(v.dtype)]
     shapes = [(v.shape, v.dtype) for v in values]
 
-    def forward(*values: Any) -> Any:
-        kept = [None if linear and i in flows else v for i, v in enumerate(values)]
-        return run(*values), kept
+    def forward(*primals: Any) -> Any:
+        # What no gradient flows to, such as a table that a function closes over, may
+        # have no derivative. Which it is stands in the structure of what is kept.
+        values = [p.value for p in primals]
+        real = [_compat.is_inexact(v.dtype) for v in values]
+        pairs = list(zip(primals, real, strict=True))
+        flows = tuple(() if p.perturbed and is_real else None for p, is_real in pairs)
+        kept = [None if linear and is_real else p.value for p, is_real in pairs]
+        return run(*values), (kept, flows)
 
-    def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        kept, marks = saved
+        flows = [i for i, mark in enumerate(marks) if mark is not None]
         pairs = zip(kept, shapes, strict=True)
         values = [jnp.zeros(*shape) if v is None else v for v, shape in pairs]
+        floats = _floats(cotangents)
         out = [
             spec
             for spec, c in zip(parts.out, cotangents, strict=True)
@@ -391,11 +416,12 @@ def on_each(parts: Parts, values: Sequence[Any], mesh: Any, linear: bool) -> lis
         ]
         back = _Backward(parts, flows, {a for s in out for axes in s for a in axes})
         there = [parts.given[i] for i in flows]
-        found = mapped(back, (*parts.given, *out), there)(*values, *_floats(cotangents))
+        run_back = mapped(back, (*parts.given, *out), there)
+        found = run_back(*values, *map(_compat.instantiated, floats))
         by_place = dict(zip(flows, found, strict=True))
         return tuple(by_place.get(i) for i in range(len(values)))
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return list(run(*values))
 
 

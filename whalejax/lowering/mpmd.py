@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.units import avals_of, units_of
-from whalejax.cutting import Fixed, Operand, Steps
+from whalejax.cutting import Steps
 from whalejax.lowering.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.moves import Moves
@@ -40,13 +40,14 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.stage_models import places_of, stage_graph
 from whalejax.runner import (
+    Evaluation,
     Metrics,
     abstract_state,
     check_compiler_options,
+    evaluation_of,
     finished,
     fresh_state,
     laid_out,
-    metrics_of,
 )
 from whalejax.state import Origin, TrainState, consuming
 
@@ -122,9 +123,7 @@ class Apart:
             plan.stages.chunks,
         )
         paths = captured.adapter.param_paths
-        self._owners = [
-            self.division.owner(i, len(self.plans)) for i in range(len(paths))
-        ]
+        self._owners = [self._holder(i) for i in range(len(paths))]
         self.program = _Whole(
             plan=plan,
             captured=captured,
@@ -139,7 +138,7 @@ class Apart:
             params=[self._of_param(i, "param_spec") for i in range(len(paths))],
             followers=[self._of_param(i, "optimizer_spec") for i in range(len(paths))],
             kin=[self.whole[i] for i in self._owners],
-            rest=lambda i: self.whole[self._rest_owner(i)],
+            rest=lambda i: self._of_rest(i, self._rest_owner(i)),
             others=self._everywhere,
         )
         self.batch_shardings = tuple(
@@ -202,6 +201,13 @@ class Apart:
         path = self.captured.adapter.param_paths[number]
         return named(getattr(self.leaf(stage, path), kind), self.meshes[stage])
 
+    def _of_rest(self, number: int, stage: int) -> NamedSharding:
+        """A layout of what is not trained on a stage: of weights as planned."""
+        path = self.captured.adapter.rest_paths[number]
+        if number not in self.division.units.frozen_others:
+            return self.whole[stage]
+        return named(self.leaf(stage, path).param_spec, self.meshes[stage])
+
     def leaf(self, stage: int, path: str) -> Any:
         """The plan of a parameter on a stage; what no stage reads lies whole."""
         found = (leaf for leaf in self.plans[stage].leaves if leaf.path == path)
@@ -222,15 +228,24 @@ class Apart:
         """The stage that holds an input of the loss."""
         if number < len(self._owners):
             return self._owners[number]
+        home = self._homes.get(number - len(self._owners))
+        return self._holder(number) if home is None else home
+
+    def _holder(self, number: int) -> int:
         found: int = self.division.owner(number, len(self.plans))
         return found
+
+    @functools.cached_property
+    def _homes(self) -> dict[int, int]:
+        """Where state lies that follows parameters of one stage."""
+        return self.captured.steady.homes(self._owners)
 
     def input_sharding(self, number: int, stage: int) -> NamedSharding:
         """Where an input of the loss lies on a stage."""
         if number < len(self._owners):
             return self._of_param(number, "param_spec", stage)
         if number < self.first_batch:
-            return self.whole[stage]
+            return self._of_rest(number - len(self._owners), stage)
         planned = self.plan.batch[number - self.first_batch]
         leaves = (x for x in self.plans[stage].batch if x.path == planned.path)
         return named(next(leaves, planned).spec, self.meshes[stage])
@@ -290,14 +305,14 @@ class Apart:
         tree: Any = jax.tree.structure(state)
         return tree.unflatten(leaves), self._report(results[len(before) :])
 
-    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         self.moves.agree()
         with self.watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self.watch.issued(jax.tree.leaves(found))
         return found
 
-    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Metrics:
+    def _evaluate(self, state: TrainState, batch: Sequence[Any]) -> Evaluation:
         run = Pass(self, state, batch, keeps=False)
         for event in self.moves.order:
             if event.action == "forward":
@@ -306,14 +321,14 @@ class Apart:
         self.moves.settle()
         return self.reported(run.losses())
 
-    def reported(self, sums: Sums | None) -> Metrics:
+    def reported(self, sums: Sums | None) -> Evaluation:
         """What an evaluation gives.
 
         Args:
             sums: what the losses add up to; None if that is not here.
         """
-        metrics = self._told if sums is None else self._metrics(sums)
-        told: Metrics = self._evaluated(jax.tree.leaves(metrics))
+        found = self._told if sums is None else self._metrics(sums)
+        told: Evaluation = self._evaluated(jax.tree.leaves(found))
         return told
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
@@ -323,14 +338,14 @@ class Apart:
         )
 
     @functools.cached_property
-    def _metrics(self) -> Callable[..., Metrics]:
-        return jax.jit(functools.partial(metrics_of, self.program))
+    def _metrics(self) -> Callable[..., Evaluation]:
+        return jax.jit(functools.partial(evaluation_of, self.program))
 
     @functools.cached_property
-    def _told(self) -> Metrics:
+    def _told(self) -> Evaluation:
         """Shapes and dtypes of what an evaluation reports."""
-        told: Metrics = jax.eval_shape(
-            functools.partial(metrics_of, self.program), self.sums
+        told: Evaluation = jax.eval_shape(
+            functools.partial(evaluation_of, self.program), self.sums
         )
         return told
 
@@ -421,8 +436,8 @@ class Apart:
                 continue
             steps, names = site.place.steps, site.place.names
             avals = [
-                [_aval(steps, x) for x in names.sums],
-                [_aval(steps, x) for x in names.gradients],
+                [steps.aval_of(x) for x in names.sums],
+                [steps.aval_of(x) for x in names.gradients],
             ]
             places = (
                 [self.whole[site.stage]] * len(names.sums),
@@ -552,7 +567,7 @@ class Apart:
             self.whole,
             self._options,
         )
-        avals = [_aval(steps, x) for x in steps.outputs]
+        avals = [steps.aval_of(x) for x in steps.outputs]
         return parted, Report(shape.unflatten(avals)[1], self.whole)
 
     def _wheres(self, end: int, metrics: Any) -> Any:
@@ -582,11 +597,3 @@ def _division(plan: Plan, captured: Captured) -> Division:
     if plan.stages.starts:
         return divided(units, plan.stages.starts)
     return divided_by_marks(units, units.labels(captured.graph))
-
-
-def _aval(steps: Steps, operand: Operand) -> Any:
-    if isinstance(operand, Fixed):
-        value = jnp.asarray(operand.value)
-        return jax.ShapeDtypeStruct(value.shape, value.dtype)
-    aval = steps.avals[operand]
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -262,7 +262,7 @@ class OneStage:
 
     def _as_accumulated(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients reduced as parameters are stored, then cut as they are kept."""
-        leaves, program = self.program.plan.leaves, self.program
+        leaves, program = self.program.plan.trained, self.program
         stored = [of_stage(leaf.param_spec) for leaf in leaves]
         kept = [of_stage(leaf.gradient_spec) for leaf in leaves]
         return program.constrain(program.constrain(gradients, stored), kept)

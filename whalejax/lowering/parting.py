@@ -17,6 +17,7 @@ import optax
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
+from whalejax.capture.steady import Steady
 from whalejax.cutting import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd import stepping
 from whalejax.optimizers import kin_of
@@ -159,14 +160,18 @@ class Parting:
 
 
 def check_update(
-    plan: Plan, adapter: Adapter, optimizer: optax.GradientTransformation
+    plan: Plan,
+    adapter: Adapter,
+    optimizer: optax.GradientTransformation,
+    steady: Steady,
 ) -> None:
-    """Refuse an optimizer that stages with programs of their own cannot run.
+    """Refuse what stages with programs of their own cannot do at the end of a step.
 
     Args:
         plan: where its stages have no such programs, nothing is refused.
         adapter: the model.
         optimizer: what updates it.
+        steady: what changes once a step beside it.
 
     Raises:
         PlanError: it takes arrays of several stages into one operation.
@@ -180,6 +185,7 @@ def check_update(
         for leaf in own.leaves
     }
     owners = [homes.get(path, 0) for path in adapter.param_paths]
+    _check_steady(steady, adapter, owners, stages)
     params = jax.tree.map(lambda x: _compat.abstract(x.shape, x.dtype), adapter.params)
     extended = optax.with_extra_args_support(optimizer)
     state = jax.eval_shape(extended.init, params)
@@ -198,6 +204,32 @@ def check_update(
         [*owners, *held],
         stages=stages,
     )
+
+
+def _check_steady(
+    steady: Steady, adapter: Adapter, owners: Sequence[int], stages: int
+) -> None:
+    """Refuse state that is made of arrays of several stages."""
+    if steady.advance is None:
+        return
+    homes = steady.homes(owners)
+    rest = [homes.get(i) for i in range(len(adapter.rest_paths))]
+    avals = [_compat.abstract(a.shape, a.dtype) for a in steady.avals]
+    others = [None] * (len(avals) - len(owners) - len(rest))
+    try:
+        Parting(
+            Steps.of(jax.make_jaxpr(steady.advance)(*avals)),
+            [*owners, *rest, *others],
+            [rest[i] for i in steady.leaves],
+            stages=stages,
+        )
+    except PlanError as error:
+        paths = ", ".join(adapter.rest_paths[i] for i in homes)
+        raise PlanError(
+            f"a step changes {paths} by parameters, and takes arrays of several stages "
+            "into one operation for it. Make each such array of parameters of one "
+            "stage (numbers, such as norms, may be of all), or leave the axis stage out"
+        ) from error
 
 
 def _joins(what: str) -> PlanError:

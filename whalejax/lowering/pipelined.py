@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from whalejax.capture.stack import Stack
-from whalejax.lowering.dealt import collected, dealt
+from whalejax.lowering.dealt import collected, dealt, dealt_rest
 from whalejax.lowering.lockstep import (
     handed_back,
     handed_on,
@@ -109,6 +109,15 @@ def _specs_of(count: int, stack: Stack) -> list[PartitionSpec]:
     return [PartitionSpec(STAGE) if i in stack.params else _WHOLE for i in range(count)]
 
 
+def _rest_specs(rest: Any, stack: Stack) -> Any:
+    """Of what is not trained, layers lie on the stages."""
+    tree: Any = jax.tree.structure(rest)
+    count = tree.num_leaves
+    return tree.unflatten(
+        [PartitionSpec(STAGE) if i in stack.frozen else _WHOLE for i in range(count)]
+    )
+
+
 def _on_stages(
     program: Program,
     stack: Stack,
@@ -132,9 +141,8 @@ def _on_stages(
         at_step = adapter.fold_rest(rest, step)
         rng = None if rng is None else jax.random.fold_in(rng, step)
         parts, whole = micro_batches(program, batch)
-        others = [
-            x if axis is None else None for x, axis in zip(batch, cut, strict=True)
-        ]
+        pairs = zip(batch, cut, strict=True)
+        others = [x if axis is None else None for x, axis in pairs]
 
         def local(params: list[Any], given: tuple[Any, ...]) -> Sums:
             here: Any = jax.sharding.get_abstract_mesh()  # where stages are manual
@@ -160,14 +168,16 @@ def _on_stages(
                 )
             )
 
+        specs = _rest_specs(rest, stack)
         mapped = jax.shard_map(
             local,
             mesh=program.mesh,
-            in_specs=(_specs_of(len(params), stack), _WHOLE),
+            in_specs=(_specs_of(len(params), stack), (specs, *[_WHOLE] * 4)),
             out_specs=outputs,
             axis_names={STAGE},
             check_vma=False,
         )
+        at_step = dealt_rest(program, stack, at_step, layer_counts(program))
         given = at_step, parts, others, rng, scale
         return _dealt_out(program, stack, lambda own: mapped(own, given), params)
 

@@ -22,6 +22,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture import Captured
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.alike import several_kinds
+from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following, told_size
 from whalejax.lowering.gathering import Group, groups_of, together
 from whalejax.lowering.mpmd import Apart
@@ -45,8 +46,8 @@ from whalejax.planner.balance import dealt
 from whalejax.planner.issuing import Handing
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Row, schedule
-from whalejax.runner import Metrics
-from whalejax.state import Origin, TrainState, consuming
+from whalejax.runner import Evaluation, Metrics
+from whalejax.state import Origin, TrainState, bare, consuming
 
 
 WHOLE = PartitionSpec()
@@ -72,19 +73,23 @@ class Pipes(Following):
         devices: Sequence[Any],
         batch_axes: tuple[int | None, ...],
         origin: Origin,
+        *,
+        home: Pipes | None = None,
     ) -> None:
+        """Trace what is needed to know shapes; compile nothing.
+
+        Args:
+            plan, captured, optimizer, devices, batch_axes, origin: as for all runners.
+            home: runs the same plan, and its states are to be evaluated.
+        """
         each = len(devices) // len(plan.pipelines)
-        self.pipelines = [
-            Apart(
-                own,
-                captured,
-                optimizer,
-                devices[r * each : (r + 1) * each],
-                batch_axes,
-                origin,
+        self.pipelines: list[Apart] = []
+        for r, own in enumerate(plan.pipelines):
+            some = devices[r * each : (r + 1) * each]
+            given = own, captured, optimizer, some, batch_axes, origin
+            self.pipelines.append(
+                Apart(*given) if home is None else Evaluating(home.pipelines[r], *given)
             )
-            for r, own in enumerate(plan.pipelines)
-        ]
         super().__init__(
             plan, [r for r, one in enumerate(self.pipelines) if any(one.here)]
         )
@@ -143,14 +148,17 @@ class Pipes(Following):
 
         return jax.tree.map(one, self.shardings, *copies.values())
 
-    def _seen(self, state: TrainState, replica: int) -> TrainState:
-        """The state on the devices of one pipeline."""
+    def _seen(
+        self, state: TrainState, replica: int, *, whole: bool = True
+    ) -> TrainState:
+        """The state, or what an evaluation reads, on the devices of one pipeline."""
+        places = self.pipelines[replica].shardings
 
         def one(leaf: Any, sharding: NamedSharding) -> Any:
             there = seen_on(leaf, sharding)
             return absent(leaf, sharding) if there is None else there
 
-        found: TrainState = jax.tree.map(one, state, self.pipelines[replica].shardings)
+        found: TrainState = jax.tree.map(one, state, places if whole else bare(places))
         return found
 
     # Running.
@@ -308,7 +316,9 @@ class Pipes(Following):
         return Untrained(
             slopes=slopes(self.program.captured),
             counters={n - self._first_rest: x for n, x in counters.items()},
+            frozen=self.program.captured.frozen,
             count=self._plan.num_micro_batches,
+            steady=self.program.captured.steady.leaves,
         )
 
     def _met(
@@ -403,7 +413,7 @@ class Pipes(Following):
             for r in self._mine
         }
 
-    def _agreed(self, copies: Mapping[int, Metrics]) -> Metrics:
+    def _agreed(self, copies: Mapping[int, Any]) -> Any:
         """Metrics that all processes can read, of those of the pipelines here."""
         if not self.mesh.is_multi_process:
             return copies[self._mine[0]]
@@ -416,20 +426,20 @@ class Pipes(Following):
             for r, told in copies.items()
         }
         whole = NamedSharding(self.mesh, WHOLE)
-        found: Metrics = jax.tree.map(
+        found: Any = jax.tree.map(
             lambda *leaves: joined(leaves, whole), *spread.values()
         )
         return found
 
-    def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
+    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         self._agree()
         with self._watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self._watch.issued(jax.tree.leaves(found))
         return found
 
-    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
-        seen = {r: self._seen(state, r) for r in self._mine}
+    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
         runs = self._ran(seen, batch, keeps=False)
         for r in self._mine:
             self.pipelines[r].moves.settle()
@@ -446,7 +456,8 @@ class Pipes(Following):
             )
             for r in self._mine
         }
-        return self._agreed(told)
+        found: Evaluation = self._agreed(told)
+        return found
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(

@@ -22,7 +22,13 @@ from whalejax.lowering.exchange import Buffers
 from whalejax.lowering.following import told_size
 from whalejax.lowering.spmd import Program, Sums, differentiator, evaluator
 from whalejax.lowering.statistics import Untrained
-from whalejax.runner import Metrics, finished, metrics_of
+from whalejax.runner import (
+    Evaluation,
+    Metrics,
+    evaluation_of,
+    finished,
+    rest_layouts,
+)
 from whalejax.state import TrainState
 
 
@@ -42,7 +48,7 @@ class Replica:
         evaluate: from sums, what ``inputs_of`` takes, a micro-batch and its number to
             sums, without gradients.
         pack_sums, report: from such sums to buffers, and from what the exchange of them
-            gave to metrics.
+            gave to metrics and their weight.
     """
 
     def __init__(
@@ -75,7 +81,9 @@ class Replica:
         self._untrained = Untrained(
             slopes=slopes,
             counters=self._counters,
+            frozen=program.captured.frozen,
             count=program.plan.num_micro_batches,
+            steady=program.captured.steady.leaves,
         )
         self._whole = NamedSharding(program.mesh, PartitionSpec())
         self._jit = functools.partial(jax.jit, compiler_options=options)
@@ -87,7 +95,7 @@ class Replica:
         mesh, whole = self.program.mesh, self._whole
         shapes, rest = jax.eval_shape(self._one, given[1], *given)
         places = jax.tree.map(lambda _: whole, shapes)
-        specs = [leaf.gradient_spec for leaf in self.program.plan.leaves]
+        specs = [leaf.gradient_spec for leaf in self.program.plan.trained]
         gradients = tuple(named(spec, mesh) for spec in specs)
         places = dataclasses.replace(places, gradients=gradients)
         paces = jax.ShapeDtypeStruct((told_size(replicas),), jnp.float32)
@@ -105,12 +113,18 @@ class Replica:
         self.add: Callable[..., tuple[Sums, Any]] = self._jit(
             self._add,
             donate_argnums=0,
-            out_shardings=(places, jax.tree.map(lambda _: whole, rest)),
+            out_shardings=(places, self._rest_places(rest)),
         )
         self.pack: Callable[..., tuple[list[Any], Any]] = self._jit(self._pack)
         self.finish: Callable[..., tuple[TrainState, Metrics, Any]] = self._jit(
             self._finish, donate_argnums=0
         )
+
+    def _rest_places(self, rest: Any) -> Any:
+        """Layouts of what is not trained."""
+        place = rest_layouts(self.program, self.program.mesh)
+        tree: Any = jax.tree.structure(rest)
+        return tree.unflatten([place(i) for i in range(tree.num_leaves)])
 
     def _eval(self, given: Sequence[Any]) -> None:
         shapes = jax.eval_shape(self._loss, *given)
@@ -128,7 +142,7 @@ class Replica:
         self.pack_sums: Callable[..., list[Any]] = self._jit(
             lambda sums: self._told_buffers.pack(jax.tree.leaves(sums))
         )
-        self.report: Callable[..., Metrics] = self._jit(
+        self.report: Callable[..., Evaluation] = self._jit(
             self._report, out_shardings=self._whole
         )
 
@@ -219,9 +233,9 @@ class Replica:
             found.append(self._untrained.after(i, old, total))
         return structure.unflatten(found)
 
-    def _report(self, buffers: Sequence[Any]) -> Metrics:
+    def _report(self, buffers: Sequence[Any]) -> Evaluation:
         sums = self._reported.unflatten(self._told_buffers.unpack(buffers))
-        return metrics_of(self.program, sums)
+        return evaluation_of(self.program, sums)
 
 
 def inputs_of(program: Program, state: TrainState) -> tuple[Any, ...]:

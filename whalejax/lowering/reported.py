@@ -7,6 +7,7 @@ micro-batches have theirs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,9 +37,14 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
             metric = _summable(metric)
             return metric if weight is None else _weighed(metric, weight)
         if metric.how == "sum":
-            return Merged(jax.tree.map(_summable, metric.value), "sum")
-        rows = jax.tree.map(lambda x: _spread(x, number, count), metric.value)
-        return Merged(rows, metric.how)
+            return replace(metric, value=jax.tree.map(_summable, metric.value))
+        if metric.how == "mean":
+            means = jax.tree.map(wide, jax.tree.map(jnp.asarray, metric.value))
+            if weight is not None:
+                means = jax.tree.map(lambda x: _weighed(x, weight), means)
+            return replace(metric, value=means)
+        rows = jax.tree.map(lambda x: _spread(metric, x, number, count), metric.value)
+        return replace(metric, value=rows)
 
     return jax.tree.map(summand, metrics, is_leaf=_is_merged)
 
@@ -52,6 +58,8 @@ def reported(metrics: Any, count: Any) -> Any:
     """
 
     def one(metric: Any) -> Any:
+        if isinstance(metric, Merged) and metric.how == "mean":
+            return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), metric.value)
         if isinstance(metric, Merged):
             return metric.value
         if not jnp.issubdtype(metric.dtype, jnp.inexact):
@@ -80,15 +88,21 @@ def _weighed(metric: Any, weight: Any) -> Any:
     return metric * weight.astype(metric.dtype)
 
 
-def _spread(rows: Any, number: Any, count: int) -> Any:
+def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
     """Rows of the micro-batch's samples in their places in the global batch.
 
     Micro-batch ``m`` has samples ``m, m + count, m + 2 count …``.
     """
     rows = jnp.asarray(rows)
+    if metric.how == "rows":
+        rows = _summable(rows)
     rows = rows.astype(jnp.int32) if rows.dtype == jnp.bool_ else rows
     if count == 1:
         return rows
-    whole = jnp.zeros((rows.shape[0], count, *rows.shape[1:]), rows.dtype)
-    whole = jax.lax.dynamic_update_index_in_dim(whole, rows, number, axis=1)
-    return whole.reshape(-1, *rows.shape[1:])
+    axis, outer, inner = metric.axis, metric.outer, metric.inner
+    front, behind = rows.shape[:axis], rows.shape[axis + 1 :]
+    size = rows.shape[axis] // (outer * inner)
+    each = rows.reshape(*front, outer, size, inner, *behind)
+    whole = jnp.zeros((*front, outer, size, count, inner, *behind), rows.dtype)
+    whole = jax.lax.dynamic_update_index_in_dim(whole, each, number, axis=axis + 2)
+    return whole.reshape(*front, outer * size * count * inner, *behind)

@@ -43,7 +43,7 @@ def cut_along(plan: Plan) -> dict[int, int]:
     """
     return {
         number: dim
-        for number, leaf in enumerate(plan.leaves)
+        for number, leaf in enumerate(plan.trained)
         for dim, axes in enumerate(leaf.optimizer_spec)
         if DATA in axes
     }
@@ -84,7 +84,7 @@ class Slices:
         """
         self.program, self.dims = program, cut_along(program.plan)
         self._state = jax.tree.leaves(state.opt_state)
-        leaves = program.plan.leaves
+        leaves = program.plan.trained
         self._replica, self._replicas = replica, replicas
         self.owners = owners_of(
             state.opt_state, [(leaf.path, leaf.shape) for leaf in leaves]
@@ -93,7 +93,7 @@ class Slices:
 
     def _follower(self, number: int) -> Follower:
         """A parameter with its state, by the numbers of ``stepping``."""
-        leaves = self.program.plan.leaves
+        leaves = self.program.plan.trained
         count = len(leaves)
         places = [i for i, owner in enumerate(self.owners) if owner == number]
         return Follower(
@@ -117,7 +117,7 @@ class Slices:
         structure: Any = jax.tree.structure(state)
         for place, owner in enumerate(self.owners):
             if owner in self.dims:
-                spec = partition_spec(self.program.plan.leaves[owner].param_spec)
+                spec = partition_spec(self.program.plan.trained[owner].param_spec)
                 leaves[place] = jax.shard_map(
                     functools.partial(self.own, number=owner),
                     mesh=self.program.mesh,
@@ -153,7 +153,7 @@ class Slices:
         if whole:
             raise PlanError(
                 f"the plan cuts the optimizer's state of {len(whole)} parameters into "
-                f"slices, such as {program.plan.leaves[min(whole)].path}, of which "
+                f"slices, such as {program.plan.trained[min(whole)].path}, of which "
                 "this optimizer needs the whole at once. Compile with the optimizer "
                 "that the plan was made for, or plan with this one"
             )
@@ -343,14 +343,17 @@ class OwningReplica(Replica):
             program, state, batch, replicas=replicas, slopes=slopes, options=options
         )
         self.slices = Slices(program, state, replica, replicas)
-        mesh, leaves = program.mesh, program.plan.leaves
+        mesh, leaves = program.mesh, program.plan.trained
         self._kept = [
             place
             for place, leaf in enumerate(jax.tree.leaves(state.opt_state))
             if self.slices.owners[place] not in self.slices.dims and _drifts(leaf)
         ]
+        frozen = program.captured.frozen
         self._moving = [
-            i for i, x in enumerate(jax.tree.leaves(state.rest)) if _drifts(x)
+            i
+            for i, x in enumerate(jax.tree.leaves(state.rest))
+            if _drifts(x) and i not in frozen
         ]
         followed = [self.slices.owners[place] for place in self._kept]
         specs = [

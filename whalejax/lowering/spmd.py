@@ -119,7 +119,7 @@ class Program:
         leaves = jax.tree.leaves(rest)
         params = [
             Away(host=p) if leaf.hosted and not isinstance(p, Away) else p
-            for p, leaf in zip(params, self.plan.leaves, strict=True)
+            for p, leaf in zip(params, self.plan.trained, strict=True)
         ]
         arguments = [*params, *leaves, *batch, *([] if rng is None else [rng])]
         jaxpr, constraints = self.captured.jaxpr, self.constraints
@@ -136,7 +136,7 @@ class Program:
         Raises:
             PlanError: the optimizer is another one, and needs some of it as a whole.
         """
-        leaves = self.plan.leaves
+        leaves = self.plan.trained
         away = [i for i, leaf in enumerate(leaves) if leaf.hosted]
         state = "optimizer" in self.plan.offload
         if not (state or away):
@@ -250,10 +250,10 @@ def differentiator(
     rng = None if rng is None else jax.random.fold_in(rng, step)
     # Reduced as the parameter is stored, then cut: asked for its own shards at once,
     # the compiler reshards the activations instead.
-    stored = [leaf.param_spec for leaf in program.plan.leaves]
-    specs = [leaf.gradient_spec for leaf in program.plan.leaves]
+    stored = [leaf.param_spec for leaf in program.plan.trained]
+    specs = [leaf.gradient_spec for leaf in program.plan.trained]
 
-    hosted = [leaf.hosted for leaf in program.plan.leaves]
+    hosted = [leaf.hosted for leaf in program.plan.trained]
     differentiated = [
         _seed(p, spec, program.mesh) if away else p
         for p, spec, away in zip(params, stored, hosted, strict=True)
@@ -372,7 +372,7 @@ def _accumulate(
     parts, whole = micro_batches(program, batch)
     shapes, _ = jax.eval_shape(one, rest, whole([p[0] for p in parts]), 0)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    specs = [leaf.gradient_spec for leaf in program.plan.leaves]
+    specs = [leaf.gradient_spec for leaf in program.plan.trained]
     zeros = Sums(
         total=zeros.total,
         weight=zeros.weight,
@@ -380,14 +380,26 @@ def _accumulate(
         gradients=tuple(program.constrain(zeros.gradients, specs)),
     )
 
-    def body(carry: Any, step: Any) -> tuple[Any, None]:
-        sums, rest = carry
-        index, part = step
-        added, rest = one(rest, whole(part), index)
-        return (jax.tree.map(jnp.add, sums, added), rest), None
+    tree: Any = jax.tree.structure(rest)
+    leaves, frozen = jax.tree.leaves(rest), program.captured.frozen
+    moving = [i for i in range(len(leaves)) if i not in frozen]
 
-    carry, _ = jax.lax.scan(body, (zeros, rest), (jnp.arange(count), parts))
-    return carry
+    def filled(some: Sequence[Any]) -> Any:
+        """The rest: a weight is no carry, of which the loop might hold two."""
+        given = iter(some)
+        pairs = enumerate(leaves)
+        return tree.unflatten([x if i in frozen else next(given) for i, x in pairs])
+
+    def body(carry: Any, step: Any) -> tuple[Any, None]:
+        sums, some = carry
+        index, part = step
+        added, after = one(filled(some), whole(part), index)
+        after = jax.tree.leaves(after)
+        return (jax.tree.map(jnp.add, sums, added), [after[i] for i in moving]), None
+
+    carry = zeros, [leaves[i] for i in moving]
+    (sums, some), _ = jax.lax.scan(body, carry, (jnp.arange(count), parts))
+    return sums, filled(some)
 
 
 def update(
@@ -411,15 +423,15 @@ def update(
     Returns:
         New parameters, as stored, and new optimizer state.
     """
-    owned = [leaf.optimizer_spec for leaf in program.plan.leaves]
-    stored = [leaf.param_spec for leaf in program.plan.leaves]
+    owned = [leaf.optimizer_spec for leaf in program.plan.trained]
+    stored = [leaf.param_spec for leaf in program.plan.trained]
     structure: Any = jax.tree.structure(program.adapter.params)
     leaves = jax.tree.leaves(state)
     state_tree: Any = jax.tree.structure(state)
     count = len(params)
 
     step = stepping(program.optimizer, structure, state_tree, skips=applies is not None)
-    away = [i for i, leaf in enumerate(program.plan.leaves) if leaf.hosted]
+    away = [i for i, leaf in enumerate(program.plan.trained) if leaf.hosted]
     values = [
         *program.constrain(params, owned, away),
         *program.constrain(gradients, owned),

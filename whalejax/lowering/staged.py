@@ -18,7 +18,11 @@ from whalejax.planner.layout import Spec
 
 
 def in_stages(
-    equation: Any, values: Sequence[Any], specs: Sequence[Spec], mesh: Any
+    equation: Any,
+    values: Sequence[Any],
+    specs: Sequence[Spec],
+    mesh: Any,
+    flows: Sequence[bool] | None = None,
 ) -> list[Any] | None:
     """The results of an operation, or None where it is computed as it was traced.
 
@@ -27,6 +31,8 @@ def in_stages(
         values: its operands.
         specs: layouts of these, where it looks something up.
         mesh: the devices.
+        flows: of a call with a derivative rule of its own, through which operands a
+            gradient flows.
     """
     before = equation.invars[0].aval.shape if values else ()
     if equation.primitive.name == "reshape" and values[0].shape != before:
@@ -34,7 +40,7 @@ def in_stages(
         return [jnp.reshape(values[0], (layers, *form))]
     if equation.primitive.name == "gather" and _takes_one(equation):
         return [_taken(equation, *values)]
-    return in_parts(equation, values, specs, mesh)
+    return in_parts(equation, values, specs, mesh, flows)
 
 
 def _takes_one(equation: Any) -> bool:

@@ -32,16 +32,24 @@ class Untrained:
     Attributes:
         slopes: of moving averages, by the number of the leaf.
         counters: what each micro-batch adds, by the number of the leaf.
+        frozen: numbers of weights.
         count: micro-batches of all.
+        steady: numbers of leaves that micro-batches leave alone.
     """
 
     slopes: Mapping[int, np.ndarray]
     counters: Mapping[int, Any]
     count: int
+    frozen: frozenset[int] = frozenset()
+    steady: tuple[int, ...] = ()
 
     def is_own(self, number: int, leaf: Any) -> bool:
-        """Every replica knows it after the step: a random key, or a counter."""
-        return is_key(leaf) or number in self.counters
+        """Every replica knows it after the step: a key, a counter, a weight, a count.
+
+        The last are what is ``steady``: no sample changes it.
+        """
+        known = number in self.frozen or number in self.steady
+        return is_key(leaf) or number in self.counters or known
 
     def told(self, number: int, old: Any, new: Any, ran: Any, later: Any) -> Any:
         """A replica's part of a leaf, to be added up over replicas.
@@ -91,10 +99,13 @@ def slopes(captured: Captured) -> dict[int, np.ndarray]:
     first = len(captured.adapter.param_paths)
     rest = jax.tree.leaves(captured.adapter.rest)
     avals = [_compat.abstract(a.shape, a.dtype) for a in captured.jaxpr.in_avals]
+    frozen = captured.frozen
     numbers = [
         i
         for i, leaf in enumerate(rest)
-        if not is_key(leaf) and jnp.issubdtype(avals[first + i].dtype, jnp.inexact)
+        if not is_key(leaf)
+        and i not in frozen
+        and jnp.issubdtype(avals[first + i].dtype, jnp.inexact)
     ]
     if not numbers:
         return {}

@@ -35,13 +35,15 @@ from whalejax.planner.balance import dealt
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.runner import (
+    Evaluation,
     Metrics,
     abstract_state,
     check_compiler_options,
     fresh_state,
     laid_out,
+    rest_layouts,
 )
-from whalejax.state import Origin, TrainState, consuming
+from whalejax.state import Origin, TrainState, bare, consuming
 
 
 MicroBatches = Mapping[int, Sequence[Any]]
@@ -98,9 +100,9 @@ class Uneven(Following):
         self.shardings = laid_out(
             self.program,
             origin,
-            params=[named(x.param_spec, self.mesh) for x in plan.leaves],
-            followers=[named(x.optimizer_spec, self.mesh) for x in plan.leaves],
-            rest=lambda number: whole,
+            params=[named(x.param_spec, self.mesh) for x in plan.trained],
+            followers=[named(x.optimizer_spec, self.mesh) for x in plan.trained],
+            rest=rest_layouts(self.program, self.mesh),
             others=whole,
         )
         self._agreement = Agreement(self.mesh)
@@ -149,10 +151,11 @@ class Uneven(Following):
             self.program, lambda: {"shares": self.shares}, plan=self._plan
         )
 
-    def _on(self, replica: int) -> TrainState:
-        """The layouts of a state on one replica."""
+    def _on(self, replica: int, *, whole: bool = True) -> TrainState:
+        """The layouts of a state, or of what an evaluation reads, on one replica."""
         found: TrainState = jax.tree.map(
-            lambda s: NamedSharding(self._meshes[replica], s.spec), self.shardings
+            lambda s: NamedSharding(self._meshes[replica], s.spec),
+            self.shardings if whole else bare(self.shardings),
         )
         return found
 
@@ -167,14 +170,16 @@ class Uneven(Following):
         )
         return found
 
-    def _seen(self, state: TrainState, replica: int) -> TrainState:
-        """The state on the devices of one replica."""
+    def _seen(
+        self, state: TrainState, replica: int, *, whole: bool = True
+    ) -> TrainState:
+        """The state, or what an evaluation reads, on the devices of one replica."""
         found: TrainState = jax.tree.map(
             lambda leaf, sharding: seen_on(
                 leaf, sharding, _times(leaf.shape, sharding, 1 / len(self._meshes))
             ),
             state,
-            self._on(replica),
+            self._on(replica, whole=whole),
         )
         return found
 
@@ -245,15 +250,15 @@ class Uneven(Following):
                 self._stopwatches[r].stop(done, count)
         return found
 
-    def evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
+    def evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
         self._agree()
         with self._watch.step("an evaluation"):
             found = self._evaluate(state, batch)
         self._watch.issued(jax.tree.leaves(found))
         return found
 
-    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Metrics:
-        seen = {r: self._seen(state, r) for r in self._mine}
+    def _evaluate(self, state: TrainState, batch: MicroBatches) -> Evaluation:
+        seen = {r: self._seen(state, r, whole=False) for r in self._mine}
         sums = {r: self._replicas[r].begin_eval() for r in self._mine}
         for replica, number in self._turns():
             sums[replica] = self._replicas[replica].evaluate(
@@ -265,7 +270,10 @@ class Uneven(Following):
         told = self._telling.add(
             {r: self._replicas[r].pack_sums(sums[r]) for r in self._mine}
         )
-        return self._agreed({r: self._replicas[r].report(told[r]) for r in self._mine})
+        found: Evaluation = self._agreed(
+            {r: self._replicas[r].report(told[r]) for r in self._mine}
+        )
+        return found
 
     def lower(self, state: TrainState, batch: Sequence[Any]) -> Any:
         raise PlanError(
@@ -297,10 +305,10 @@ class Uneven(Following):
             for r in self._mine
         }
 
-    def _agreed(self, copies: Mapping[int, Metrics]) -> Metrics:
+    def _agreed(self, copies: Mapping[int, Any]) -> Any:
         """Metrics on all devices, of those on the replicas here."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        found: Metrics = jax.tree.map(
+        found: Any = jax.tree.map(
             lambda *leaves: joined(leaves, whole), *copies.values()
         )
         return found

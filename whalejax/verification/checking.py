@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,17 @@ from whalejax.adapters import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names
+from whalejax.meshes.checks import is_number, is_printable, shown
 from whalejax.meshes.telling import tell
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run
 from whalejax.verification.targets import Target, target_of
 from whalejax.verification.worker import Request
+
+
+LONGEST_SECONDS = 10**6
+"""More than any compilation takes, and less than what overflows a clock."""
 
 
 def check(
@@ -60,9 +64,15 @@ def check(
             f"plan.what_if(cluster={_one_of(plan)}, shares=None, mesh=None), and "
             "verify that"
         )
-    if not 0 < timeout_seconds < math.inf:
+    if not is_number(timeout_seconds) or not 0 < timeout_seconds <= LONGEST_SECONDS:
         raise VerifyError(
-            f"timeout is {timeout_seconds}; expected a number of seconds above 0"
+            f"timeout_seconds is {shown(timeout_seconds)}; expected a number of "
+            f"seconds above 0, at most {LONGEST_SECONDS}"
+        )
+    if topology is not None and not is_printable(topology):
+        raise VerifyError(
+            f"topology is {shown(topology)}; expected such as 'v5p:4x4x4', 'h100:2x8' "
+            "or 'local', or None for the plan's own cluster"
         )
     target = target_of(plan, topology)
     gpu_target, extra_paths = _compiler(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -104,18 +105,36 @@ _WORKER = "whalejax.verification.worker"
 
 def _pickled(request: Request) -> bytes:
     """The settings of JAX that decide what is traced, and then the request."""
-    import cloudpickle
     import jax
 
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
     try:
-        sent: bytes = pickle.dumps(settings) + cloudpickle.dumps(request)
-        return sent
+        return pickle.dumps(settings) + _by_value(request)
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise VerifyError(
             f"the loss, the model or the optimizer cannot be sent to the process that "
             f"compiles: {error}. Make what it holds (a lock, an open file) elsewhere"
         ) from error
+
+
+def _by_value(request: Any) -> bytes:
+    """A request, with what a user defined in a program of their own.
+
+    JAX's functions with a backward pass of their own can be made of a function alone,
+    so pickle cannot; they may refer to themselves.
+    """
+    import cloudpickle
+    import jax
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is jax.custom_vjp:
+                return object.__new__, (jax.custom_vjp,), vars(obj)
+            return super().reducer_override(obj)
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(request)
+        return file.getvalue()
 
 
 _SETTINGS = (

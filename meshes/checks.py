@@ -1,0 +1,317 @@
+"""Checks of what public functions are given, in one home.
+
+A wrong argument is best refused where it was given: ten calls further in it is a
+message of Python's or JAX's that names none of the user's words. ``Arguments`` collects
+what is wrong with the arguments of one call and raises once; ``check_fields`` holds the
+fields of a frozen dataclass to their annotations. Values are shown shortened, escaped,
+and without trusting their own ``repr``.
+
+It stands beside ``problems`` at the bottom of the import order, and imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import reprlib
+import sys
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Literal, TypeVar, Union
+
+import numpy as np
+
+from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import visible
+
+
+F = TypeVar("F")
+
+LARGEST: Final = 2**63 - 1
+"""The largest whole number that is taken where nothing else limits it: int64's."""
+
+_LARGEST_NUMBER: Final = sys.float_info.max
+
+_LONGEST: Final = 60
+"""Characters of a value that a message shows."""
+
+_WHOLE: Final = (int, np.integer)
+_REAL: Final = (int, float, np.integer, np.floating)
+_short: Final = reprlib.Repr()
+_short.maxdict, _short.maxlist, _short.maxtuple = 3, 4, 4
+_short.maxstring = _short.maxother = 2 * _LONGEST
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: short, on one line, escaped.
+
+    Args:
+        value: anything, also what has a ``repr`` that fails.
+
+    >>> shown("a\\x1b[2J"), shown(10**5000)
+    ("'a\\\\x1b[2J'", 'a whole number of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = _short.repr(value)
+    except Exception:  # a repr of somebody else's, which may do anything
+        text = f"a {type(value).__name__}"
+    text = visible(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def is_whole(value: object, least: int = -LARGEST, most: int = LARGEST) -> bool:
+    """Whether it is a whole number within limits, and no truth value.
+
+    >>> is_whole(3, 1), is_whole(True), is_whole(10**30)
+    (True, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, _WHOLE):
+        return False
+    return bool(least <= value <= most)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite real number, and no truth value.
+
+    >>> is_number(1.5), is_number(float("nan")), is_number("1")
+    (True, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, _REAL):
+        return False
+    real: Any = value.item() if isinstance(value, np.generic) else value
+    return bool(abs(real) <= _LARGEST_NUMBER)
+
+
+def is_printable(value: object) -> bool:
+    """Whether it is a text that a terminal shows as it is, and not empty."""
+    return isinstance(value, str) and value.isprintable() and bool(value.strip())
+
+
+class Arguments(Problems):
+    """Collects what is wrong with the arguments of one call.
+
+    Every check takes the name and the value of an argument, says whether it will do,
+    and records it if not. ``none=True`` lets None pass.
+
+    Args:
+        title: the function that is called, such as ``"wh.plan"``.
+        kind: the exception to raise.
+
+    Example:
+        >>> given = Arguments("Feed")
+        >>> given.whole("batch_size", -1, least=1)
+        False
+        >>> print(given.text())
+        Feed: 1 problem
+          1. batch_size is -1; expected a whole number, 1 or more
+    """
+
+    def refuse(self, name: str, value: object, expected: str) -> bool:
+        """Record that a value is not what was expected."""
+        self.add(f"{name} is {shown(value)}; expected {expected}")
+        return False
+
+    def whole(
+        self,
+        name: str,
+        value: object,
+        *,
+        least: int = 0,
+        most: int = LARGEST,
+        none: bool = False,
+        what: str = "a whole number",
+    ) -> bool:
+        """A whole number within limits."""
+        if (none and value is None) or is_whole(value, least, most):
+            return True
+        limits = f"{least} or more" if most == LARGEST else f"{least} to {most}"
+        if least == -LARGEST:
+            limits = "of 64 bits"
+        return self.refuse(name, value, f"{what}, {limits}{_or_none(none)}")
+
+    def number(
+        self,
+        name: str,
+        value: object,
+        *,
+        above: float | None = None,
+        least: float | None = None,
+        none: bool = False,
+        what: str = "a number",
+    ) -> bool:
+        """A finite number within limits."""
+        if none and value is None:
+            return True
+        known: Any = value
+        if is_number(value):
+            if (above is None or known > above) and (least is None or known >= least):
+                return True
+        limit = "" if above is None else f" above {above:g}"
+        limit = limit if least is None else f", {least:g} or more"
+        return self.refuse(name, value, f"{what}{limit}{_or_none(none)}")
+
+    def switch(self, name: str, value: object, *, none: bool = False) -> bool:
+        """True or False."""
+        if isinstance(value, bool) or (none and value is None):
+            return True
+        return self.refuse(name, value, f"True or False{_or_none(none)}")
+
+    def words(
+        self, name: str, value: object, what: str = "a text", *, none: bool = False
+    ) -> bool:
+        """A text that is not empty and holds no control characters."""
+        if is_printable(value) or (none and value is None):
+            return True
+        hint = ""
+        if isinstance(value, str) and value.strip():
+            hint = ", without control characters"
+        return self.refuse(name, value, f"{what}{hint}{_or_none(none)}")
+
+    def path(self, name: str, value: object, what: str = "the path of a file") -> bool:
+        """A path, as text or ``os.PathLike``."""
+        text: object = None
+        if isinstance(value, str | os.PathLike):
+            text = os.fspath(value)
+        if is_printable(text):
+            return True
+        return self.refuse(name, value, f"{what}, without control characters")
+
+    def function(
+        self, name: str, value: object, what: str, *, none: bool = False
+    ) -> bool:
+        """Something that can be called."""
+        if callable(value) or (none and value is None):
+            return True
+        return self.refuse(name, value, f"{what}{_or_none(none)}")
+
+    def choice(
+        self, name: str, value: object, known: Collection[str], *, none: bool = False
+    ) -> bool:
+        """One of several words."""
+        if (none and value is None) or (isinstance(value, str) and value in known):
+            return True
+        words = ", ".join(map(repr, known))
+        return self.refuse(name, value, f"one of {words}{_or_none(none)}")
+
+    def of(
+        self,
+        name: str,
+        value: object,
+        kinds: type | tuple[type, ...],
+        what: str,
+        *,
+        none: bool = False,
+    ) -> bool:
+        """An instance of some types."""
+        if isinstance(value, kinds) or (none and value is None):
+            return True
+        return self.refuse(name, value, f"{what}{_or_none(none)}")
+
+
+def _or_none(none: bool) -> str:
+    return ", or None" if none else ""
+
+
+def check_fields(
+    instance: Any, title: str, kind: type[WhaleError] = WhaleError
+) -> None:
+    """Refuse a dataclass whose fields are not of the types that it declares.
+
+    Sequences are checked one level deep, and by the types of what they hold, so that
+    large ones cost little.
+
+    Args:
+        instance: of a dataclass with annotations that can be resolved.
+        title: for the message.
+        kind: the exception to raise.
+
+    Raises:
+        WhaleError: or ``kind``; every field that is wrong is listed.
+    """
+    problems = Arguments(title, kind)
+    known: Any = type(instance)
+    for name, hint, expected in _hints(known):
+        value = getattr(instance, name)
+        if not _fits(value, hint):
+            problems.refuse(name, value, expected)
+    problems.raise_if_any()
+
+
+@functools.cache
+def _hints(kind: Any) -> tuple[tuple[str, Any, str], ...]:
+    """Name, type and its words of every field that is checked."""
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        (field.name, hints[field.name], _words(hints[field.name]))
+        for field in dataclasses.fields(kind)
+        if field.init and hints[field.name] is not Any
+    )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, _REAL) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, _WHOLE) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str) and value.isprintable()
+    if getattr(hint, "_is_protocol", False):
+        return True
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return bool(isinstance(value, hint))
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is Literal:  # which of them, its class says among its other problems
+        return any(type(value) is type(one) for one in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and _all_fit(value, arguments)
+    if origin is not None and isinstance(origin, type):
+        return isinstance(value, origin)
+    return True
+
+
+def _all_fit(value: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        inner = arguments[0]
+        if inner in (int, float):  # by their types alone: there may be a million
+            allowed = _WHOLE if inner is int else _REAL
+            kinds = set(map(type, value))
+            return all(issubclass(k, allowed) and k is not bool for k in kinds)
+        if isinstance(inner, type) and inner is not str and not typing.get_args(inner):
+            return all(issubclass(k, inner) for k in set(map(type, value)))
+        return all(_fits(item, inner) for item in value)
+    return len(value) == len(arguments) and all(map(_fits, value, arguments))
+
+
+def _words(hint: Any) -> str:
+    """What a type is called in a message."""
+    if hint is type(None):
+        return "None"
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, arguments))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin is tuple:
+        inner = [_words(one) for one in arguments if one is not Ellipsis]
+        if arguments[-1] is Ellipsis:
+            return f"a tuple, each {inner[0]}"
+        return f"a tuple of {' and '.join(inner)}"
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text without control characters",
+        bool: "True or False",
+    }
+    if hint in names:
+        return names[hint]
+    if origin is not None and issubclass(origin, Mapping):
+        return "a mapping"
+    return f"a {getattr(hint, '__name__', 'value')}"

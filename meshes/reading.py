@@ -1,0 +1,145 @@
+"""Files that somebody else may have written: read whole, or refused with a reason.
+
+Parsers of the standard library end in a dozen ways where a file is damaged or hostile:
+bytes that are no UTF-8, nesting that exhausts the stack, integers of thousands of
+digits, ``Infinity`` and keys that stand twice in JSON. Here each becomes one error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from whalejax.meshes.texts import quoted
+
+
+MOST_BYTES: Final = 2**28
+"""Size of a file: plans of thousands of parameters take a few MiB."""
+
+MOST_DEPTH: Final = 64
+"""Lists and tables inside each other: plans and clusters have fewer than 20."""
+
+
+class Unreadable(ValueError):
+    """A file, or what was parsed of it, that cannot be taken; the text says why."""
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file.
+
+    Args:
+        path: of a file or a pipe; of one that never ends, no more is read than may be.
+
+    Raises:
+        OSError: it is not there, or cannot be opened.
+        Unreadable: it is too large, or no UTF-8.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise Unreadable(f"it has more than {MOST_BYTES} bytes")
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"byte {error.start} is no UTF-8") from None
+    except Unreadable:
+        raise
+    except ValueError as error:  # a path that no system takes
+        raise Unreadable(str(error)) from None
+
+
+def parse_json(text: str) -> Any:
+    """The data of a JSON text.
+
+    Raises:
+        Unreadable: it is no JSON, holds ``NaN`` or ``Infinity`` or a number beyond
+            them, says a key twice, or nests too deep.
+
+    >>> parse_json('{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    """
+    return _parsed(
+        text,
+        lambda given: json.loads(
+            given,
+            parse_constant=_no_constant,
+            parse_float=_float,
+            object_pairs_hook=_once,
+        ),
+    )
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The data of a TOML text.
+
+    Raises:
+        Unreadable: it is no TOML, or nests too deep.
+    """
+    data: dict[str, Any] = _parsed(text, tomllib.loads)
+    return data
+
+
+def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        data = parse(text)
+    except RecursionError:
+        raise Unreadable(_too_deep()) from None
+    except Unreadable:
+        raise
+    except ValueError as error:
+        # Python refuses integers of more than 4,300 digits with one, too.
+        raise Unreadable(str(error)) from None
+    check_depth(data)
+    return data
+
+
+def check_depth(data: Any) -> None:
+    """Refuse lists and tables inside each other, more than anything of ours has.
+
+    Args:
+        data: of JSON or TOML.
+
+    Raises:
+        Unreadable: it nests deeper than ``MOST_DEPTH``, or holds itself.
+    """
+    level = [data]
+    for _ in range(MOST_DEPTH + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += [v for v in item.values() if isinstance(v, dict | list)]
+            elif isinstance(item, list):
+                inner += [v for v in item if isinstance(v, dict | list)]
+        if not inner:
+            return
+        level = inner
+    raise Unreadable(_too_deep())
+
+
+def _too_deep() -> str:
+    return f"lists or tables stand inside each other more than {MOST_DEPTH} deep"
+
+
+def _no_constant(name: str) -> Any:
+    raise Unreadable(f"{name} is no number of JSON")
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise Unreadable(f"{quoted(text)} is larger than any number that is computed")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise Unreadable(f"the key {quoted(twice)} stands twice in one table")
+    return found

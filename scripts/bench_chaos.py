@@ -1,0 +1,376 @@
+"""Signals at drawn moments: launched runs end, name the right rank, and lose no loss.
+
+Each case launches a training run (``chaos_training.py``: one program, a pipeline whose
+stages have programs of their own, or three replicas with unequal shares), waits until a
+drawn rank says that it has come to a drawn place, waits a drawn moment more, and sends
+it a drawn signal. A fourth of the runs are started again afterwards and train to their
+end from the latest checkpoint. What was measured is kept in ``chaos.json`` beside this
+script, with commits, versions and the seed; without options that is printed, and some
+cases more are measured, with a seed of their own.
+
+    python scripts/bench_chaos.py [--signals 6] [--seconds 540] [--seed N] [--refresh]
+
+``--refresh`` measures the kept cases, 300 of them; it takes hours, writes each case
+down as it ends, and goes on where it stopped (``--anew`` begins again). The last line
+is one JSON object, over the kept and the fresh cases:
+
+    hangs          launchers that had not ended 30 s after the signal
+    wrong_curves   runs with a missing step, or with a loss that is more than 1e-5 off
+                   that of an undisturbed run; those started again too
+    blamed_right   part of the runs that failed in which the launcher names that rank
+    signals        how many were sent, of which ``kept`` are those of the file
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FILE: Final = Path(__file__).with_name("chaos.json")
+TRAINING: Final = Path(__file__).with_name("chaos_training.py")
+
+KINDS: Final = {"data": 2, "pipeline": 2, "uneven": 3}
+"""Kinds of runs, and their processes."""
+
+PLACES: Final = (
+    *("begins", "imported", "joined", "planned", "compiled"),
+    *(f"step {n}" for n in (1, 3, 4, 5, 8, 9, 12, 14)),
+    "ends",
+)
+SIGNALS: Final = (
+    *("SIGKILL", "SIGKILL", "SIGSTOP", "SIGSTOP", "SIGTERM", "SIGINT"),
+    *("SIGSEGV", "SIGABRT", "SIGHUP", "SIGRTMIN"),
+)
+STEPS: Final = 14
+KEPT: Final = 300
+HANG_SECONDS: Final = 30.0
+RUN_SECONDS: Final = 240.0
+"""A run that no signal has reached is given up after these."""
+
+TOLERANCE: Final = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is done to one run."""
+
+    index: int
+    kind: str
+    rank: int
+    place: str
+    delay_seconds: float
+    signal: str
+    resumes: bool
+
+
+def drawn(seed: int, index: int) -> Case:
+    """The case of a number, which is the same on every machine."""
+    rng = random.Random(f"{seed}/{index}")
+    kind = rng.choice(sorted(KINDS))
+    return Case(
+        index=index,
+        kind=kind,
+        rank=rng.randrange(KINDS[kind]),
+        place=rng.choice(PLACES),
+        delay_seconds=round(rng.uniform(0, 0.5), 3),
+        signal=rng.choice(SIGNALS),
+        resumes=rng.random() < 0.25,
+    )
+
+
+class Run:
+    """A launched run, in a folder of its own."""
+
+    def __init__(self, kind: str, folder: Path, name: str) -> None:
+        """Start it."""
+        self.logs = folder / name
+        self.logs.mkdir()
+        self._errors = (self.logs / "errors").open("wb")
+        words = ["-m", "whalejax", "launch", "--processes", str(KINDS[kind])]
+        words += ["--logs", str(self.logs), str(TRAINING), kind, str(folder / "saved")]
+        kept = {k: v for k, v in os.environ.items() if k[:4] not in ("XLA_", "JAX_")}
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            env={**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            preexec_fn=_heed_signals,  # noqa: PLW1509
+        )
+
+    def pid_of(self, rank: int) -> int | None:
+        """The process of a rank, while it is there."""
+        wanted = f"WHALEJAX_PROCESS_ID={rank}".encode()
+        with contextlib.suppress(OSError):
+            tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            for pid in " ".join(path.read_text() for path in tasks).split():
+                with contextlib.suppress(OSError):
+                    given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    if wanted in given:
+                        return int(pid)
+        return None
+
+    def log(self, rank: int) -> str:
+        """What a rank has written so far."""
+        with contextlib.suppress(OSError):
+            return (self.logs / f"rank-{rank}.log").read_text(errors="replace")
+        return ""
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the launcher; False, and it is killed, if it does not end."""
+        try:
+            self.process.wait(seconds)
+            return True
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return False
+        finally:
+            self._errors.close()
+
+    def said(self) -> str:
+        """What the launcher wrote to stderr."""
+        return (self.logs / "errors").read_text(errors="replace")
+
+    def losses(self, kind: str) -> list[dict[int, float]]:
+        """The losses of every rank, by step."""
+        found = (self.log(rank) for rank in range(KINDS[kind]))
+        return [
+            {
+                int(s): float(v)
+                for s, v in re.findall(r"^chaos loss (\d+) (\S+)$", t, re.M)
+            }
+            for t in found
+        ]
+
+
+def _heed_signals() -> None:
+    """What nohup or a background shell ignores, children would ignore too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def is_right(losses: Mapping[int, float], reference: Mapping[int, float]) -> bool:
+    """Whether steps follow each other and losses are the undisturbed run's."""
+    steps = sorted(losses)
+    follow = steps == list(range(steps[0], steps[-1] + 1)) if steps else True
+    return follow and all(
+        abs(value - reference[step]) <= TOLERANCE * abs(reference[step])
+        for step, value in losses.items()
+    )
+
+
+def undisturbed(kind: str = "data") -> dict[int, float]:
+    """The losses of a run that nothing happens to."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(kind, Path(folder), "first")
+        if not run.ends_within(RUN_SECONDS) or run.process.returncode:
+            raise SystemExit(f"the undisturbed run failed:\n{run.said()}")
+        (losses,) = {tuple(sorted(x.items())) for x in run.losses(kind)}
+        assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+        return dict(losses)
+
+
+def strike(run: Run, case: Case) -> bool:
+    """Send the signal at its moment; False if the rank was gone by then."""
+    end = time.monotonic() + RUN_SECONDS
+    mark = re.compile(rf"^chaos at {case.place}$", re.M)
+    while not mark.search(run.log(case.rank)):
+        if run.process.poll() is not None or time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    time.sleep(case.delay_seconds)
+    pid = run.pid_of(case.rank)
+    if pid is None:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, getattr(signal, case.signal))
+        return True
+    return False
+
+
+def measure(case: Case, reference: Mapping[int, float], folder: Path) -> dict[str, Any]:
+    """Run a case.
+
+    Returns:
+        What happened, or ``sent`` False where the rank had ended before the signal.
+    """
+    run = Run(case.kind, folder, "first")
+    record: dict[str, Any] = {**asdict(case), "sent": strike(run, case)}
+    began = time.monotonic()
+    if not record["sent"]:
+        run.ends_within(RUN_SECONDS)
+        return record
+    record["hangs"] = not run.ends_within(HANG_SECONDS)
+    record["seconds"] = round(time.monotonic() - began, 2)
+    record["status"] = run.process.returncode
+    curves = run.losses(case.kind)
+    record["wrong"] = not all(is_right(curve, reference) for curve in curves)
+    failed = run.process.returncode != 0
+    if failed:
+        named = re.search(r"^whalejax: rank (\d+) on localhost", run.said(), re.M)
+        record["named"] = int(named[1]) if named else None
+    elif any(len(curve) < STEPS for curve in curves):
+        record["wrong"] = True
+    if failed and case.resumes and not record["hangs"]:
+        again = Run(case.kind, folder, "again")
+        ended = again.ends_within(RUN_SECONDS) and again.process.returncode == 0
+        later = again.losses(case.kind)
+        whole = {**curves[0], **later[0]}
+        record["resumed_right"] = ended and is_right(whole, reference)
+        record["resumed_right"] &= max(whole, default=STEPS) == STEPS
+        record["wrong"] |= not record["resumed_right"]
+    if (
+        record["hangs"]
+        or record["wrong"]
+        or record.get("named", case.rank) != case.rank
+    ):
+        record["said"] = run.said()[-1500:]
+    return record
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    names = ("jax", "jaxlib", "orbax-checkpoint", "numpy")
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in names
+    }
+
+
+def commit() -> str:
+    """Of the checkout, with a mark where files differ from it."""
+    git = ["git", "-c", "safe.directory=*"]
+    found = [
+        subprocess.run([*git, *words], cwd=ROOT, capture_output=True, text=True).stdout
+        for words in (["rev-parse", "--short=10", "HEAD"], ["diff", "--stat", "HEAD"])
+    ]
+    return found[0].strip() + ("+" if found[1].strip() else "")
+
+
+def words_of(record: Mapping[str, Any]) -> str:
+    """A line for a case."""
+    what = f"{record['index']:4d} {record['kind']:8s} rank {record['rank']} "
+    what += f"{record['signal']:8s} at {record['place']:9s} "
+    if not record["sent"]:
+        return what + "it had ended before"
+    named = record.get("named", "nobody had to be named")
+    told = f"named {named}" if isinstance(named, int) else str(named)
+    flags = [word for word in ("hangs", "wrong") if record[word]]
+    again = " resumed" if record.get("resumed_right") else ""
+    return what + f"{record['seconds']:5.1f} s, {told}{again} {' '.join(flags).upper()}"
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of the last line."""
+    sent = [record for record in records if record["sent"]]
+    failed = [record for record in sent if "named" in record]
+    right = sum(record["named"] == record["rank"] for record in failed)
+    return {
+        "signals": len(sent),
+        "hangs": sum(record["hangs"] for record in sent),
+        "wrong_curves": sum(record["wrong"] for record in sent),
+        "blamed_right": round(right / len(failed), 4) if failed else None,
+        "failed": len(failed),
+        "resumed": sum("resumed_right" in record for record in sent),
+    }
+
+
+def run_cases(
+    seed: int, known: dict[int, Any], count: int, stop_at: float, kept: Path | None
+) -> None:
+    """Measure cases until so many signals were sent, into what is known."""
+    reference: dict[int, float] | None = None
+    index = 0
+    while sum(record["sent"] for record in known.values()) < count:
+        if index not in known:
+            if time.monotonic() > stop_at:
+                return
+            reference = undisturbed() if reference is None else reference
+            folder = Path(tempfile.mkdtemp())
+            try:
+                record = measure(drawn(seed, index), reference, folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            known[index] = {**record, "commit": commit()}
+            print(words_of(record), flush=True)
+            if kept is not None:
+                write(kept, seed, known)
+        index += 1
+
+
+def write(path: Path, seed: int, known: Mapping[int, Any]) -> None:
+    """Keep what was measured; a file that is half written is never seen."""
+    data = {
+        "seed": seed,
+        "versions": versions(),
+        "commits": sorted({record["commit"] for record in known.values()}),
+        "result": summary(list(known.values())),
+        "cases": [known[index] for index in sorted(known)],
+    }
+    beside = path.with_suffix(".unfinished")
+    beside.write_text(json.dumps(data, indent=1) + "\n")
+    beside.replace(path)
+
+
+def read(path: Path) -> tuple[int, dict[str, Any], dict[int, Any]]:
+    """The seed, all, and the cases of what is kept."""
+    if not path.exists():
+        return 0, {}, {}
+    data = json.loads(path.read_text())
+    return data["seed"], data, {record["index"]: record for record in data["cases"]}
+
+
+def main() -> None:
+    """Print what is kept, and measure some cases more; or measure them all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--signals", type=int, default=6, help="fresh ones")
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="no case after these"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the fresh ones")
+    parser.add_argument("--refresh", action="store_true", help="measure the kept ones")
+    parser.add_argument(
+        "--anew", action="store_true", help="and forget those there are"
+    )
+    options = parser.parse_args()
+    seed, data, known = read(FILE)
+    if options.refresh:
+        known = {} if options.anew else known
+        run_cases(seed, known, KEPT, float("inf"), FILE)
+        print(json.dumps(summary(list(known.values()))))
+        return
+    if data:
+        print(
+            f"kept: {data['result']['signals']} signals, seed {seed}, commits "
+            f"{', '.join(data['commits'])}, "
+            f"{', '.join(f'{n} {v}' for n, v in data['versions'].items())}\n"
+            f"      {json.dumps(data['result'])}"
+        )
+    fresh: dict[int, Any] = {}
+    stop_at = time.monotonic() + options.seconds
+    run_cases(options.seed, fresh, options.signals, stop_at, None)
+    found = summary([*known.values(), *fresh.values()])
+    kept = data["result"]["signals"] if data else 0
+    print(json.dumps({**found, "kept": kept, "fresh": found["signals"] - kept}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Whatever ranks write and however they end, the launcher names who failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from whalejax.meshes import group, launching
+from whalejax.meshes.launched import MARK, Blamed, Introduced
+from whalejax.meshes.launching import Launch
+from whalejax.meshes.pump import TAIL_BYTES, Pump
+
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SECONDS: Final = 120
+
+LOUD: Final = """
+import os, sys
+for _ in range(50):
+    os.write(1, b"x" * 8191 + b"\\n")
+sys.exit(3 if os.environ["WHALEJAX_PROCESS_ID"] == "1" else 0)
+"""
+"""More than a pipe holds, so that who is not drained never ends; rank 1 fails then."""
+
+
+def start(
+    tmp_path: Path,
+    program: str,
+    *words: str,
+    shell: str = 'exec "$@"',
+) -> subprocess.Popen[bytes]:
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    command = [sys.executable, "-m", "whalejax", "launch", "--logs", str(tmp_path)]
+    return subprocess.Popen(
+        ["sh", "-c", shell, "sh", *command, *words, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def ended(running: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    try:
+        out, errors = running.communicate(timeout=SECONDS)
+    finally:
+        running.kill()
+    return running.returncode, (out or b"").decode(), errors.decode()
+
+
+NAMED: Final = "rank 1 on localhost failed first, with status 3"
+
+
+def test_a_full_disk_under_the_logs(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").symlink_to("/dev/full")
+    status, out, errors = ended(start(tmp_path, LOUD))
+    assert status == 3 and NAMED in errors and "  [1] xxx" in errors
+    assert out.count("\n") == 50
+    assert errors.count("rank-1.log cannot be written (No space left on device)") == 1
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [
+        ('exec "$@" >&-', ""),
+        ('exec "$@" > /dev/full', "rank 0 cannot be shown (No space left on device)"),
+        pytest.param(
+            '"$@" | true; exit 3',
+            "rank 0 cannot be shown (Broken pipe)",
+            marks=pytest.mark.full,
+        ),
+        pytest.param('exec "$@" <&- >&-', "", marks=pytest.mark.full),
+    ],
+)
+def test_a_terminal_that_is_gone(tmp_path: Path, shell: str, says: str) -> None:
+    status, out, errors = ended(start(tmp_path, LOUD, shell=shell))
+    assert (status, out) == (3, "")
+    assert NAMED in errors and says in errors and "Traceback" not in errors
+    assert (tmp_path / "rank-0.log").stat().st_size == 50 * 8192
+
+
+STRANGE: Final = (
+    b"\xff\xfe\n",
+    b"[1, 2]\n",
+    b"null\n",
+    b'{"kind": "cpu", "devices": "many"}\n',
+    b'{"kind": ["cpu"], "devices": 1}\n',
+    b'{"kind": "cpu", "devices": true}\n',
+    b'{"kind": "cpu", "devices": 1, "more": 2}\n',
+    b'{"blames": 99, "why": "no such rank"}\n',
+    b'{"blames": -1, "why": "no such rank"}\n',
+    b'{"blames": 1, "why": "itself"}\n',
+    b'{"blames": 1.5, "why": 3}\n',
+    b"[" * 100_000 + b"\n",
+    b"9" * 5_000 + b"\n",
+    b"without an end of its line",
+)
+
+
+def test_the_launchers_own_mark_with_other_content(tmp_path: Path) -> None:
+    """It is output like any other."""
+    lines = [MARK.encode() + rest for rest in STRANGE]
+    program = (
+        f"import os, sys\nlines = {lines!r}\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
+        "    os.write(1, b''.join(lines))\n"
+        "    sys.exit(3)\n"
+        "import time; time.sleep(600)"
+    )
+    status, _, errors = ended(start(tmp_path, program))
+    assert status == 3 and NAMED in errors and "Traceback" not in errors
+    assert (tmp_path / "rank-1.log").read_bytes() == b"".join(lines)
+
+
+class Kept:
+    """Stands for a log."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+def pump(told: Callable[[Any], bool] = lambda _: True) -> tuple[Pump, Kept]:
+    kept: Any = Kept()
+    return Pump(-1, (kept,), told), kept
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_what_is_for_the_launcher_is_taken_out(size: int) -> None:
+    text = (
+        b"epoch 1\n"
+        + MARK.encode()
+        + b'{"kind": "cpu\\u001b[2J", "devices": 2}\n10%\r20%\r'
+        + MARK.encode()
+        + b'{"blames": 1, "why": "is gone"}\nwhalejax is a name\n'
+    )
+    found: list[Any] = []
+    one, kept = pump(lambda said: not found.append(said))
+    for place in range(0, len(text), size):
+        one.feed(text[place : place + size])
+    assert kept.data == b"epoch 1\n10%\r20%\rwhalejax is a name\n"
+    assert found == [
+        Introduced(kind="cpu?[2J", devices=2),
+        Blamed(rank=1, why="is gone"),
+    ]
+
+
+def test_a_progress_bar_passes_as_it_comes() -> None:
+    one, kept = pump()
+    for percent in range(3):
+        one.feed(f"\r{percent} %".encode())
+        assert kept.data.endswith(f"{percent} %".encode())
+    assert one.tail(2) == ["1 %", "2 %"]
+
+
+def test_a_long_line_is_not_kept() -> None:
+    one, kept = pump()
+    for begins in (b"x", MARK.encode() + b"["):
+        one.feed(begins)
+        for _ in range(100):
+            one.feed(b"x" * 65_536)
+            kept.data = b""
+        assert len(one._tail) == TAIL_BYTES and len(one._held) < 5_000
+        one.feed(b"\n")
+    assert max(map(len, one.tail(20))) <= 301
+
+
+def test_a_progress_bar_is_shown_before_its_line_ends(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "os.write(1, b'50 %\\r')\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    )
+    running = start(tmp_path, program)
+    assert running.stdout is not None
+    assert running.stdout.read(1) == b"5"
+    (tmp_path / "go").touch()
+    assert ended(running)[0] == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no such signals")
+def test_a_realtime_signal(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, time\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGRTMIN + 3)\n"
+        "time.sleep(600)"
+    )
+    status, _, errors = ended(start(tmp_path, program))
+    assert status == 128 + signal.SIGRTMIN + 3
+    assert "rank 1 on localhost failed first, with signal SIGRTMIN+3" in errors
+    assert "Traceback" not in errors
+
+
+def test_logs_that_are_deleted(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    program = (
+        "import os, shutil, sys, time\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
+        f"    shutil.rmtree({str(logs)!r})\n"
+        "    sys.exit('boom')\n"
+        "time.sleep(600)"
+    )
+    status, _, errors = ended(start(tmp_path, program, "--logs", str(logs)))
+    assert status == 1 and "  [1] boom" in errors and "Traceback" not in errors
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").mkdir()
+    program = f"open({str(tmp_path / 'began')!r}, 'w')"
+    status, _, errors = ended(start(tmp_path, program))
+    assert status == 2 and "rank-1.log cannot be written (Is a directory)" in errors
+    assert "Traceback" not in errors and not (tmp_path / "began").exists()
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        status, _, errors = ended(start(tmp_path, "", "--port", str(port)))
+    assert status == 2
+    assert f"--port is {port}, which cannot be listened at" in errors
+    assert "Address already in use" in errors and "give another" in errors
+
+
+def test_nohup(tmp_path: Path) -> None:
+    program = (
+        "import os, time\n"
+        "print('here', flush=True)\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    )
+    running = start(tmp_path, program, shell='trap "" HUP; exec "$@"')
+    assert running.stdout is not None
+    assert running.stdout.readline() == b"here\n"
+    running.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    assert ended(running)[0] == 0
+
+
+# What a launcher waits for has an end.
+
+
+def within(tmp_path: Path, program: str, **given: Any) -> int:
+    launch = Launch(
+        command=(sys.executable, "-c", program), processes=2, logs=tmp_path, **given
+    )
+    return launching.run(launch)
+
+
+FORKS: Final = "ignore:os.fork"  # JAX may be there; nothing is shared
+
+STANDS: Final = """
+import os, time
+if os.environ["WHALEJAX_PROCESS_ID"] == "1":
+    print("stands", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.filterwarnings(FORKS)
+def test_one_that_stands_still_at_its_exit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert within(tmp_path, STANDS, exit_seconds=1) == 1
+    said = capsys.readouterr().err
+    assert "rank 1 on localhost has not ended 1 s after others had" in said
+    assert "whalejax: stopping rank 1 by SIGTERM; what is left in 10 s" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.filterwarnings(FORKS)
+def test_one_that_a_signal_has_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "LOOK_SECONDS", 0.02)
+    program = (
+        "import os, signal, time\n"
+        "if os.environ['WHALEJAX_PROCESS_ID'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(600)"
+    )
+    assert within(tmp_path, program) == 1
+    assert "rank 1 on localhost is stopped by a signal" in capsys.readouterr().err
+
+
+class Stubborn:
+    """Stands for a process that nothing ends before it is killed."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.pid = 2**22 + 1  # no process has this number
+        self._clock = clock
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self, timeout: float) -> int:
+        self._clock[0] += timeout
+        raise subprocess.TimeoutExpired("stubborn", timeout)
+
+
+def test_stopping_has_one_deadline_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(group.time, "monotonic", lambda: clock[0])
+    launch = Launch(command=("true",), processes=8, logs=tmp_path)
+    with contextlib.ExitStack() as stack:
+        made = group.Group(launch, stack)
+        made._running = [Stubborn(clock) for _ in range(8)]  # type: ignore[misc]
+        made.stop()
+    assert clock[0] <= 1.5 * group.GRACE_SECONDS
+    said = capsys.readouterr().err
+    assert "stopping rank 0, 1, 2, 3, 4, 5, 6, 7 by SIGTERM" in said
+    assert "in 10 s is killed" in said

@@ -1,0 +1,177 @@
+"""Every public callable is called wrongly, one argument at a time.
+
+A ``WhaleError`` that names the argument, or success where ``misuse_table`` says why it
+is right: nothing else. What would plan or compile is refused before, or stopped where
+that begins; the whole matrix goes through with what is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests import misuse, misuse_table, misuse_world
+
+
+pytestmark = pytest.mark.relaxed_promotion
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> misuse_world.World:
+    """One small model, planned and compiled."""
+    return misuse_world.world(tmp_path_factory.mktemp("world"))
+
+
+def test_every_public_callable_has_an_entry() -> None:
+    assert set(misuse_table.ENTRIES) == set(misuse.public())
+
+
+def test_every_parameter_is_given(world: misuse_world.World) -> None:
+    missing = [
+        f"{name}({parameter})"
+        for name, entry in misuse_table.ENTRIES.items()
+        for parameter in misuse.parameters(name, misuse.public()[name])
+        if parameter not in entry.given(world)
+    ]
+    assert not missing
+
+
+def test_values_that_are_right_have_a_reason() -> None:
+    wrong = [
+        (name, parameter, labels, reason)
+        for name, entry in misuse_table.ENTRIES.items()
+        for parameter, (labels, reason) in entry.legal.items()
+        if not reason
+        or not {label.rstrip("?") for label in labels.split()} <= set(misuse.VALUES)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", misuse_table.ENTRIES)
+def test_wrong_calls(name: str, world: misuse_world.World) -> None:
+    found = misuse.faults(name, misuse_table.ENTRIES[name], world)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", [name for name, e in misuse_table.ENTRIES.items() if e.stops]
+)
+def test_wrong_calls_that_go_through(name: str, world: misuse_world.World) -> None:
+    found = misuse.faults(name, misuse_table.ENTRIES[name], world, whole=True)
+    assert not found, "\n".join(found)
+
+
+def test_what_is_called_rightly_is_taken(world: misuse_world.World) -> None:
+    """The values of the table themselves; else all would be refused for another one."""
+    refused = []
+    for name, entry in misuse_table.ENTRIES.items():
+        if name in misuse_table.NOT_WHOLE:
+            continue
+        fault = misuse.called(name, entry, world)
+        if fault:
+            refused.append(f"{name}: {fault}")
+    assert not refused, "\n".join(refused)
+
+
+# The texts.
+
+
+def told(call: Any, *arguments: Any, **named: Any) -> str:
+    """What is said of a wrong call."""
+    with pytest.raises(wh.WhaleError) as caught:
+        call(*arguments, **named)
+    return str(caught.value)
+
+
+def test_all_problems_of_a_feed_at_once() -> None:
+    text = told(wh.Feed, 5, -1, "step", seed=0.5, first=None, epochs=float("nan"))
+    assert text == (
+        "Feed: 6 problems\n"
+        "  1. source is 5; expected samples by number or an iterable of them\n"
+        "  2. batch_size is -1; expected a whole number, 1 or more\n"
+        "  3. first is None; expected the number of a step, 0 or more\n"
+        "  4. seed is 0.5; expected a whole number, 0 or more, or None\n"
+        "  5. epochs is nan; expected a whole number, 0 or more, or None\n"
+        "  6. step is 'step'; expected what wh.compile gives, or None"
+    )
+
+
+def test_all_problems_of_a_job_at_once() -> None:
+    assert told(wh.Job, 5, None, "rows", 5, -1, "a\x1b[2J") == (
+        "wh.Job: 6 problems\n"
+        "  1. loss_fn is 5; expected a function of model and batch\n"
+        "  2. make_model is None; expected a function of a random key, or of nothing\n"
+        "  3. batch is 'rows'; expected a function batch(step, size), or arrays with "
+        "samples along dimension 0\n"
+        "  4. optimizer is 5; expected an optax transformation such as "
+        "optax.adam(1e-3), or None\n"
+        "  5. batch_size is -1; expected a whole number, 1 or more, or None\n"
+        "  6. name is 'a\\x1b[2J'; expected a text, without control characters"
+    )
+
+
+def test_what_is_no_loss_and_no_devices(world: misuse_world.World) -> None:
+    assert "loss_fn is None; expected a function loss_fn(model, batch)" in told(
+        wh.compile, world.plan, None, world.model
+    )
+    assert told(wh.compile, world.plan, misuse_world.loss, world.model, devices=[]) == (
+        "devices is []; expected devices in node order, such as "
+        'jax.devices("cpu")[:8], or None for all'
+    )
+
+
+def test_what_are_no_axis_names_and_prices(world: misuse_world.World) -> None:
+    arguments = (misuse_world.loss, world.model, world.batch)
+    assert "axis_names is 5; expected your names of mesh axes mapped to ours" in told(
+        wh.plan, *arguments, cluster=world.cluster, axis_names=5
+    )
+    assert "prices is -1; expected prices of one device for an hour by the name" in (
+        told(wh.search, *arguments, clusters=["h100:8"], prices=-1)
+    )
+
+
+def test_what_is_no_array() -> None:
+    x = jnp.ones((2, 4, 2, 4))
+    assert told(wh.attention, None, x, "x") == (
+        "wh.attention: 2 problems\n"
+        "  1. query is None; expected an array of floating-point numbers\n"
+        "  2. value is 'x'; expected an array of floating-point numbers"
+    )
+
+
+def test_a_kind_with_fields_of_other_types(world: misuse_world.World) -> None:
+    fields = misuse_world.fields_of(world.kind)
+    text = told(type(world.kind), **{**fields, "cores": "8", "label": 5})
+    assert text == (
+        "device kind 'cpu': 2 problems\n"
+        "  1. label is 5; expected a text without control characters\n"
+        "  2. cores is '8'; expected a whole number"
+    )
+
+
+def test_states_of_losses_go_through_trees_unchecked() -> None:
+    """JAX puts shapes, objects and None where numbers were."""
+    import jax
+
+    loss = wh.WeightedLoss(1.0, 2.0)
+    assert jax.tree.map(lambda _: "x", loss).total == "x"
+    assert jax.tree.map(lambda _: None, wh.Aux(metrics={"a": 1})).metrics == {"a": None}
+
+
+def test_an_optimizer_of_ones_own_is_taken() -> None:
+    class Mine:
+        def init(self, params: Any) -> Any:
+            return params
+
+        def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+            return updates, state
+
+    assert wh.Job(misuse_world.loss, dict, {"x": np.ones(3)}, Mine()).batch_size is None
+    chained = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    assert wh.Job(misuse_world.loss, dict, {"x": np.ones(3)}, chained).name == "job"

@@ -1,0 +1,190 @@
+"""A model is taken from a checkpoint without the optimizer that trained it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import whalejax as wh
+from tests.whalejax.runs import (
+    batch_at,
+    described_cluster,
+    fresh_state,
+    host_leaves,
+    make_job,
+    make_params,
+    shared_step,
+    step_of,
+)
+from whalejax.train import TrainStep
+
+
+# Adam promotes its count.
+pytestmark = pytest.mark.relaxed_promotion
+
+SCHEDULED = optax.sgd(optax.cosine_decay_schedule(0.1, 50), momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three steps under Adam, with shapes of an even number."""
+    step = shared_step()
+    state = fresh_state(step)
+    for index in range(3):
+        state, _ = step(state, batch_at(index, 16))
+    path = tmp_path_factory.mktemp("saved") / "one"
+    step.save(path, state)
+    return path
+
+
+def evaluating() -> TrainStep:
+    """A step of the job without an optimizer."""
+    job = make_job()
+    model = jax.eval_shape(make_params, jax.random.key(0))
+    plan = wh.plan(job.loss_fn, model, job.batch_at(0), cluster=described_cluster())
+    return wh.compile(plan, job.loss_fn, model)
+
+
+@pytest.mark.parametrize(
+    ("runner", "options"),
+    [
+        ("OneProgram", {}),
+        ("OneProgram", {"precision": "f16"}),
+        ("Apart", {"mesh": {"stage": 2}}),
+        pytest.param(
+            "Uneven", {"shares": [3, 1], "num_devices": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "Pipes",
+            {"mesh": {"stage": 2}, "shares": [3, 1], "num_devices": 4},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_another_optimizer_takes_the_model(
+    saved: Path, runner: str, options: dict[str, Any]
+) -> None:
+    whole = shared_step().restore(saved)
+    step = step_of(make_job(optimizer=SCHEDULED), **options)
+    assert type(step._runner).__name__ == runner
+    found = step.restore(saved, only="model")
+    assert host_leaves(found.params) == host_leaves(whole.params)
+    assert (int(found.step), found.samples) == (3, 48)
+    assert host_leaves(found.rng) == host_leaves(whole.rng)
+    begun = fresh_state(step)
+    assert host_leaves(found.opt_state) == host_leaves(begun.opt_state)
+    for leaf, sharding in zip(
+        jax.tree.leaves(found), jax.tree.leaves(step.shardings), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    found, metrics = step(found, batch_at(3, 16))
+    assert np.isfinite(metrics["loss"])
+    assert (int(found.step), found.samples) == (4, 64)
+
+
+def test_the_optimizer_begins_with_the_model_that_was_read(saved: Path) -> None:
+    """An average of the parameters begins with them, and not with zeros."""
+    step = step_of(make_job(optimizer=optax.contrib.schedule_free_sgd(0.1)))
+    found = step.restore(saved, only="model")
+    assert host_leaves(found.opt_state.z) == host_leaves(found.params)
+
+
+def test_evaluation_takes_the_model(saved: Path) -> None:
+    step, trained = evaluating(), shared_step()
+    found = step.restore(saved, only="model")
+    loss = step.eval(found, batch_at(0, 16))["loss"]
+    expected = trained.eval(trained.restore(saved), batch_at(0, 16))["loss"]
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    # The same optimizer may be asked to begin anew too.
+    again = trained.restore(saved, only="model")
+    assert int(again.opt_state[0].count) == 0 and int(again.step) == 3
+
+
+def test_the_remedy_is_named(saved: Path) -> None:
+    for step in (evaluating(), step_of(make_job(optimizer=SCHEDULED))):
+        with pytest.raises(wh.WhaleError) as caught:
+            step.restore(saved)
+        title = str(caught.value).splitlines()[0]
+        assert title.startswith(
+            f"{saved} is a checkpoint of another model or optimizer. The model is the "
+            'same: step.restore(path, only="model") takes it, keeps the step counter '
+            "and begins the optimizer anew: "
+        )
+
+
+def test_another_model_has_no_such_remedy(saved: Path) -> None:
+    def wider(key: jax.Array) -> Any:
+        params = make_params(key)
+        return {**params, "up": jnp.zeros((12, 640)), "down": jnp.zeros((640, 8))} | {
+            "bias": jnp.zeros(640)
+        }
+
+    step = step_of(make_job(make_model=wider))
+    for only in (None, "model"):
+        with pytest.raises(
+            wh.WhaleError, match="another model or optimizer: "
+        ) as caught:
+            step.restore(saved, only=only)  # type: ignore[arg-type]
+        assert "restore(path" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 4  # Nothing of the optimizer.
+
+
+def test_only_a_model_can_be_asked_for(saved: Path) -> None:
+    other: Any = "params"
+    with pytest.raises(
+        wh.WhaleError, match="only is 'params'; expected 'model', or No"
+    ):
+        shared_step().restore(saved, only=other)
+
+
+class Net(nnx.Module):
+    """What is trained in part later."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.base = nnx.Linear(12, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.norm(self.base(x)))
+
+
+def net_loss(model: Net, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def test_what_was_trained_may_be_frozen(tmp_path: Path) -> None:
+    """And what was frozen may be trained; leaves are found by their names."""
+
+    def make() -> Net:
+        return Net(nnx.Rngs(0))
+
+    model, tx, batch = nnx.eval_shape(make), optax.adam(0.1), batch_at(0, 16)
+    steps = []
+    for trainable in (None, "head.*"):
+        plan = wh.plan(
+            net_loss,
+            model,
+            batch,
+            optimizer=tx,
+            cluster=described_cluster(),
+            trainable=trainable,
+        )
+        steps.append(
+            wh.compile(plan, net_loss, model, optimizer=tx, trainable=trainable)
+        )
+    for number, (first, second) in enumerate((steps, reversed(steps))):
+        state, _ = first(first.init(make, rng=jax.random.key(0)), batch)
+        first.save(tmp_path / str(number), state)
+        found = second.restore(tmp_path / str(number), only="model")
+        values = [jax.tree.leaves(nnx.state(s.model)) for s in (state, found)]
+        assert host_leaves(values[0]) == host_leaves(values[1])
+        assert len(jax.tree.leaves(found.params)) != len(jax.tree.leaves(state.params))
+        second(found, batch)

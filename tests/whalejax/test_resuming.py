@@ -1,0 +1,440 @@
+"""A run goes on from the newest whole checkpoint, at the next sample, and alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+from tests.whalejax.runs import (
+    ROOT,
+    batch_at,
+    fresh_state,
+    make_job,
+    shared_step,
+)
+from tests.whalejax.test_checkpoint import data_files, without_hashes
+from whalejax import folder_lock, loop, session
+from whalejax.folder_lock import LOCK, FolderLock
+from whalejax.options import TrainCommand
+from whalejax.resuming import batches_from, resumed
+from whalejax.train import TrainState, TrainStep
+
+
+# Adam promotes its count.
+pytestmark = pytest.mark.relaxed_promotion
+
+
+def batches(index: int) -> Any:
+    return batch_at(index, 16)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the checkpoints of three steps, that tests only read."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    step = shared_step()
+    loop.train(step, fresh_state(step), batches, steps=3, save_dir=folder, save_every=1)
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """Such a directory that a test may change."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip_a_bit(path: Path) -> None:
+    biggest = max(data_files(path), key=lambda file: file.stat().st_size)
+    content = bytearray(biggest.read_bytes())
+    content[len(content) // 2] ^= 1
+    biggest.write_bytes(content)
+
+
+# Samples.
+
+
+def test_a_state_counts_samples(run: Path) -> None:
+    step = shared_step()
+    state = fresh_state(step)
+    assert state.samples == 0
+    state, _ = step(state, batches(0))
+    assert state.samples == 16
+    found = step.restore(run / "step_000003")
+    assert (int(found.step), found.samples) == (3, 48)
+    found, _ = step(dataclasses.replace(found, samples=5), batches(0))
+    assert found.samples == 21
+    copied = jax.tree.map(lambda x: x, found)
+    assert copied.samples is None
+    copied, _ = step(copied, batches(0))
+    step.save(run / "other", copied)
+    assert step.restore(run / "other").samples == 5 * 16
+
+
+def loss_of_samples(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch["x"] @ params["w"]) ** 2) * 1e-6
+
+
+def job_of_samples(*, by_number: bool) -> wh.Job:
+    """A job whose samples are the numbers below a hundred, over and over."""
+    x = np.arange(100, dtype=np.float32).reshape(100, 1)
+
+    def batch(step: int, size: int) -> dict[str, Any]:
+        return {"x": x[(np.arange(size) + step * size) % 100]}
+
+    def make() -> Any:
+        return {"w": jnp.ones((1, 1))}
+
+    data = batch if by_number else {"x": x}
+    return wh.Job(loss_of_samples, make, data, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_batches_of_another_size_begin_at_the_next_sample(by_number: bool) -> None:
+    job = job_of_samples(by_number=by_number)
+    found = batches_from(job, 8, step=9, samples=36)
+    rows = [found(index)["x"][:, 0].tolist() for index in range(9, 18)]
+    assert sum(rows, []) == [i % 100 for i in range(36, 36 + 72)]
+    whole = batches_from(job, 12, step=3, samples=36)
+    assert whole(4)["x"][:, 0].tolist() == [*range(48, 60)]
+    keys = wh.Job(
+        len, len, lambda n, size: jax.random.split(jax.random.key(n), size), 1
+    )
+    joined = batches_from(keys, 4, step=0, samples=2)(0)
+    assert joined.shape == (4,) and joined.dtype == jax.random.key(0).dtype
+    assert joined[0] == jax.random.split(jax.random.key(0), 4)[2]
+
+
+def test_resuming_with_another_batch_size_skips_no_sample(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    take: Any = TrainStep.__call__
+
+    def told(step: TrainStep, state: TrainState, batch: Any) -> Any:
+        given.append(batch["x"][:, 0].tolist())
+        return take(step, state, batch)
+
+    monkeypatch.setattr(TrainStep, "__call__", told)
+    job = job_of_samples(by_number=True)
+    command = TrainCommand(model="samples", cluster="cpu:8", save=tmp_path / "run")
+    first = dataclasses.replace(command, batch=8, steps=3)
+    session.run(job, first, started=0.0)
+    second = dataclasses.replace(command, batch=16, steps=5, resume=True)
+    session.run(job, second, started=0.0)
+    assert [len(rows) for rows in given] == [8, 8, 8, 16, 16]
+    assert sum(given, []) == [*range(56)]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"starting from {tmp_path / 'run' / 'step_000003'}: 3 steps, 24 samples" in (
+        said
+    )
+    model = job.make_model()
+    plan = wh.plan(loss_of_samples, model, job.batch_at(0, 4), cluster="cpu:1")
+    step = wh.compile(plan, loss_of_samples, model, devices=jax.devices()[:1])
+    found = step.restore(tmp_path / "run" / "step_000005", only="model")
+    assert (int(found.step), found.samples) == (5, 56)
+
+
+# Damage.
+
+
+def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
+    flip_a_bit(run / "step_000003")
+    (run / "step_000002" / "whalejax.json").unlink()
+    (run / "step_000002.damaged").mkdir()
+    found = resumed(shared_step(), loop.checkpoints(run))
+    assert found is not None
+    assert (int(found.state.step), found.checkpoint) == (1, run / "step_000001")
+    assert sorted(path.name for path in run.iterdir()) == [
+        "step_000001",
+        "step_000002.damaged",
+        "step_000002.damaged2",
+        "step_000003.damaged",
+    ]
+    first, second = found.notes
+    assert first.startswith(f"{run / 'step_000003'} is damaged; restore another checkp")
+    assert first.endswith(
+        "\nGoing on from step_000001; what is left of step_000003 is "
+        "step_000003.damaged now"
+    )
+    assert second.startswith(
+        f"{run / 'step_000002'} is not a whole checkpoint: its rec"
+    )
+    assert "step_000002.damaged2 now" in second
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun(run: Path) -> None:
+    for path in run.iterdir():
+        flip_a_bit(path)
+    before = sorted(run.iterdir())
+    with pytest.raises(wh.WhaleError) as caught:
+        resumed(shared_step(), loop.checkpoints(run))
+    text = str(caught.value)
+    assert text.startswith("no whole checkpoint to resume from: 3 problems\n")
+    assert text.index("step_000003") < text.index("step_000001")
+    assert text.endswith("from a copy, or start anew with another directory")
+    assert sorted(run.iterdir()) == before
+    assert resumed(shared_step(), []) is None
+
+
+def test_another_model_is_no_damage(run: Path) -> None:
+    record = (run / "step_000003" / "whalejax.json").read_text()
+    (run / "step_000003" / "whalejax.json").write_text(
+        record.replace('"whalejax_checkpoint": 1', '"whalejax_checkpoint": 9')
+    )
+    found = resumed(shared_step(), loop.checkpoints(run))
+    assert found and "has checkpoint format 9" in found.notes[0]
+    other = make_job(make_model=lambda: {"w": jnp.zeros(3)}).make_model()
+    step = wh.compile(
+        wh.plan(
+            lambda m, b: jnp.mean(m["w"] * b), other, jnp.zeros(3), cluster="cpu:1"
+        ),
+        lambda m, b: jnp.mean(m["w"] * b),
+        other,
+        devices=jax.devices()[:1],
+    )
+    with pytest.raises(wh.WhaleError, match="of another model or optimizer"):
+        resumed(step, loop.checkpoints(run))
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_resumed_session_says_what_is_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    flip_a_bit(run / "step_000003")
+    without_hashes(run / "step_000002")
+    command = TrainCommand(
+        model="perceptron",
+        cluster="cpu:8",
+        save=run,
+        save_every=1,
+        steps=4,
+        resume=True,
+        quiet=quiet,
+        replay=1,
+    )
+    report = session.run(make_job(), command, started=0.0)
+    assert report.steps == 2
+    expected = wh_losses(4)[2:]
+    assert (report.loss_first, report.loss_last) == pytest.approx(expected, rel=1e-5)
+    found = capsys.readouterr()
+    said = " ".join((found.err if quiet else found.out).split())
+    assert "Going on from step_000002; what is left of step_000003 is" in said
+    assert "could not be checked" in said
+    assert (found.out == "") == quiet and (found.err == "") != quiet
+    names = {path.name for path in run.iterdir()}
+    # The one that was begun from stays, and those after it.
+    assert names >= {"step_000002", "step_000003", "step_000003.damaged", "step_000004"}
+    assert not names & {LOCK}
+
+
+def wh_losses(steps: int) -> list[float]:
+    """The losses of a run that nothing happened to."""
+    step = shared_step()
+    run = loop.train(step, fresh_state(step), batches, steps=steps)
+    return list(run.losses)
+
+
+# Two runs and one directory.
+
+HOLDS = """
+import sys
+from pathlib import Path
+from whalejax.folder_lock import FolderLock
+
+with FolderLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+assert "jax" not in sys.modules
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds ``run``."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_directory_is_one_runs_alone(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    folder, step = tmp_path / "run", shared_step()
+    asked: list[int] = []
+    with pytest.raises(wh.WhaleError) as caught:
+        loop.train(
+            step,
+            fresh_state(step),
+            asked.append,
+            steps=2,
+            save_dir=folder,
+            save_every=1,
+        )
+    assert not asked
+    host = os.uname().nodename
+    assert re.fullmatch(
+        re.escape(f"{folder} is in use by process {other.pid} on {host} since ")
+        + r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: two runs would remove each other's "
+        r"checkpoints\. Give another directory, or wait for that run or end it\. If it "
+        r"is known to have ended, remove " + re.escape(str(folder / LOCK)),
+        str(caught.value),
+    )
+    command = TrainCommand(model="perceptron", cluster="cpu:8", save=folder, steps=1)
+    with pytest.raises(wh.WhaleError, match="is in use by process"):
+        session.run(make_job(), command, started=0.0)
+    # However it ends, the directory is free then, and whoever takes it says so.
+    other.kill()
+    other.wait()
+    assert f'"pid": {other.pid},' in (folder / LOCK).read_text()
+    with FolderLock(folder):
+        assert f'"pid": {os.getpid()},' in (folder / LOCK).read_text()
+    assert not folder.exists() or not [*folder.iterdir()]
+
+
+def test_a_run_that_ends_well_lets_go(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    other.communicate("\n")
+    assert other.returncode == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
+    step = shared_step()
+
+    def fail(index: int) -> Any:
+        assert (tmp_path / "run" / LOCK).exists()
+        raise KeyError(index)
+
+    with pytest.raises(KeyError):
+        loop.train(step, fresh_state(step), fail, steps=2, save_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_that_is_removed_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before lets go between our opening its file and locking it."""
+    lock: Any = fcntl.flock
+
+    def late(opened: int, how: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / LOCK).unlink()
+        lock(opened, how)
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", late)
+    with (
+        FolderLock(tmp_path),
+        pytest.raises(wh.WhaleError, match=f"by process {os.getpid()} on"),
+    ):
+        FolderLock(tmp_path).__enter__()
+
+
+def test_a_lock_that_somebody_removed_is_anothers_then(tmp_path: Path) -> None:
+    with FolderLock(tmp_path):
+        (tmp_path / LOCK).unlink()
+        with FolderLock(tmp_path):
+            kept = (tmp_path / LOCK).read_text()
+            FolderLock(tmp_path)._give_up()
+            assert (tmp_path / LOCK).read_text() == kept
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    with first:
+        (tmp_path / LOCK).unlink()
+        second.__enter__()
+    assert (tmp_path / LOCK).exists()
+    second.__exit__(None, None, None)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_file_systems_without_locks_go_by_what_the_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
+) -> None:
+    folder = tmp_path / "run"
+
+    def unsupported(opened: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", unsupported)
+    with pytest.raises(wh.WhaleError, match=f"in use by process {other.pid} on"):
+        FolderLock(folder).__enter__()
+    other.kill()
+    other.wait()
+    with FolderLock(folder):
+        pass
+    for content in ("[" * 5000, '{"pid": -1}', '{"pid": 1, "host": "elsewhere"}'):
+        folder.mkdir(exist_ok=True)
+        (folder / LOCK).write_text(content)
+        is_known = "elsewhere" in content or "-1" in content
+        if is_known:
+            with pytest.raises(wh.WhaleError, match="in use by another run"):
+                FolderLock(folder).__enter__()
+        else:
+            with FolderLock(folder):
+                pass
+
+
+def test_directories_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(wh.WhaleError, match="cannot be written here .Not a directory"):
+        FolderLock(tmp_path / "file" / "run").__enter__()
+
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(wh.WhaleError, match="No space left on device.*free some space"):
+        FolderLock(tmp_path / "run").__enter__()
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_that_cannot_be_listed_or_removed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    step = shared_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fail)
+        with pytest.raises(wh.WhaleError, match="cannot be listed .Permission denied"):
+            loop.latest(run)
+    state = step.restore(run / "step_000003")
+    rename: Any = Path.rename
+
+    def fail_to_remove(path: Path, target: Path) -> Any:
+        return fail() if target.name.endswith(".deleted") else rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_to_remove)
+    with pytest.raises(wh.WhaleError, match="older checkpoints cannot be removed"):
+        loop.train(step, state, batches, steps=4, save_dir=run, keep=1)
+    assert loop.latest(run) == run / "step_000004"

@@ -1,0 +1,119 @@
+"""What processes tell each other through JAX, and how they join.
+
+Beside ``_compat``, it is the other place where private names of JAX stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend
+import jax.extend.backend
+from jax._src import clusters, distributed, xla_bridge
+
+
+def tell_processes(key: str, text: str, *, again: bool = False) -> None:
+    """Leave a text where all processes of this program can read it.
+
+    Args:
+        key: a new one, if not ``again``.
+        text: to be read.
+        again: in place of what was left under the key.
+    """
+    _coordination().key_value_set(key, text, allow_overwrite=again)
+
+
+def all_told(folder: str) -> list[tuple[str, str]]:
+    """Keys and texts of all that was left in a folder of keys."""
+    return [(str(k), str(v)) for k, v in _coordination().key_value_dir_get(folder)]
+
+
+def told_by(key: str, wait_seconds: float) -> str | None:
+    """A text that another process left; None if it did not come in time."""
+    try:
+        found = _coordination().blocking_key_value_get(key, int(wait_seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+    return str(found)
+
+
+def forget_told(key: str) -> None:
+    """Remove a text that this process left, when all have read it."""
+    _coordination().key_value_delete(key)
+
+
+def backends_are_there() -> bool:
+    """Whether something has asked for devices or arrays already."""
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def detected_cluster(timeout_seconds: float) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and rank, as a cluster that JAX knows has them.
+
+    Args:
+        timeout_seconds: to wait for its answer, where it is asked.
+    """
+    given = os.environ.get("JAX_COORDINATOR_ADDRESS")  # which JAX prefers
+    address, count, rank, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        given, None, None, None, None, math.ceil(timeout_seconds)
+    )
+    if address is None or count is None or rank is None:
+        return None
+    return str(address), int(count), int(rank)
+
+
+def joined_processes() -> tuple[int, int]:
+    """The number of this process and of all, before a backend is started for them."""
+    state = distributed.global_state
+    return int(state.process_id or 0), int(state.num_processes or 1)
+
+
+@contextlib.contextmanager
+def preemption_service(*, on: bool) -> Iterator[None]:
+    """Have JAX take SIGTERM for the notice of a preemption, or leave it alone."""
+    name = "jax_enable_preemption_service"
+    before = getattr(jax.config, name)
+    jax.config.update(name, on)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def listen_locally(host: str) -> None:
+    """Have CPU devices listen for each other at an address of this machine alone.
+
+    JAX leaves it to Gloo, which takes the address of this machine's name.
+
+    Args:
+        host: a loopback address.
+    """
+    if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "gloo":
+        return
+
+    def make() -> Any:
+        client = distributed.global_state.client
+        if client is None:
+            return xla_bridge.make_cpu_client()
+        native: Any = vars(xla_bridge)["_jax"]  # typed as private there
+        collectives = native.make_gloo_tcp_collectives(
+            distributed_client=client, hostname=host
+        )
+        return xla_bridge.make_cpu_client(collectives)
+
+    jax.extend.backend.register_backend_factory(
+        "cpu", make, priority=0, fail_quietly=False
+    )
+
+
+def _coordination() -> Any:
+    """The client of the service that joined the processes."""
+    client: Any = distributed.global_state.client
+    return client

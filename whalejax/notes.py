@@ -1,0 +1,51 @@
+"""Notes of a plan on what a loss does, beside those of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whalejax.capture import Captured
+from whalejax.planner.plan import Plan
+from whalejax.planner.terms import NO_EFFECT, Remat, remat_words
+
+
+def loss_notes(captured: Captured, found: Plan) -> list[str]:
+    """State that samples change, and axes that the loss names.
+
+    Args:
+        captured: the loss.
+        found: its plan.
+    """
+    changing = _changing_note(captured.changing, found.num_micro_batches)
+    return [*changing, *_axes_note(captured.axes)]
+
+
+def _changing_note(paths: Sequence[str], count: int) -> list[str]:
+    """State that samples change, where a step has several micro-batches."""
+    if not paths or count == 1:
+        return []
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return [
+        f"{', '.join(paths[:3])}{more}: not trained, and changed by the samples or by "
+        f"random numbers, so {count} times a step, with every micro-batch, as on one "
+        "device with as much accumulation; num_micro_batches=1 changes it once"
+    ]
+
+
+def _axes_note(names: Sequence[str]) -> list[str]:
+    """Axes that the loss names, and what they stand for."""
+    return [
+        f'the loss names the axis "{name}": it stands for all samples of a '
+        "micro-batch, so that pmean and psum over it change nothing"
+        for name in names
+    ]
+
+
+def remat_note(asked: Remat, found: Plan) -> list[str]:
+    """That a policy changes nothing, where it does not."""
+    if not asked or found.remat:
+        return []
+    return [
+        f"{remat_words(asked)} {NO_EFFECT}: no layers were found there, or the model "
+        "itself puts them into jax.checkpoint or another call that is kept as it is"
+    ]
