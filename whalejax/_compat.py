@@ -82,7 +82,8 @@ def differentiable_operands(equation: Any) -> list[int]:
 def instantiated(cotangent: Any) -> Any:
     """A cotangent as an array, where JAX knows only that it is zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        dtype: Any = cotangent.dtype
+        return jnp.zeros(cotangent.shape, dtype)
     return cotangent
 
 

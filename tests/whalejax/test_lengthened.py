@@ -87,7 +87,9 @@ def test_the_program_gives_the_same_loss_and_gradients(
 ) -> None:
     with jax.enable_x64(True):
         first = jax.jit(parameters)()
-        tokens = np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ), np.int32)
+        tokens: Any = np.random.default_rng(0).integers(
+            0, VOCAB, (BATCH, SEQ), np.int32
+        )
         found = capture(adapt(first, loss), tokens)
         assert gathered_bytes(found.graph) < gathered_bytes(
             found.reader.read(_as_written(loss))[0]

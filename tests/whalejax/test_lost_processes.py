@@ -213,6 +213,7 @@ def test_who_was_never_heard_is_missed_where_all_begin_at_once() -> None:
     beats = [beat(), beat()]
     assert not quiet(together(*beats), 109, *beats)
     found = together(*beats)
+    gone: dict[int, str] = {}
     for now in range(101, 112):
         found.hear({0: beat(now), 1: beat(now)}, float(now))
         gone = found.look(float(now))

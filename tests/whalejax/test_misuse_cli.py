@@ -184,7 +184,7 @@ def valued(hint: Any, word: str) -> Any:
 
 def wrong(command: str, name: str, hint: Any) -> Iterator[tuple[str, str]]:
     """Names of values for an option, and the words."""
-    if typing.Literal in map(typing.get_origin, typing.get_args(hint)):
+    if any(typing.get_origin(kind) is typing.Literal for kind in typing.get_args(hint)):
         return  # the parser's own
     yield from tried(hint).items()
 

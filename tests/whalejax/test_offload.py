@@ -272,11 +272,11 @@ class _Device:
 
 
 def test_a_backend_without_host_memory_is_named() -> None:
-    from whalejax.train import _check_host_memory
+    from whalejax.matching import check_host_memory
 
     plan = asked(80e9, offload="optimizer")
     with pytest.raises(wh.WhaleError) as caught:
-        _check_host_memory(plan, _Device())
+        check_host_memory(plan, _Device())
     assert "optimizer in host memory" in str(caught.value)
     assert "GB of each device" in str(caught.value)
     assert "a abacus reaches none here" in str(caught.value)

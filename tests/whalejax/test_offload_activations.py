@@ -272,11 +272,11 @@ def test_a_model_without_layers_is_named() -> None:
 
 def test_a_backend_without_host_memory_is_named() -> None:
     from tests.whalejax.test_offload import _Device
-    from whalejax.train import _check_host_memory
+    from whalejax.matching import check_host_memory
 
     plan = asked(remat="full", offload="activations")
     with pytest.raises(wh.WhaleError) as caught:
-        _check_host_memory(plan, _Device())
+        check_host_memory(plan, _Device())
     amount = f"{plan.memory.host_bytes / 1e6:.0f} MB of each device"
     assert f"activations in host memory ({amount})" in str(caught.value)
 

@@ -149,7 +149,7 @@ def planned(loss: Loss, cluster: str = "cpu:2", **options: Any) -> wh.Plan:
     )
 
 
-CONTEXT: Final = {"mesh": {"data": 1, "context": 2}}
+CONTEXT: Final[dict[str, Any]] = {"mesh": {"data": 1, "context": 2}}
 
 
 def assert_equal_after_two_steps(loss: Loss, **options: Any) -> wh.Plan:

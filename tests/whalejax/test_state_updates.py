@@ -118,7 +118,7 @@ def alone(loss: Any, model: Any, batch: Any) -> tuple[list[float], dict[str, Any
 def two_steps(
     loss: Any, model: Any, batch: Any, **options: Any
 ) -> tuple[list[float], dict[str, Any], wh.Plan]:
-    given = {"optimizer": keep_gradient()}
+    given: dict[str, Any] = {"optimizer": keep_gradient()}
     plan = wh.plan(loss, model, batch, cluster=free_links(8), **given, **options)
     step = wh.compile(plan, loss, model, **given, devices=jax.devices()[:8])
     state, losses = step.init_from(model), []
@@ -204,4 +204,5 @@ def test_linen_collections() -> None:
     wanted = float(loss(variables, x)[0])
     losses, rest, _ = two_steps(loss, variables, x, num_micro_batches=4)
     np.testing.assert_allclose(losses[0], wanted, rtol=1e-5)
-    assert jax.tree.leaves(rest) == [variables["state"]["calls"] + 2]
+    calls: Any = variables["state"]["calls"]
+    assert jax.tree.leaves(rest) == [calls + 2]
