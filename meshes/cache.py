@@ -11,13 +11,12 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.problems import WhaleError, warn
 
 
 # Raised when what is measured, or how, changes.
@@ -83,8 +82,7 @@ def store(key: MachineKey, budget_seconds: float, cluster: Cluster) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        warnings.warn(
+        warn(
             f"the measurement of this machine could not be kept in {path.parent}: "
             f"{error}. Set WHALEJAX_CACHE to a directory that can be written",
-            stacklevel=2,
         )

@@ -32,6 +32,9 @@ F = TypeVar("F")
 LARGEST: Final = 2**63 - 1
 """The largest whole number that is taken where nothing else limits it: int64's."""
 
+MOST_SAMPLES: Final = 2**40
+"""Of a global batch: more than any data set has, and what can still be divided up."""
+
 _LARGEST_NUMBER: Final = sys.float_info.max
 
 _LONGEST: Final = 60

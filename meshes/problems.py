@@ -8,6 +8,10 @@ package of the product can use it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import warnings
 from types import TracebackType
 from typing import Final
 
@@ -28,6 +32,20 @@ class WhaleError(ValueError):
 
     def __init__(self, text: str = "") -> None:
         super().__init__(message(str(text)))
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line that called us from outside, however deep in here that is.
+
+    Args:
+        text: of the warning.
+        category: of the warning.
+    """
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 class Problems:

@@ -183,7 +183,7 @@ def _check_leaves(plan: Plan, where: str, problems: Problems) -> None:
             continue
         for dim, (size, roles) in enumerate(zip(leaf.shape, leaf.roles, strict=True)):
             product = math.prod(sizes.get(role, 0) for role in roles)
-            if product and product != size:
+            if roles and product and product != size:
                 problems.add(
                     f"{at}.shape[{dim}] is {size}; {' × '.join(roles)} is {product}"
                 )

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from whalejax.planner.plan import Plan
 
 
-MOST_SAMPLES: Final = 2**40
-"""Of a global batch: more than any data set has, and what can still be divided up."""
-
 _SAMPLES: Final = frozenset(("data", "fsdp", "expert"))
 """Mesh axes along which the samples of a micro-batch are shared."""
 

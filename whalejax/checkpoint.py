@@ -16,7 +16,6 @@ import functools
 import importlib
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,8 +39,9 @@ from whalejax.checkpoint_record import (
     write_record,
 )
 from whalejax.lowering.spread import collected, dealt, spread
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.problems import WhaleError, warn
 from whalejax.precision import LossScale
+from whalejax.state import check_alive
 
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ _KEPT_WITH_MODEL: Final = (*_MODEL, "step", "rng")
 _SECTIONS: Final = (*_MODEL, "opt_state", "step", "rng", _SCALE)
 _ARRAYS: Final = "arrays"
 _LONGEST_REASON: Final = 200
-_SHOWN_NAMES: Final = 4
 
 
 class UncheckedCheckpoint(UserWarning):
@@ -95,8 +94,8 @@ def save(
             state was consumed.
     """
     target = _path_of(path)
+    check_alive(state)
     leaves = _leaves(state, plan)
-    _check_alive(leaves)
     with being_built(target) as building:
         mesh = _between(state)
         if mesh is not None:
@@ -142,26 +141,6 @@ def _place(path: Any) -> Path:
     if "\0" in os.fspath(path):
         raise WhaleError(f"path is {path!r:.60}; no path has a null character in it")
     return Path(path).absolute()
-
-
-def _check_alive(leaves: Iterable[tuple[Leaf, Any]]) -> None:
-    """Refuse a state of which something was given away."""
-    gone = [
-        " ".join(leaf.place)
-        for leaf, array in leaves
-        if isinstance(array, jax.Array) and array.is_deleted()
-    ]
-    if gone:
-        more = len(gone) - _SHOWN_NAMES
-        names = ", ".join(gone[:_SHOWN_NAMES]) + (
-            f" and {more} more" if more > 0 else ""
-        )
-        raise WhaleError(
-            f"this state was consumed in part: the memory of {names} was given to a "
-            "step, or to another function that reuses it (donate_argnums), and nothing "
-            "of it can be saved. Save the state that the last step returned: "
-            "state, metrics = step(state, batch); step.save(path, state)"
-        )
 
 
 def restore(
@@ -292,7 +271,7 @@ def checked(target: Path) -> Record:
     record = read_record(target)
     check_hashes(target, record)
     if record.file_sha256 is None:
-        warnings.warn(unchecked(target), UncheckedCheckpoint, stacklevel=4)
+        warn(unchecked(target), UncheckedCheckpoint)
     return record
 
 

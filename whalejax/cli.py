@@ -163,7 +163,6 @@ def _plan(command: PlanCommand) -> None:
     from whalejax.progress import Working, make_console
 
     _check_output(command.output)
-    _check_counts(command)
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
@@ -217,7 +216,6 @@ def _search(command: SearchCommand) -> None:
     from whalejax import jobs, show
     from whalejax.progress import Working, make_console
 
-    _check_counts(command)
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     given, asked = prices(command.price), by_task_graph(command)
@@ -287,18 +285,6 @@ def _lasting(model: str) -> str:
     """A model's name that holds in other folders too: files by their whole path."""
     path, colon, function = model.rpartition(":")
     return f"{Path(path).resolve()}{colon}{function}" if colon else model
-
-
-def _check_counts(command: PlanCommand | SearchCommand) -> None:
-    from whalejax.planner.micro_batches import MOST_SAMPLES
-
-    for name, value in (
-        ("--batch", command.batch),
-        ("--micro-batches", command.micro_batches),
-    ):
-        if value is not None and value > MOST_SAMPLES:
-            given = quoted(value)
-            raise WhaleError(f"{name} is {given}; expected at most {MOST_SAMPLES}")
 
 
 def _is_file(model: str) -> bool:

@@ -6,7 +6,6 @@ compiler's message that names none of the user's words.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from whalejax.lowering.ways import absent, is_here
 from whalejax.meshes.build import are_devices
 from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.problems import Problems, warn
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import BatchLeaf, Plan, PlanError
@@ -348,12 +347,11 @@ def check_planned_state(
         return
     given = optimizer_bytes(adapter, optimizer).followed_bytes
     if given > planned:
-        warnings.warn(
+        warn(
             f"the optimizer keeps {gigabytes(given)} beside the parameters, and the "
             f"plan counts {gigabytes(planned)} (all of it, not one device's part): "
             "more memory is needed than was predicted. Give wh.plan the optimizer "
-            "that wh.compile is given",
-            stacklevel=5,
+            "that wh.compile is given"
         )
 
 

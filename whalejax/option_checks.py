@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from whalejax.meshes.checks import LARGEST, is_number, is_whole, shown
+from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.options import CalibrateCommand, TrainCommand, VerifyCommand
 
@@ -23,21 +23,21 @@ LONGEST_SECONDS: Final = 10**6
 PRECISIONS: Final = ("f32", "bf16", "f16")
 
 _WHOLE: Final = {
-    "batch": (1, LARGEST),
+    "batch": (1, MOST_SAMPLES),
     "each": (1, 10**6),
     "loss_chunks": (1, LARGEST),
-    "micro_batches": (1, LARGEST),
+    "micro_batches": (1, MOST_SAMPLES),
     "port": (1, 65535),
     "processes": (1, 2**20),
     "replay": (0, LARGEST),
-    "samples": (1, LARGEST),
+    "samples": (1, MOST_SAMPLES),
     "save_every": (1, LARGEST),
     "seed": (-LARGEST, LARGEST),
     "steps": (1, LARGEST),
 }
 """Options that are whole numbers: the least and the most."""
 
-_SECONDS: Final = ("seconds", "timeout")
+_SECONDS: Final = ("exit_timeout", "seconds", "timeout")
 _MAY_BE_EMPTY: Final = ("cpu_quota", "arguments")
 _NO_FOLDER: Final = ("output", "plan", "before", "after", "table", "script")
 
@@ -134,7 +134,7 @@ def _problem(name: str, value: Any) -> str:
         least, most = _WHOLE[name]
         if is_whole(value, least, most):
             return ""
-        limit = f"{least} or more" if most == LARGEST else f"{least} to {most}"
+        limit = f"at most {most}" if value > most else f"{least} or more"
         limit = "64 bits" if least < 0 else limit
         return f"{shown(value)}; expected {limit}"
     if name in _SECONDS:

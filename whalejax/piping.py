@@ -6,9 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
-import sys
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +16,7 @@ from whalejax.capture.stack import Unshared, stack_of
 from whalejax.capture.units import units_of
 from whalejax.fixed import EVEN, Uneven, check_mesh
 from whalejax.meshes import Cluster
+from whalejax.meshes.problems import warn
 from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import TooFewParts, Whole
 from whalejax.planner.decide import check_marks, decide
@@ -495,15 +493,6 @@ def _said(
     for uneven in dict.fromkeys(filter(None, said)):
         note = next((n for n in plan.notes if n.startswith(uneven)), "")
         if note:
-            warnings.warn(note, stacklevel=_frames_inside())
+            warn(note)
     notes = filter(None, [merged(graph)])
     return dataclasses.replace(plan, notes=(*plan.notes, *notes))
-
-
-def _frames_inside() -> int:
-    """How far from the caller that code is which is not ours, as warnings count."""
-    ours = os.path.dirname(__file__) + os.sep
-    count, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        count, frame = count + 1, frame.f_back
-    return count

@@ -68,7 +68,7 @@ def _check_words(asked: Asked, problems: Arguments) -> None:
     if isinstance(precision, str):
         if precision not in PRECISIONS:
             problems.refuse("precision", precision, f"one of {known}")
-    elif not precision_words(precision):
+    elif not _by_name(precision):
         problems.refuse(
             "precision",
             precision,
@@ -101,11 +101,6 @@ def _check_words(asked: Asked, problems: Arguments) -> None:
 _OFFLOAD: Final = (
     f"some of {', '.join(OFFLOADS)}, () for nothing, or None for the planner to choose"
 )
-
-
-def precision_words(value: object) -> bool:
-    """Whether it names TaskGraphs, and a precision for each."""
-    return _by_name(value) and bool(value)
 
 
 def _by_name(value: object) -> bool:

@@ -26,6 +26,10 @@ def checked_options(options: Any) -> dict[str, bool | int | float | str]:
             carry; all of them.
     """
     problems = Problems("compiler_options", PlanError)
+    if isinstance(options, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in options
+    ):
+        options = dict(options)  # as a plan keeps them
     if not isinstance(options, Mapping | None):
         raise PlanError(
             f"compiler_options is {shown(options)}; expected a dict of XLA's options, "

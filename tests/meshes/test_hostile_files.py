@@ -72,9 +72,9 @@ def test_numbers_that_no_device_has(number: Any) -> None:
     for name in ("memory_bytes", "memory_bytes_per_second", "price_per_hour", "cores"):
         assert name in refused(lambda n=name: dataclasses.replace(kind, **{n: number}))
     for name in ("bandwidth_bytes_per_second", "latency_seconds"):
-        assert name in refused(
-            lambda n=name: dataclasses.replace(BASE.levels[0], **{n: number})
-        )
+        level = dataclasses.replace(BASE.levels[0], **{name: number})
+        levels = (level, BASE.levels[1])
+        assert name in refused(lambda v=levels: dataclasses.replace(BASE, levels=v))
     data = BASE.to_json()
     data["kinds"]["h100"]["memory_bytes_per_second"] = number
     assert "memory_bytes_per_second" in refused(lambda: from_data(data, "it"))

@@ -75,7 +75,7 @@ def test_search_prints_json(here: Path, capsys: Captured) -> None:
         ([*SEARCH, "--price", "h100=2", "--price", "h100=3"], "h100 is given twice"),
         ([*SEARCH, "--price", "h200=2"], "prices has 'h200', and the clusters have"),
         ([*SEARCH, "--batch", "0"], "--batch is 0; expected 1 or more"),
-        ([*SEARCH, "--each", "0"], "each is 0; expected a whole number, 1 or more"),
+        ([*SEARCH, "--each", "0"], "--each is 0; expected 1 or more"),
     ],
 )
 def test_searches_that_cannot_be(

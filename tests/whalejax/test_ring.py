@@ -142,7 +142,7 @@ def test_asked_for_where_it_does_not_stand_its_place_is_named() -> None:
     [
         ("blocks", "'blocks' is no kind; expected one of gather, ring"),
         ({"heads": "ring"}, "there is no TaskGraph 'heads'; expected some of default"),
-        (3, "3 is neither a kind nor one for each TaskGraph"),
+        (3, "attention is 3; expected a word such as 'ring', one for each"),
     ],
 )
 def test_other_kinds_are_refused(given: Any, said: str) -> None:

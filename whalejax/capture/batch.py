@@ -13,9 +13,8 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
-from whalejax.meshes.checks import is_whole, shown
+from whalejax.meshes.checks import MOST_SAMPLES, is_whole, shown
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.planner.micro_batches import MOST_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
