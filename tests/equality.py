@@ -493,7 +493,8 @@ def _unlike(case: Case, step: TrainStep) -> list[str]:
         "sequence_parallel": (plan.sequence_parallel, options["sequence_parallel"]),
         "loss_chunks": (plan.loss_chunks, options["loss_chunks"]),
         "offload": (set(plan.offload), set(case.offload)),
-        "precision": (plan.precision, case.precision),
+        # Where a model insists on float32 somewhere, all products are asked for.
+        "precision": (dict(plan.precisions).get("*", plan.precision), case.precision),
         "something in host memory": (plan.memory.host_bytes > 0, bool(case.offload)),
         "state in host memory": ("pinned_host" in kinds, "optimizer" in case.offload),
         "parameters there": ("pinned_host" in hosted, "params" in case.offload),
