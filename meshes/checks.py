@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, TypeVar, Union
 import numpy as np
 
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.texts import visible
+from whalejax.meshes.texts import is_shown_as_written, visible
 
 
 F = TypeVar("F")
@@ -91,7 +91,7 @@ def is_number(value: object) -> bool:
 
 def is_printable(value: object) -> bool:
     """Whether it is a text that a terminal shows as it is, and not empty."""
-    return isinstance(value, str) and value.isprintable() and bool(value.strip())
+    return isinstance(value, str) and is_shown_as_written(value) and bool(value.strip())
 
 
 class Arguments(Problems):
@@ -263,7 +263,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, _WHOLE) and not isinstance(value, bool)
     if hint is str:
-        return isinstance(value, str) and value.isprintable()
+        return isinstance(value, str) and is_shown_as_written(value)
     if getattr(hint, "_is_protocol", False):
         return True
     if isinstance(hint, type) and not typing.get_args(hint):

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.texts import is_shown_as_written
 from whalejax.options import CalibrateCommand, TrainCommand, VerifyCommand
 
 
@@ -66,7 +67,7 @@ def check_words(argv: Sequence[str]) -> None:
     """
     before = "a word"
     for word in argv[: argv.index("--") + 2 if "--" in argv else len(argv)]:
-        if len(word) > LONGEST_WORD or not word.isprintable():
+        if len(word) > LONGEST_WORD or not is_shown_as_written(word):
             raise WhaleError(
                 f"{before} is {shown(word)}; expected no control characters, and at "
                 f"most {LONGEST_WORD} characters"

@@ -70,8 +70,15 @@ class Oracle:
 
     def __init__(self, search: WideSearch) -> None:
         self.search = search
-        chain, optimizer = search.served[0].chain, search.request.optimizer
-        self.links = Links(chain, search.views, optimizer, search.cluster.compiler)
+        request = search.request
+        self.links = Links(
+            search.served[0].chain,
+            search.views,
+            request.optimizer,
+            search.cluster.compiler,
+            narrowed=request.narrowed,
+            cast_bytes=request.cast_bytes,
+        )
         self.homes = sorted({s.task_graph for s in self.links.chain.spots})
         self.layers = self.links.chain.layers
         self.cluster = search.cluster
@@ -335,7 +342,7 @@ class Pipeline:
         for leaf, whole, stored, _ in self.leaves:
             where = leaf.place if leaf.place in PLACES else FIRST
             if where == place and stored > whole:
-                cast = oracle.search.request.cast_bytes
+                cast = oracle.search.request.cast_bytes * leaf.group.narrowed
                 nbytes = leaf.group.nbytes * cast / leaf.slices / whole
                 times = leaf.group.gathers * leaf.count * leaf.slices
                 once = self.collective("all-gather", ("fsdp",), nbytes)
@@ -571,17 +578,18 @@ class Pipeline:
         micro_batches: int,
         layer: tuple[float, float, float],
     ) -> float:
-        cast, away = self.oracle.search.request.cast_bytes, self.choice.offload
+        request, away = self.oracle.search.request, self.choice.offload
         gathered = copies = fresh = 0.0
         for leaf, whole, stored, owned in self.leaves:
             share = shares[leaf.place]
             if not share:
                 continue
             gradient = owned if self.choice.zero >= 2 else stored
+            cast = request.cast_bytes * leaf.group.narrowed
             one = leaf.group.nbytes / leaf.slices / whole
             if stored > whole:
                 gathered = max(gathered, one * cast)
-            elif cast != 1.0:
+            elif cast < 1.0:
                 copies += share * leaf.count * leaf.group.nbytes * cast / whole
             if gradient > whole:
                 gathered = max(gathered, one)

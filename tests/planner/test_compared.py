@@ -20,7 +20,7 @@ def test_each_part_of_a_plan_that_differs_is_named() -> None:
     plan = spmd()
     changed = {
         "precision": ("f16", f"precision (f16, not {plan.precision})"),
-        "zero": (3, f"ZeRO level (3, not {plan.zero})"),
+        "zero": (2, f"ZeRO level (2, not {plan.zero})"),
         "num_micro_batches": (7, f"micro-batches (7, not {plan.num_micro_batches})"),
         "model_hash": (
             "other",

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.planner.graphs import stacked
@@ -96,6 +96,7 @@ def with_memory(machine: Cluster, device: float, host: float | None) -> Cluster:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+@example(1, 1024, 32_000, 1024, 3, 1, "v5e:2x2", 1.5, 4.0, 0.5)
 @given(
     layers=st.integers(1, 6),
     hidden=st.sampled_from([256, 1024]),

@@ -69,7 +69,7 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
     assert "a kind 'fast' already (it has fast)" in refused([*again, "fast"], capsys)
     assert "letters, digits, - and _" in refused([*again, "my cpu"], capsys)
     assert len(measured) == 1  # Nothing is measured that could not be written.
-    assert "letters, digits, - and _" in refused([*again, ""], capsys)
+    assert "--kind is ''; expected a word" in refused([*again, ""], capsys)
     model = ["--model", "mlp", "--samples", "64"]
     with monkeypatch.context() as failing:
         failing.setattr("whalejax.timing.with_timing", _no_timing)

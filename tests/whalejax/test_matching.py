@@ -108,9 +108,8 @@ def test_a_plan_for_another_batch() -> None:
         planned(), plain, net(), batch=batch(32), devices=jax.devices()
     )
     assert text == (
-        "this plan was made for another model or batch; plan again, or give the "
-        "trainable=, axis_names= and batch_axes= that it was made with: 1 problem\n"
-        "  1. the batch: the plan is for [(16, 24)], given is [(32, 24)]"
+        "batch has ['x'] [32, 24]; the plan is for ['x'] [16, 24]. Give the batch that "
+        "it was made for, or plan again"
     )
 
 

@@ -139,7 +139,7 @@ def test_another_model_has_no_such_remedy(saved: Path) -> None:
 def test_only_a_model_can_be_asked_for(saved: Path) -> None:
     other: Any = "params"
     with pytest.raises(
-        wh.WhaleError, match="only is 'params'; expected 'model', or No"
+        wh.WhaleError, match="only is 'params'; expected one of 'model', or No"
     ):
         shared_step().restore(saved, only=other)
 

@@ -113,7 +113,7 @@ def test_batches_of_another_size_begin_at_the_next_sample(by_number: bool) -> No
     whole = batches_from(job, 12, step=3, samples=36)
     assert whole(4)["x"][:, 0].tolist() == [*range(48, 60)]
     keys = wh.Job(
-        len, len, lambda n, size: jax.random.split(jax.random.key(n), size), 1
+        len, len, lambda n, size: jax.random.split(jax.random.key(n), size), None
     )
     joined = batches_from(keys, 4, step=0, samples=2)(0)
     assert joined.shape == (4,) and joined.dtype == jax.random.key(0).dtype

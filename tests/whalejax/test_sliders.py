@@ -14,7 +14,7 @@ from tests.whalejax.test_displays import checked, plain
 
 def test_sliders_plan_again() -> None:
     pytest.importorskip("ipywidgets")
-    shown = plain().sliders(clusters=["h100:2x8", "h100:1x4", "h100:0"])
+    shown = plain().sliders(clusters=["h100:2x8", "h100:1x4", "h100:3"])
     control = shown.controls["batch"]
     assert [label for label, _ in control.options] == [
         "64",
@@ -27,8 +27,8 @@ def test_sliders_plan_again() -> None:
     control.value = 512
     assert shown.plan == plain().what_if(batch=512)
     before = shown.plan
-    shown.controls["cluster"].value = "h100:0"
-    assert "h100:0" in shown.problem and shown.plan is before
+    shown.controls["cluster"].value = "h100:3"
+    assert "no layout of 3 devices" in shown.problem and shown.plan is before
     assert "No plan" in shown.widget.children[-1].value
     shown.controls["cluster"].value = "h100:1x4"
     assert not shown.problem and shown.plan.num_devices == 4
