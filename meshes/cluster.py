@@ -360,7 +360,7 @@ def cluster(text: str) -> Cluster:
     """
     from whalejax.meshes.grammar import parse
 
-    if text != "" and not is_printable(text):
+    if not (is_printable(text) or (isinstance(text, str) and not text)):
         raise WhaleError(
             f"cluster: text is {shown(text)}; expected such as 'h100:8', 'v5p:4x4x4' "
             "or a .toml file"

@@ -64,6 +64,7 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "optimizer": ("none", "evaluation needs none"),
     "cluster": ("none", "the devices of this process"),
     "default": NONE,
+    "precision": ("dict", "no TaskGraph is named, so all stay as they are"),
     "num_micro_batches": ("none", "the planner chooses"),
     "allow_idle": SWITCH,
     "sync_batch_stats": SWITCH,

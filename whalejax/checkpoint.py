@@ -39,6 +39,7 @@ from whalejax.checkpoint_record import (
     write_record,
 )
 from whalejax.lowering.spread import collected, dealt, spread
+from whalejax.lowering.ways import settle
 from whalejax.meshes.problems import WhaleError, warn
 from whalejax.precision import LossScale
 from whalejax.state import check_alive
@@ -95,6 +96,7 @@ def save(
     """
     target = _path_of(path)
     check_alive(state)
+    settle()
     leaves = _leaves(state, plan)
     with being_built(target) as building:
         mesh = _between(state)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from whalejax.meshes.problems import Problems, WhaleError
 _WRITTEN_BY: Final = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")
 _SHOWN_DIGITS: Final = 12
 _MOST_THREADS: Final = 8
-_WAIT_SECONDS: Final = 300.0
+_WAIT_SECONDS: Final = 1800.0
 _LONGEST_REASON: Final = 300
 
 _REMEDIES: Final = {
@@ -56,24 +57,17 @@ _rounds = itertools.count()
 # What processes tell each other.
 
 
-def wait_for_all_processes(what: str) -> None:
-    """Return when all processes have come here.
-
-    Args:
-        what: the same in all of them.
-    """
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(what)
-
-
 def told_by_all(mine: str, what: str) -> list[str]:
     """A text of each process, in their order; all of them call this.
 
+    No device takes part, so that nothing that devices still do can stand in its way.
+
     Args:
         mine: this process's.
-        what: it is about; the same in all of them.
+        what: it is about, for the error.
+
+    Raises:
+        WhaleError: a process did not come here.
     """
     count, here = jax.process_count(), jax.process_index()
     if count == 1:
@@ -81,13 +75,11 @@ def told_by_all(mine: str, what: str) -> list[str]:
     number = next(_rounds)
     folder = f"whalejax/checkpoints/{number}"
     _compat_processes.tell_processes(f"{folder}/{here}", mine)
-    wait_for_all_processes(f"{what} ({folder})")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    said = [_waited_for(f"{folder}/{n}", deadline) for n in range(count)]
     # Who came here has read what was told in the round before.
     if number:
         _compat_processes.forget_told(f"whalejax/checkpoints/{number - 1}/{here}")
-    said = [
-        _compat_processes.told_by(f"{folder}/{n}", _WAIT_SECONDS) for n in range(count)
-    ]
     silent = [str(n) for n, text in enumerate(said) if text is None]
     if silent:
         raise WhaleError(
@@ -95,6 +87,14 @@ def told_by_all(mine: str, what: str) -> list[str]:
             f"{_WAIT_SECONDS:.0f} s. Look for the first error of theirs"
         )
     return [text for text in said if text is not None]
+
+
+def _waited_for(key: str, deadline: float) -> str | None:
+    """What another process told; signals are heard once a second meanwhile."""
+    while True:
+        found = _compat_processes.told_by(key, 1.0)
+        if found is not None or time.monotonic() > deadline:
+            return found
 
 
 def fail_together(error: str, what: str) -> None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from whalejax.beats import tells_of_loss
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.lowering.watch import lost
-from whalejax.lowering.ways import is_here
+from whalejax.lowering.ways import is_here, settle
 from whalejax.meshes.problems import WhaleError
 from whalejax.resuming import held
 from whalejax.state import TrainState
@@ -301,11 +301,13 @@ def _check_parameters(step: TrainStep, state: TrainState, done: int) -> None:
         if is_here(leaf.sharding):
             devices = frozenset(leaf.sharding.device_set)
             places.setdefault(devices, {})[planned.path] = leaf
-    tests = [(one, _finite([*one.values()])) for one in places.values()]
+    settle()
     spoilt = {
         path
-        for one, found in tests
-        for path, is_finite in zip(one, jax.device_get(found), strict=True)
+        for one in places.values()
+        for path, is_finite in zip(
+            one, jax.device_get(_finite([*one.values()])), strict=True
+        )
         if not is_finite
     }
     paths = [planned.path for planned in step.plan.trained if planned.path in spoilt]

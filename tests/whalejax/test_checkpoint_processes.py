@@ -64,7 +64,7 @@ if index == 0:
     content = bytearray(biggest.read_bytes())
     content[-1] ^= 1
     biggest.write_bytes(content)
-checkpoint_files.wait_for_all_processes("changed")
+checkpoint_files.told_by_all("", "changed")
 found["damaged"] = refused(lambda: step.restore(folder / "step_000003"))
 again = resumed(step, loop.checkpoints(folder))
 found["resumed"] = [again.checkpoint.name, int(again.state.step), again.state.samples]
@@ -72,7 +72,7 @@ other = compiled(optax.sgd(optax.constant_schedule(0.1)))
 taken = other.restore(again.checkpoint, only="model")
 taken, metrics = other(taken, {"x": x})
 found["taken"] = [int(taken.step), taken.samples, float(metrics["loss"])]
-checkpoint_files.wait_for_all_processes("done")
+checkpoint_files.told_by_all("", "done")
 found["left"] = sorted(path.name for path in folder.iterdir())
 print(json.dumps(found), flush=True)
 """

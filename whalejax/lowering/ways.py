@@ -221,6 +221,16 @@ def run_alone(program: Callable[[Any], Any], arrays: Any, mesh: Any) -> Any:
     return found
 
 
+def settle() -> None:
+    """Wait for what this process has begun, where processes share CPUs' threads.
+
+    A program of all processes that begins while another runs can take the threads that
+    the other needs; ``run_alone`` says why both then wait for ever.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(jax.live_arrays())
+
+
 def seen_on(
     array: Any, whole: NamedSharding, shape: tuple[int, ...] | None = None
 ) -> Any:

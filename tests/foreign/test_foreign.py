@@ -1,0 +1,37 @@
+"""Public models, unmodified: planned, compiled on eight devices, equal to one device.
+
+The extra ``foreign`` brings their packages. Of each family one runs by default, all
+with ``-m ""``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.foreign import flax_models, huggingface, others  # noqa: F401
+from tests.foreign.harness import MODELS, Foreign, check
+
+
+DEFAULT = {one.family: one.name for one in reversed(MODELS.values())}
+
+
+def _cases() -> list[object]:
+    return [
+        pytest.param(
+            one,
+            id=f"{one.family}-{one.name}",
+            marks=[] if DEFAULT[one.family] == one.name else [pytest.mark.full],
+        )
+        for one in MODELS.values()
+    ]
+
+
+def test_there_are_enough() -> None:
+    assert len(MODELS) >= 30
+    assert len(DEFAULT) >= 9
+
+
+@pytest.mark.relaxed_promotion
+@pytest.mark.parametrize("one", _cases())
+def test_two_steps_equal_those_of_one_device(one: Foreign) -> None:
+    check(one.make())
