@@ -23,14 +23,15 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-def _causal(model: Any, **options: Any) -> Built:
+def _causal(model: Any, **words: Any) -> Built:
     ids = tokens(SAMPLES, LENGTH, VOCABULARY)
+    words = words or {"train": False}
 
     def loss_fn(params: Any, ids: Any) -> jax.Array:
-        logits = model(ids, params=params, train=False).logits
+        logits = model(ids, params=params, **words).logits
         return _cross_entropy(logits[:, :-1], ids[:, 1:])
 
-    return Built(loss_fn=loss_fn, model=model.params, batch=ids, options=options)
+    return Built(loss_fn=loss_fn, model=model.params, batch=ids)
 
 
 def _masked(model: Any) -> Built:
@@ -121,7 +122,9 @@ def hf_opt() -> Built:
         num_attention_heads=4,
         word_embed_proj_dim=32,
     )
-    return _causal(hf.FlaxOPTForCausalLM(config, input_shape=(1, LENGTH)))
+    return _causal(
+        hf.FlaxOPTForCausalLM(config, input_shape=(1, LENGTH)), deterministic=True
+    )
 
 
 def _llama_like(kind: Any) -> Any:
@@ -206,14 +209,6 @@ def hf_distilbert() -> Built:
         max_position_embeddings=LENGTH,
     )
     return _masked(hf.FlaxDistilBertForMaskedLM(config))
-
-
-@foreign("huggingface-translating")
-def hf_t5() -> Built:
-    config = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
-    )
-    return _translating(hf.FlaxT5ForConditionalGeneration(config))
 
 
 def _bart_like(kind: Any) -> Any:

@@ -236,12 +236,15 @@ def jraph_network() -> Built:
 
     transformed = hk.without_apply_rng(hk.transform(network))
     graph = _graphs()
+    # The loss is a mean over graphs, whose nodes and edges stand one after the other.
+    axes = jax.tree.map(lambda _: None, graph)
+    axes = axes._replace(globals=0, n_node=0, n_edge=0)
     params = jax.jit(transformed.init)(key(), graph)
     return Built(
         loss_fn=transformed.apply,
         model=params,
         batch=graph,
-        options={"batch_axes": jax.tree.map(lambda _: None, graph)},
+        options={"batch_axes": axes},
     )
 
 
