@@ -22,7 +22,6 @@ from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
 from whalejax.planner.frames import CHUNKS, ORDERS
 from whalejax.planner.layout import spec_of
 from whalejax.planner.outlook import PLACES, Placement
-from whalejax.planner.priced import Links
 from whalejax.planner.schedules import schedule
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stored import HOLDERS
@@ -70,15 +69,7 @@ class Oracle:
 
     def __init__(self, search: WideSearch) -> None:
         self.search = search
-        request = search.request
-        self.links = Links(
-            search.served[0].chain,
-            search.views,
-            request.optimizer,
-            search.cluster.compiler,
-            narrowed=request.narrowed,
-            cast_bytes=request.cast_bytes,
-        )
+        self.links = search.space.links
         self.homes = sorted({s.task_graph for s in self.links.chain.spots})
         self.layers = self.links.chain.layers
         self.cluster = search.cluster
@@ -597,10 +588,10 @@ class Pipeline:
         if "params" in away:
             copies = 2 * layer[0] / self.oracle.layers
         again = 0.0
+        saved = self.inner.saved
         for home, policy in self.remat.items():
             for place in PLACES:
                 if shares[place]:
-                    saved = self.inner.saved
                     less = saved[home, place, "none"] - saved[home, place, policy]
                     each = self.oracle.layers if place == LAYER else 1
                     again = max(again, less / each)
