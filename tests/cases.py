@@ -582,3 +582,14 @@ def pairs(case: Case) -> frozenset[Any]:
 def pairwise() -> tuple[Case, ...]:
     """Few and cheap cases that make every pair of choices which any case makes."""
     return pinned("cases", full_matrix(), lambda case: case.id)
+
+
+def choices(case: Case) -> frozenset[Any]:
+    """Every choice that a case makes, by itself."""
+    return frozenset(one for pair in pairs(case) for one in pair)
+
+
+@functools.cache
+def default() -> tuple[Case, ...]:
+    """Cases of ``pairwise`` that make every choice once: what runs by default."""
+    return pinned("default", pairwise(), lambda case: case.id)

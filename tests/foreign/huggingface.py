@@ -76,7 +76,7 @@ def _seeing(model: Any, side: int) -> Built:
     return Built(loss_fn=loss_fn, model=model.params, batch=batch)
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_gpt2() -> Built:
     config = hf.GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4
@@ -84,7 +84,7 @@ def hf_gpt2() -> Built:
     return _causal(hf.FlaxGPT2LMHeadModel(config, input_shape=(1, LENGTH)))
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_gpt_neo() -> Built:
     config = hf.GPTNeoConfig(
         vocab_size=VOCABULARY,
@@ -98,7 +98,7 @@ def hf_gpt_neo() -> Built:
     return _causal(hf.FlaxGPTNeoForCausalLM(config, input_shape=(1, LENGTH)))
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_gptj() -> Built:
     config = hf.GPTJConfig(
         vocab_size=VOCABULARY,
@@ -111,7 +111,7 @@ def hf_gptj() -> Built:
     return _causal(hf.FlaxGPTJForCausalLM(config, input_shape=(1, LENGTH)))
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_opt() -> Built:
     config = hf.OPTConfig(
         vocab_size=VOCABULARY,
@@ -140,25 +140,25 @@ def _llama_like(kind: Any) -> Any:
     )
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_llama() -> Built:
     config = _llama_like(hf.LlamaConfig)
     return _causal(hf.FlaxLlamaForCausalLM(config, input_shape=(1, LENGTH)))
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_mistral() -> Built:
     config = _llama_like(hf.MistralConfig)
     return _causal(hf.FlaxMistralForCausalLM(config, input_shape=(1, LENGTH)))
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_gemma() -> Built:
     config = _llama_like(hf.GemmaConfig)
     return _causal(hf.FlaxGemmaForCausalLM(config, input_shape=(1, LENGTH)))
 
 
-@foreign("huggingface-causal")
+@foreign("huggingface")
 def hf_bloom() -> Built:
     config = hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
     return _causal(hf.FlaxBloomForCausalLM(config, input_shape=(1, LENGTH)))
@@ -176,29 +176,29 @@ def _bert_like(kind: Any, **more: Any) -> Any:
     )
 
 
-@foreign("huggingface-masked")
+@foreign("huggingface")
 def hf_bert() -> Built:
     return _masked(hf.FlaxBertForMaskedLM(_bert_like(hf.BertConfig)))
 
 
-@foreign("huggingface-masked")
+@foreign("huggingface")
 def hf_roberta() -> Built:
     return _masked(hf.FlaxRobertaForMaskedLM(_bert_like(hf.RobertaConfig)))
 
 
-@foreign("huggingface-masked")
+@foreign("huggingface")
 def hf_albert() -> Built:
     config = _bert_like(hf.AlbertConfig, embedding_size=16)
     return _masked(hf.FlaxAlbertForMaskedLM(config))
 
 
-@foreign("huggingface-masked")
+@foreign("huggingface")
 def hf_electra() -> Built:
     config = _bert_like(hf.ElectraConfig, embedding_size=16)
     return _masked(hf.FlaxElectraForMaskedLM(config))
 
 
-@foreign("huggingface-masked")
+@foreign("huggingface")
 def hf_distilbert() -> Built:
     config = hf.DistilBertConfig(
         vocab_size=VOCABULARY,
@@ -227,17 +227,17 @@ def _bart_like(kind: Any) -> Any:
     )
 
 
-@foreign("huggingface-translating")
+@foreign("huggingface")
 def hf_bart() -> Built:
     return _translating(hf.FlaxBartForConditionalGeneration(_bart_like(hf.BartConfig)))
 
 
-@foreign("huggingface-translating")
+@foreign("huggingface")
 def hf_marian() -> Built:
     return _translating(hf.FlaxMarianMTModel(_bart_like(hf.MarianConfig)))
 
 
-@foreign("huggingface-vision")
+@foreign("huggingface")
 def hf_vit() -> Built:
     config = hf.ViTConfig(
         hidden_size=32,
@@ -251,7 +251,7 @@ def hf_vit() -> Built:
     return _seeing(hf.FlaxViTForImageClassification(config), 16)
 
 
-@foreign("huggingface-vision")
+@foreign("huggingface")
 def hf_resnet() -> Built:
     config = hf.ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=2
@@ -267,7 +267,7 @@ def hf_resnet() -> Built:
     return Built(loss_fn=loss_fn, model=model.params["params"], batch=built.batch)
 
 
-@foreign("huggingface-vision")
+@foreign("huggingface")
 def hf_clip() -> Built:
     text = dict(
         vocab_size=VOCABULARY,
@@ -303,7 +303,7 @@ def hf_clip() -> Built:
     return Built(loss_fn=loss_fn, model=model.params, batch=batch)
 
 
-@foreign("huggingface-audio")
+@foreign("huggingface")
 def hf_wav2vec2() -> Built:
     config = hf.Wav2Vec2Config(
         vocab_size=12,

@@ -166,6 +166,21 @@ def equinox_gru() -> Built:
 
 
 @foreign("ode")
+def jax_odeint() -> Built:
+    params = {"w": 0.1 * images(4, 4), "b": jnp.zeros(4)}
+    times = jnp.linspace(0.0, 1.0, 3)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        def field(y: jax.Array, t: jax.Array, params: Any) -> jax.Array:
+            return jnp.tanh(y @ params["w"] + params["b"])
+
+        found = ode.odeint(field, batch, times, params)
+        return jnp.square(found[-1] - 1).mean()
+
+    return Built(loss_fn=loss_fn, model=params, batch=images(SAMPLES, 4))
+
+
+@foreign("ode")
 def equinox_neural_ode() -> Built:
     mlp = eqx.nn.MLP(4, 4, 32, 2, activation=jax.nn.softplus, key=key())
     params, static = eqx.partition(mlp, eqx.is_inexact_array)
@@ -188,21 +203,6 @@ def equinox_neural_ode() -> Built:
             return found.ys[-1]
 
         return jnp.square(jax.vmap(solve)(batch) - 1).mean()
-
-    return Built(loss_fn=loss_fn, model=params, batch=images(SAMPLES, 4))
-
-
-@foreign("ode")
-def jax_odeint() -> Built:
-    params = {"w": 0.1 * images(4, 4), "b": jnp.zeros(4)}
-    times = jnp.linspace(0.0, 1.0, 3)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        def field(y: jax.Array, t: jax.Array, params: Any) -> jax.Array:
-            return jnp.tanh(y @ params["w"] + params["b"])
-
-        found = ode.odeint(field, batch, times, params)
-        return jnp.square(found[-1] - 1).mean()
 
     return Built(loss_fn=loss_fn, model=params, batch=images(SAMPLES, 4))
 
@@ -261,7 +261,7 @@ def diffusers_unet() -> Built:
         attention_head_dim=8,
         cross_attention_dim=16,
     )
-    params = unet.init_weights(key())
+    params = jax.jit(unet.init_weights)(key())
     batch = {
         "latents": images(SAMPLES, 4, 8, 8),
         "noise": images(SAMPLES, 4, 8, 8, seed=3),

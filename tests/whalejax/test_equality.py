@@ -81,8 +81,18 @@ def records(request: pytest.FixtureRequest) -> Iterator[Records]:
 
 @pytest.mark.parametrize(
     "case",
-    (*cases.pairwise(), *features.pairwise(), *stages.subset()),
-    ids=lambda case: case.id,
+    (
+        *(
+            pytest.param(
+                case,
+                id=case.id,
+                marks=[] if case in cases.default() else [pytest.mark.full],
+            )
+            for case in cases.pairwise()
+        ),
+        *(pytest.param(case, id=case.id) for case in features.pairwise()),
+        *(pytest.param(case, id=case.id) for case in stages.subset()),
+    ),
 )
 def test_equals_one_device(case: Case, records: Records) -> None:
     record = records.of(case)
@@ -118,6 +128,11 @@ def test_the_subset_makes_every_pair_that_the_matrix_makes() -> None:
     assert made == every
     assert len(every) > 300
     assert len(cases.pairwise()) < len(cases.full_matrix()) / 10
+
+
+def test_what_runs_by_default_makes_every_choice() -> None:
+    every = {one for case in cases.pairwise() for one in cases.choices(case)}
+    assert {one for case in cases.default() for one in cases.choices(case)} == every
 
 
 def test_the_features_make_every_pair_on_every_number_of_devices() -> None:
