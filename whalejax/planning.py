@@ -33,7 +33,7 @@ from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.graph import BatchReduction, Graph
+from whalejax.planner.graph import Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
 from whalejax.planner.ordering import ordered
@@ -274,7 +274,7 @@ class Asked:
         programs = self._programs()
         adapter, graph, traced = programs.adapter, programs.graph, programs.traced
         remat = checked_policies(self.remat, graph, traced.names)
-        count = self._count(traced.reductions, graph)
+        count = self._count(traced, graph)
         hosts = functools.cache(lambda: hosted(adapter, self.optimizer))
         request = Request(
             optimizer=optimizer_bytes(adapter, self.optimizer, self.cluster.platform),
@@ -350,12 +350,14 @@ class Asked:
         """The precision of the whole model; its own types where TaskGraphs differ."""
         return self.precision if isinstance(self.precision, str) else "f32"
 
-    def _count(self, reductions: Sequence[BatchReduction], graph: Graph) -> int | None:
+    def _count(self, traced: Programs, graph: Graph) -> int | None:
         """Micro-batches, if the user says how many, or what else is asked for does."""
-        if self.sync_batch_stats and reductions:
-            marks = {m for g in graph.task_graphs for m in g.marks}
-            several = (m.get("num_micro_batches") for m in marks)
-            return synced(self.num_micro_batches, reductions, *filter(None, several))
+        marks = {m for g in graph.task_graphs for m in g.marks}
+        several = [*filter(None, (m.get("num_micro_batches") for m in marks))]
+        if self.sync_batch_stats and traced.reductions:
+            return synced(self.num_micro_batches, traced.reductions, *several)
+        if self.num_micro_batches is None and traced.captured.numbering:
+            return None if several else 1
         return None if self.num_micro_batches is None else int(self.num_micro_batches)
 
     def _attention(self, programs: Programs) -> Chosen | None:

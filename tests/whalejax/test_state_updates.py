@@ -170,7 +170,7 @@ def test_the_plan_names_what_samples_change() -> None:
     )
     (note,) = (n for n in plan.notes if "not trained, and" in n)
     assert note == (
-        "positive, seen: not trained, and changed by the samples or by random numbers, "
+        "positive, seen: not trained, and changed by the batch or by random numbers, "
         "so 2 times a step, with every micro-batch, as on one device with as much "
         "accumulation; num_micro_batches=1 changes it once"
     )

@@ -30,6 +30,7 @@ from whalejax.capture.drafts import Position, Value
 from whalejax.capture.lengthened import lengthened
 from whalejax.capture.named_axes import bound, traced_with_axes
 from whalejax.capture.narrowing import left_wide, narrowed, wide_products
+from whalejax.capture.numbering import numbering_leaves
 from whalejax.capture.own_layouts import constraint_notes
 from whalejax.capture.recompute import applicable, recomputed
 from whalejax.capture.reporting import Reports, Told, check_clear, reports
@@ -111,6 +112,11 @@ class Captured:
         """Numbers of the leaves that are not trained, and are weights."""
         first = len(self.adapter.param_paths)
         return frozenset(i for i, own in enumerate(self.weights[first:]) if own)
+
+    @property
+    def numbering(self) -> tuple[str, ...]:
+        """Batch arrays without samples whose numbers are of samples."""
+        return numbering_leaves(self.jaxpr, self.reader.leaves)
 
     @property
     def wide_products(self) -> Counter[str]:
@@ -365,7 +371,7 @@ def capture(
     arguments = [*flat.model_avals, *(leaf.aval for leaf in leaves)]
     arguments += [_key_aval(rng)] if adapter.takes_rng else []
     with recording() as record:
-        jaxpr, axes = _traced(flat, arguments)
+        jaxpr, axes = _traced(flat, arguments, _part(size, num_micro_batches))
     jaxpr, steady, changing = held_back(
         jaxpr,
         adapter.rest,
@@ -469,8 +475,16 @@ def _taken_apart(jaxpr: Any, graph_of_program: Callable[[Any], Graph]) -> Any:
     return jaxpr
 
 
-def _traced(flat: _FlatLoss, arguments: list[Any]) -> tuple[Any, tuple[str, ...]]:
-    """The loss as it was written, and axes that it names and nobody binds."""
+def _traced(
+    flat: _FlatLoss, arguments: list[Any], part: str
+) -> tuple[Any, tuple[str, ...]]:
+    """The loss as it was written, and axes that it names and nobody binds.
+
+    Args:
+        flat: the loss.
+        arguments: their shapes.
+        part: which part of the batch that is, for errors; or empty.
+    """
     try:
         return traced_with_axes(tracing(_compat.trace), flat, arguments)
     except Exception as error:
@@ -482,8 +496,15 @@ def _traced(flat: _FlatLoss, arguments: list[Any]) -> tuple[Any, tuple[str, ...]
                 "plan divides the work itself"
             ) from error
         if not isinstance(error, WhaleError):
-            error.add_note("whalejax: raised in loss_fn, traced without values")
+            error.add_note(f"whalejax: raised in loss_fn, traced without values{part}")
         raise
+
+
+def _part(size: int, count: int) -> str:
+    """What a micro-batch is of a batch, in words."""
+    if count == 1:
+        return ""
+    return f" for a micro-batch of {size} of the batch's {size * count} samples"
 
 
 def _traced_twice_as_large(

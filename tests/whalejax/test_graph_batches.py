@@ -1,0 +1,106 @@
+"""Graphs: nodes are the samples, and edges number them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import whalejax as wh
+
+
+NODES, EDGES = 64, 40
+AXES = {"nodes": 0, "senders": None, "receivers": None, "labels": 0}
+OPTIMIZER = optax.sgd(0.05, momentum=0.9)
+
+
+def _random(*shape: int, seed: int) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def _numbers(count: int, below: int, seed: int) -> Any:
+    found = np.random.default_rng(seed).integers(0, below, count)
+    return jnp.asarray(found, jnp.int32)
+
+
+GRAPH = {
+    "nodes": _random(NODES, 8, seed=0),
+    "senders": _numbers(EDGES, NODES, 1),
+    "receivers": _numbers(EDGES, NODES, 3),
+    "labels": _numbers(NODES, 4, 2),
+}
+PARAMS = {
+    "embed": 0.3 * _random(8, 32, seed=1),
+    "message": 0.3 * _random(32, 32, seed=2),
+    "out": 0.3 * _random(32, 4, seed=3),
+}
+
+
+def loss(params: Any, graph: Any, count: int = NODES) -> Any:
+    x = jnp.tanh(graph["nodes"] @ params["embed"])
+    sent = (x @ params["message"])[graph["senders"]]
+    x = jnp.tanh(x + jax.ops.segment_sum(sent, graph["receivers"], num_segments=count))
+    each = optax.softmax_cross_entropy_with_integer_labels(
+        x @ params["out"], graph["labels"]
+    )
+    return each.mean()
+
+
+def of_any_size(params: Any, graph: Any) -> Any:
+    return loss(params, graph, graph["nodes"].shape[0])
+
+
+def planned(loss_fn: Any = of_any_size, **options: Any) -> wh.Plan:
+    cluster = wh.cluster("cpu:8").with_memory(14_000)
+    given = {"cluster": cluster, "batch_axes": AXES, "optimizer": OPTIMIZER}
+    return wh.plan(loss_fn, PARAMS, GRAPH, **{**given, **options})
+
+
+@pytest.mark.parametrize("loss_fn", [loss, of_any_size])
+def test_one_micro_batch_is_taken_where_edges_number_nodes(loss_fn: Any) -> None:
+    plan = planned(loss_fn)
+    assert plan.num_micro_batches == 1
+    (note,) = (note for note in plan.notes if "number" in note)
+    assert note.startswith("batch.receivers, batch.senders have no samples, and the ")
+
+
+def test_a_step_on_a_graph_equals_one_device() -> None:
+    plan = planned(cluster="cpu:8")
+    step = wh.compile(plan, of_any_size, PARAMS, optimizer=OPTIMIZER, batch_axes=AXES)
+    _, metrics = step(step.init_from(PARAMS), GRAPH)
+    np.testing.assert_allclose(metrics["loss"], loss(PARAMS, GRAPH), rtol=1e-5)
+
+
+def test_more_micro_batches_are_taken_where_asked_for_and_said() -> None:
+    plan = planned(cluster="cpu:8", num_micro_batches=2)
+    (note,) = (note for note in plan.notes if "1/2 of the samples" in note)
+    assert "what is looked up elsewhere is missing" in note
+
+
+def test_a_loss_that_takes_no_part_of_a_graph_says_which_part_it_was_given() -> None:
+    with pytest.raises(TypeError) as caught:
+        planned(loss, num_micro_batches=2)
+    assert (
+        "whalejax: raised in loss_fn, traced without values for a micro-batch of 32 of "
+        "the batch's 64 samples"
+    ) in caught.value.__notes__
+
+
+def test_tables_that_all_samples_read_keep_their_micro_batches() -> None:
+    def by_place(params: Any, batch: Any) -> Any:
+        places = params["embed"][batch["places"]]
+        return jnp.mean((batch["x"] @ params["message"] @ places.T) ** 2)
+
+    plan = wh.plan(
+        by_place,
+        {"embed": _random(8, 32, seed=1), "message": PARAMS["message"]},
+        {"x": _random(NODES, 32, seed=0), "places": _numbers(4, 8, 1)},
+        cluster="cpu:8",
+        batch_axes={"x": 0, "places": None},
+        num_micro_batches=2,
+    )
+    assert not any("samples up by number" in note for note in plan.notes)
