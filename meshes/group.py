@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.meshes.launch import Launch
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER, Blamed, Introduced
+from whalejax.meshes.launched import ENDS_FOR_ANOTHER, Blamed, Introduced, Joining
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.pump import Log, Pump, Shown, drop_stdout
 from whalejax.meshes.quota import Quota
@@ -68,6 +68,7 @@ class Group:
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._said: dict[int, Introduced] = {}
         self._blamed: dict[int, str] = {}
+        self._joining: set[int] = set()
         self._stopped: dict[int, int] = {}
         self._over: set[int] = set()
         self._shown = False
@@ -131,8 +132,11 @@ class Group:
             process.stdout.fileno(), outputs, lambda found: self._told(rank, found)
         )
 
-    def _told(self, rank: int, found: Introduced | Blamed) -> bool:
+    def _told(self, rank: int, found: Introduced | Blamed | Joining) -> bool:
         """Note what a rank says; False if it cannot be true."""
+        if isinstance(found, Joining):
+            self._joining.add(rank)
+            return True
         if isinstance(found, Blamed):
             if not (found.rank < len(self._running) and found.rank != rank):
                 return False
@@ -222,6 +226,8 @@ class Group:
             for rank in self._left():
                 if self._is_stopped(rank):
                     return rank, 1
+            if (absent := self._absent()) is not None:
+                return absent, 1
             seconds = self._launch.exit_seconds
             heard = [first_ended, *(self._pumps[rank].last for rank in self._left())]
             silent = time.monotonic() - max(heard)
@@ -234,6 +240,19 @@ class Group:
                     "works on there needs a longer --exit-timeout)",
                 )
                 return rank, 1
+
+    def _absent(self) -> int | None:
+        """A rank that has ended well, without joining others that wait for it."""
+        if not (self._joining - self._said.keys() - self._over):
+            return None
+        for rank in sorted(self._over - self._said.keys()):
+            self._blamed.setdefault(
+                rank,
+                "ended with exit status 0 before it had joined the others, which wait "
+                "for it in init_distributed",
+            )
+            return rank
+        return None
 
     def _left(self) -> list[int]:
         return [r for r in range(len(self._running)) if r not in self._over]

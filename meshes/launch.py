@@ -17,6 +17,7 @@ from typing import Final
 
 from whalejax.meshes.launched import (
     COORDINATOR,
+    EXIT,
     KEY,
     KEY_FILE,
     NUM_PROCESSES,
@@ -174,6 +175,7 @@ class Launch:
             COORDINATOR: coordinator,
             NUM_PROCESSES: str(self.processes),
             PROCESS_ID: str(rank),
+            EXIT: f"{self.exit_seconds:g}",
             "PYTHONUNBUFFERED": "1",
         }
 

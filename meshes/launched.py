@@ -25,6 +25,9 @@ KEY: Final = "WHALEJAX_KEY"
 KEY_FILE: Final = "WHALEJAX_KEY_FILE"
 """A file that holds it, for hosts to which no launcher can hand it."""
 
+EXIT: Final = "WHALEJAX_EXIT_SECONDS"
+"""How long a process waits at its end for the others to come to theirs."""
+
 PORT: Final = 8476
 """Where process 0 listens, if it runs on another host and no port was given."""
 
@@ -171,6 +174,29 @@ class Blamed:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """A process has called ``init_distributed``, and waits there for the others."""
+
+
+def joining() -> None:
+    """Tell the launcher, if there is one, that this process waits for the others."""
+    _tell({"joining": True})
+
+
+def exit_seconds(otherwise: float) -> float:
+    """How long to wait for the others at the end, if a launcher said so.
+
+    Args:
+        otherwise: where none did.
+    """
+    try:
+        found = float(os.environ.get(EXIT, otherwise))
+    except ValueError:
+        return otherwise
+    return found if found > 0 else otherwise
+
+
 def introduce(kind: str, devices: int) -> None:
     """Tell the launcher, if there is one, what this process computes on.
 
@@ -196,7 +222,7 @@ def _tell(said: Mapping[str, Any]) -> None:
         print(f"{MARK}{json.dumps(said)}", flush=True)
 
 
-def heard(line: bytes) -> Introduced | Blamed | None:
+def heard(line: bytes) -> Introduced | Blamed | Joining | None:
     """What a line that begins with the mark says; None if a process did not write it.
 
     A script may print anything, so that every part is checked.
@@ -213,6 +239,8 @@ def heard(line: bytes) -> Introduced | Blamed | None:
         case {"kind": str(kind), "devices": int(devices), **rest} if not rest:
             if not isinstance(devices, bool) and 0 <= devices < 10**6:
                 return Introduced(kind=printable(kind)[:100], devices=devices)
+        case {"joining": True, **rest} if not rest:
+            return Joining()
         case {"blames": int(rank), "why": str(why), **rest} if not rest:
             if not isinstance(rank, bool) and rank >= 0:
                 return Blamed(rank=rank, why=printable(why)[:MOST_WORDS])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from whalejax.meshes.launched import MARK, Blamed, Introduced, heard
+from whalejax.meshes.launched import MARK, Blamed, Introduced, Joining, heard
 from whalejax.meshes.problems import WhaleError
 
 
@@ -142,7 +142,7 @@ class Pump:
         self,
         source: int,
         outputs: tuple[Log | Shown, ...],
-        told: Callable[[Introduced | Blamed], bool],
+        told: Callable[[Introduced | Blamed | Joining], bool],
     ) -> None:
         """Know where from and where to.
 

@@ -344,7 +344,7 @@ class Guest:
         self._place = place
         self._end = end
         self._link: Link | None = None
-        self._is_joined = False
+        self._is_joined = self._is_closed = False
         self._missing: list[int] = []
 
     def wait(self) -> None:
@@ -389,7 +389,8 @@ class Guest:
         self.close()
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Let the connection go, which is then no end of process 0's."""
+        self._is_closed = True
         if self._link is not None:
             self._link.close()
 
@@ -474,7 +475,7 @@ class Guest:
             why = "stands still, before JAX had joined all"
         except (OSError, ValueError):
             pass
-        if self._is_joined:
+        if self._is_joined or self._is_closed:
             return
         if rank != self._place.rank:
             blame(rank, why)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat_processes
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame
+from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame, exit_seconds
 
 
 SILENT_SECONDS: Final = 30.0
@@ -425,7 +425,8 @@ class Beats:
         """
         self._ended = True
         self._stirred.set()
-        end = time.monotonic() + EXIT_SECONDS
+        seconds = exit_seconds(EXIT_SECONDS)
+        end = time.monotonic() + seconds
         while not self._over.wait(self._pause / 100):
             with self._lock:
                 left = self._hearing.left()
@@ -434,7 +435,7 @@ class Beats:
                 late = time.monotonic() > end
                 where = self._hearing.where(left[0])
             if late:
-                why = f"has not come to its end {EXIT_SECONDS:.0f} s after others had"
+                why = f"has not come to its end {seconds:.0f} s after others had"
                 blame(left[0], why)
                 self._end(f"{where} {why}")
 

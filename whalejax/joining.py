@@ -25,6 +25,7 @@ from whalejax.meshes.launched import (
     introduce,
     is_loopback,
     joined_address,
+    joining,
     launched,
     shared_key,
     split_address,
@@ -134,6 +135,8 @@ def _join(place: Place, heartbeat: float, preemption: bool) -> None:
         )
     host, port = split_address(place.coordinator)
     local = is_loopback(host)
+    if place.count > 1:
+        joining()
     came = rendezvous(place, functools.partial(end_process, rank=place.rank))
     try:
         if local:
@@ -158,6 +161,9 @@ def _join(place: Place, heartbeat: float, preemption: bool) -> None:
         raise WhaleError(
             f"JAX cannot join {place.count} processes at {place.coordinator} ({said})"
         ) from error
+    except BaseException:  # an interrupt, or an end by sys.exit
+        came.close()
+        raise
     came.joined()
 
 

@@ -280,6 +280,25 @@ def test_one_that_stands_still_at_its_exit(
     assert "whalejax: stopping rank 1 by SIGTERM; what is left in 10 s" in said
 
 
+ABSENT: Final = """
+import os, time
+from whalejax.meshes.launched import joining
+if os.environ["WHALEJAX_PROCESS_ID"] == "0":
+    joining()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.filterwarnings(FORKS)
+def test_one_that_ends_well_while_others_wait_for_it_to_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert within(tmp_path, ABSENT) == 1
+    said = capsys.readouterr().err
+    assert "rank 1 on localhost ended with exit status 0 before it had joined" in said
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.filterwarnings(FORKS)
 def test_one_that_a_signal_has_stopped(

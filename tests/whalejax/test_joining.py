@@ -149,6 +149,14 @@ def local_devices():
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     return there()
 jax.local_devices = local_devices
+join = jax.distributed.initialize
+def initialize(*given, **named):
+    if case == "network" and rank == 1:
+        raise RuntimeError("UNAVAILABLE: no network")
+    if case == "leaves" and rank == 1:
+        sys.exit(4)
+    join(*given, **named)
+jax.distributed.initialize = initialize
 if case == "address":
     port = f"[::1]:{port}"
 else:
@@ -162,10 +170,8 @@ if case == "goodbye" and rank == 1:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()
-if case == "exit":
-    beats.EXIT_SECONDS = 1.0
-    if rank == 1:
-        atexit.register(time.sleep, 600)
+if case == "exit" and rank == 1:
+    atexit.register(time.sleep, 600)
 if case == "address":
     from jax.experimental import multihost_utils
     multihost_utils.process_allgather(jax.numpy.ones(()))
@@ -185,6 +191,7 @@ if case == "address":
 def windows(case: str) -> list[subprocess.Popen[str]]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
     given = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    given["WHALEJAX_EXIT_SECONDS"] = "1" if case == "exit" else ""
     port = str(free_port())
     return [
         subprocess.Popen(
@@ -205,6 +212,20 @@ def windows(case: str) -> list[subprocess.Popen[str]]:
             "driver",
             (70, 1),
             (r"process 1 \(pid \d+ on .*\) failed with RuntimeError: no driver", ""),
+        ),
+        (
+            "network",
+            (70, 1),
+            (
+                r"process 1 \(pid .*\) came and ended before JAX had joined all",
+                r"JAX cannot join 2 processes at .* \(UNAVAILABLE: no network\)",
+            ),
+        ),
+        pytest.param(
+            "leaves",
+            (70, 4),
+            (r"process 1 \(pid .*\) came and ended before JAX had joined all", ""),
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "interrupt",
@@ -231,7 +252,7 @@ def test_the_right_process_is_named(
         said = [running[0].communicate(timeout=240)[0], ""]
         if says[1]:
             said[1] = running[1].communicate(timeout=240)[0]
-        if case == "driver":
+        if case in ("driver", "leaves"):
             running[1].communicate(timeout=240)
     finally:
         for process in running:
