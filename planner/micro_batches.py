@@ -11,19 +11,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from whalejax.planner.asked_shares import DATA
+from whalejax.planner.layout import STAGE
 
 
 if TYPE_CHECKING:
     from whalejax.planner.plan import Plan
 
 
-_SAMPLES: Final = frozenset(("data", "fsdp", "expert"))
-"""Mesh axes along which the samples of a micro-batch are shared."""
-
-
 def samples_at_a_time(plan: Plan) -> float:
-    """Samples of a micro-batch that one device computes with at once.
+    """The work that one device does at once, in samples of its stage.
+
+    Devices share the samples of a micro-batch, or each sample's work: a device of four
+    under ``tensor`` that see four samples does the work of one.
 
     Args:
         plan: the batch is dimension 0 of its leaves.
@@ -31,9 +33,8 @@ def samples_at_a_time(plan: Plan) -> float:
     mesh = dict(plan.axis_sizes)
     for one in plan.apart[:1]:
         mesh |= one.axis_sizes
-    axes = {axis for leaf in plan.batch for entry in leaf.spec for axis in entry}
-    sharing = axes & _SAMPLES - ({"data"} if plan.shares else set())
-    ranks = math.prod(mesh.get(axis, 1) for axis in sharing)
+    alone = {STAGE, DATA} if plan.shares else {STAGE}
+    ranks = math.prod(size for axis, size in mesh.items() if axis not in alone)
     size = plan.batch[0].shape[0] if plan.batch and plan.batch[0].shape else 0
     return size / (plan.num_micro_batches * ranks)
 
@@ -51,18 +52,18 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     >>> unlike_note(8, {"a": 4.0, "b": 4.0})
     ()
     >>> (note,) = unlike_note(8, {"a": 4.0, "b": 16.0, "c": 4.0})
-    >>> print(note[:84])
-    num_micro_batches=8 is not the same everywhere: a device takes 4 samples at a time o
+    >>> print(note[:81])
+    num_micro_batches=8 is not the same everywhere: a device does the work of 4 samples
     """
     if len(set(samples.values())) < 2:
         return ()
     words: list[str] = []
     for size in sorted(set(samples.values())):
         names = [name for name, its in samples.items() if its == size]
-        what = f"{size:g}" if words else f"{size:g} samples at a time"
+        what = f"{size:g}" if words else f"the work of {size:g} samples at a time"
         words.append(f"{what} on {' and '.join(names)}")
     return (
-        f"num_micro_batches={asked} is not the same everywhere: a device takes "
+        f"num_micro_batches={asked} is not the same everywhere: a device does "
         f"{', '.join(words)}. Leave it out, or give each cluster a number of its own, "
         "to compare step times",
     )

@@ -219,13 +219,16 @@ def test_one_number_of_micro_batches_that_means_several_sizes() -> None:
     found = searched(clusters, num_micro_batches=16, mesh={"tensor": 1, "fsdp": 1})
     (note,) = found.notes
     assert note == (
-        "num_micro_batches=16 is not the same everywhere: a device takes 8 samples at "
-        "a time on v100-32:4 and p100-16:4, 32 on v100-32:4+p100-16:4. Leave it out, "
+        "num_micro_batches=16 is not the same everywhere: a device does the work "
+        "of 8 samples at a time on v100-32:4 and p100-16:4, 32 on v100-32:4+p100-16:4. Leave it out, "
         "or give each cluster a number of its own, to compare step times"
     )
     assert found.document()["notes"] == [note]
     assert " ".join(str(found).split()).endswith(f"note {note}")
     assert not searched(clusters[:2], num_micro_batches=16).notes
+    # The same where a model axis shares the work of the samples.
+    (note,) = searched(clusters, num_micro_batches=16, mesh={}).notes
+    assert "is not the same everywhere" in note
 
 
 def test_what_if_says_so_too() -> None:
