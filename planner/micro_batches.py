@@ -52,8 +52,8 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     >>> unlike_note(8, {"a": 4.0, "b": 4.0})
     ()
     >>> (note,) = unlike_note(8, {"a": 4.0, "b": 16.0, "c": 4.0})
-    >>> print(note[:81])
-    num_micro_batches=8 is not the same everywhere: a device does the work of 4 samples
+    >>> print(note.partition(" of ")[0])
+    num_micro_batches=8 is not the same everywhere: a device does the work
     """
     if len(set(samples.values())) < 2:
         return ()
