@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -29,6 +30,9 @@ TAIL_BYTES: Final = 1 << 14
 
 MOST_LINE: Final = 300
 """Characters shown of one line of it."""
+
+PATIENCE_SECONDS: Final = 1.0
+"""After which what is shown and not read is left out."""
 
 _MOST_MARK_BYTES: Final = 4096
 _MARK: Final = MARK.encode()
@@ -91,6 +95,7 @@ class Shown:
         """
         self._say = say
         self._over = False
+        self._lost_bytes = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, data: bytes) -> None:
@@ -100,9 +105,15 @@ class Shown:
             return
         text = self._decoder.decode(data)
         encoding = getattr(out, "encoding", None) or "utf-8"
+        coded = text.encode(encoding, "replace")
         try:
-            out.write(text.encode(encoding, "replace").decode(encoding))
-            out.flush()
+            try:
+                number = out.fileno()
+            except (OSError, AttributeError):  # in memory, which takes all
+                out.write(coded.decode(encoding))
+                out.flush()
+            else:
+                self._write_to(number, coded)
         except (OSError, ValueError) as error:
             self._over = True
             drop_stdout()
@@ -111,6 +122,26 @@ class Shown:
                 f"whalejax: rank 0 cannot be shown ({why}); the processes go on, and "
                 "its log has what it says"
             )
+
+    def _write_to(self, number: int, data: bytes) -> None:
+        """Write what a descriptor takes; leave out what nobody reads."""
+        if self._lost_bytes and _takes(number, 0.0):
+            said = f"\n[{self._lost_bytes} bytes are left out here: see the log]\n"
+            self._lost_bytes = 0
+            data = said.encode() + data
+        patience = 0.0 if self._lost_bytes else PATIENCE_SECONDS
+        while data:
+            if not _takes(number, patience):
+                self._lost_bytes += len(data)
+                return
+            data = data[os.write(number, data[: select.PIPE_BUF]) :]
+
+
+def _takes(number: int, seconds: float) -> bool:
+    """Whether so much as ``PIPE_BUF`` can be written without waiting longer."""
+    found = select.poll()
+    found.register(number, select.POLLOUT)
+    return bool(found.poll(seconds * 1000))
 
 
 def drop_stdout() -> None:

@@ -17,7 +17,7 @@ import pytest
 from whalejax.meshes import group, launching
 from whalejax.meshes.launched import MARK, Blamed, Introduced
 from whalejax.meshes.launching import Launch
-from whalejax.meshes.pump import TAIL_BYTES, Pump
+from whalejax.meshes.pump import TAIL_BYTES, Pump, Shown
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -261,6 +261,29 @@ def within(tmp_path: Path, program: str, **given: Any) -> int:
 
 
 FORKS: Final = "ignore:os.fork"  # JAX may be there; nothing is shared
+
+
+def test_a_terminal_that_takes_no_more_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipe that nobody reads, and then somebody does."""
+    source, target = os.pipe()
+    said: list[str] = []
+    with os.fdopen(target, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr("whalejax.meshes.pump.PATIENCE_SECONDS", 0.01)
+        shown = Shown(said.append)
+        for _ in range(40):
+            shown.write(b"x" * 8191 + b"\n")
+        read = os.read(source, 1 << 20)
+        shown.write(b"again\n")
+    assert 0 < len(read) < 40 * 8192
+    left = 40 * 8192 - len(read)
+    said_of_it = f"\n[{left} bytes are left out here: see the log]\nagain\n"
+    assert os.read(source, 1 << 20).decode() == said_of_it
+    os.close(source)
+    assert not said
+
 
 STANDS: Final = """
 import os, time
