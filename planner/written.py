@@ -7,6 +7,7 @@ the plain data that is shown, saved and run.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -343,6 +344,15 @@ _PER_PART = {
 }
 
 
+def _place(scope: str) -> str:
+    """A scope as its author knows it: without the axis that we bind to the samples.
+
+    >>> _place("vmap()"), _place("vmap(Net)/vmap(norm)")
+    ('the loss', 'Net/norm')
+    """
+    return re.sub(r"vmap\(([^()]*)\)", r"\1", scope).strip("/") or "the loss"
+
+
 def _micro_batch_notes(
     graph: Graph, reductions: Sequence[BatchReduction], count: int
 ) -> list[str]:
@@ -362,7 +372,7 @@ def _micro_batch_notes(
         if r.what == "weight":
             remedy = "return wh.WeightedLoss(total, weight) for the global mean"
         found[
-            f"{r.scope or 'the loss'}: {_PER_PART[r.what]} per micro-batch of {size} "
+            f"{_place(r.scope)}: {_PER_PART[r.what]} per micro-batch of {size} "
             f"({count} per step), as on one device with as much accumulation; {remedy}"
         ] = None
     return list(found)

@@ -76,9 +76,19 @@ def test_a_sum_over_samples_is_no_mean() -> None:
     def counted(params: Any, batch: Any) -> Any:
         return loss(params, batch) / jnp.ones_like(batch["x"][:, 0]).sum()
 
+    def guarded(params: Any, batch: Any) -> Any:
+        number = (batch["x"][:, 0] > 0).sum().astype(jnp.float32)
+        return jnp.where(number > 0, loss(params, batch) / number, 0.0)
+
+    def shared(params: Any, batch: Any) -> Any:
+        number = (batch["x"][:, 0] > 0).sum().astype(jnp.float32)
+        each = jnp.square(hidden(params, batch) - 1)
+        return jnp.sum(each * (jnp.ones_like(each) / jnp.maximum(number, 1)))
+
     assert found(loss) == [("", "sum")]
     assert found(mean) == found(weighted) == []
-    assert ("", "sum") not in found(counted)
+    for other in (counted, guarded, shared):
+        assert ("", "sum") not in found(other)
 
 
 def test_batch_normalisation_is_a_statistic() -> None:

@@ -45,6 +45,14 @@ _GUARDS: Final = frozenset(
 """Operations that keep a number of samples from being zero, as ``jnp.maximum(n, 1)``
 does, before something is divided by it."""
 
+_COMPARISONS: Final = frozenset("gt ge lt le eq ne".split())
+
+_SHARING: Final = frozenset(
+    "mul div neg add sub convert_element_type copy broadcast_in_dim reshape squeeze "
+    "transpose select_n".split()
+)
+"""Operations that leave samples divided by what they were divided by."""
+
 Sources = frozenset[int]
 """Indices of the operations that reduced over the batch."""
 
@@ -133,6 +141,7 @@ class _Follow:
         self._bent: dict[int, str] = {}
         self._scaled: set[int] = set()
         self._guarded: set[int] = set()
+        self._shares: set[int] = set()
         for tensor, dim in graph.batch_dims:
             self._batch.setdefault(tensor, set()).add(dim)
 
@@ -143,6 +152,7 @@ class _Follow:
             if not any(t in self._matters for t in op.results):
                 continue
             sources = self._carried(op)
+            self._share(op, index)
             if not any(self._batch.get(t) for t in op.results):
                 sources |= {index} if mixes else _NONE
                 self._reduced.update(dict.fromkeys(op.results, sources))
@@ -150,6 +160,17 @@ class _Follow:
                 self.found.setdefault(index, "statistic" if across else "auxiliary")
             else:
                 self._blame(sources, "statistic")
+
+    def _share(self, op: Op, index: int) -> None:
+        """Note samples divided by a reduction of them all, and what adds those up."""
+        divided = op.kind in ("mul", "div") and any(
+            self._reduced.get(t) and not self._batch.get(t) for t in op.operands
+        )
+        if divided or any(t in self._shares for t in op.operands):
+            if any(self._batch.get(t) for t in op.results) and op.kind in _SHARING:
+                self._shares.update(op.results)
+            elif not divided:
+                self._scaled.add(index)
 
     def finish(self, loss: Iterable[int], state: Iterable[int]) -> None:
         """Judge what never met the samples again by where it ends."""
@@ -188,6 +209,8 @@ class _Follow:
         every = _NONE.union(*parts)
         if op.kind in ("div", "mul") and len(parts) == 2:
             self._scaled.update(every)  # By a value, which may be the samples' number.
+        elif op.kind in _COMPARISONS:
+            self._scaled.update(every)  # They choose, and are added to nothing.
         used = sum(bool(part) for part in parts)
         if not used:
             return every
