@@ -173,7 +173,9 @@ class _Chains:
             dims = range(len(variable.aval.shape))
             return _Scaled(weights=variable, factors=(), order=tuple(dims))
         equation = self.maker.get(variable)
-        name = "" if equation is None else equation.primitive.name
+        if equation is None:
+            return None
+        name = equation.primitive.name
         if name in {*CASTS, "transpose"}:
             found = self.behind(equation.invars[0])
             if found is None or name != "transpose":

@@ -107,4 +107,5 @@ def _hidden(ring: Ring) -> np.ndarray:
     device, step = np.ix_(range(ring.size), range(ring.size))
     rows = ring.rows[device][:, :, :, None]
     columns = ring.columns[(device - step) % ring.size][:, :, None, :]
-    return ~ring.seen[rows, columns]
+    found: np.ndarray = ~ring.seen[rows, columns]
+    return found

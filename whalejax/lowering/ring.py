@@ -349,7 +349,7 @@ class _Local:
         key, value = (self.deal(self._flat(x, n), 1) for n, x in ((1, key), (2, value)))
         others = self.outside(given)
         rows = query.shape[:3]
-        state = (
+        none_yet = (
             jnp.zeros((*rows, value.shape[2]), self.wide),
             jnp.full(rows, -jnp.inf, self.wide),
             jnp.zeros(rows, self.wide),
@@ -367,8 +367,8 @@ class _Local:
                 return state, sums
             return (state[0], left_out.summed(step, moving[1], state[1])), sums
 
-        state = state, () if left_out is None else left_out.none_yet(value)
-        (state, hidden), _ = self._rounds((key, value), (), state, block, rest)
+        start = none_yet, () if left_out is None else left_out.none_yet(value)
+        (state, hidden), _ = self._rounds((key, value), (), start, block, rest)
         if left_out is not None:
             state = left_out.blended(hidden, *state)
         total, peak, below = state
