@@ -30,8 +30,7 @@ def attention(
     On one device, and where a plan does not say otherwise, it is that function. A plan
     with ring attention computes it in blocks of scores; where the sequence is sharded,
     keys and values then go from device to device. A row whose keys are all masked gives
-    the mean of the values that were looked at, which depends on the plan, or zero where
-    the mask is infinite; keep such rows out of the loss.
+    the mean of all values, whatever the plan; keep such rows out of the loss.
 
     Args:
         query: ``[batch, rows, heads, head_dim]``.

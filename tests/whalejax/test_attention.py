@@ -15,13 +15,12 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh
 
 import whalejax as wh
-from whalejax import _compat, hlo, rebuild
+from tests.whalejax.attentions import context_mesh, in_blocks
+from whalejax import _compat, hlo
 from whalejax.capture.attention import Attention, attention_of
 from whalejax.capture.calls import is_attention, with_calls
-from whalejax.lowering.ring import attend
 from whalejax.models._layers import causal_attention
 
 
@@ -144,38 +143,6 @@ def _found(program: Any) -> list[Any]:
     return [e for e in program.jaxpr.eqns if is_attention(e)]
 
 
-def _in_blocks(program: Any, mesh: Mesh, *, rows: bool = True) -> Function:
-    """The program with its attention in blocks, over an axis ``context``.
-
-    Args:
-        program: with calls.
-        mesh: the devices.
-        rows: queries are sharded, beside keys and values.
-    """
-
-    def each(equation: Any, values: Any) -> Any:
-        if not is_attention(equation):
-            return _compat.bind(equation, values)
-        inner = equation.params["jaxpr"]
-        one = attention_of(inner)
-        longest = max(one.rows, key=lambda row: one.query.aval.shape[row[0]])[0]
-        places = {
-            one.query: longest if rows else -1,
-            one.key: one.column[0],
-            one.value: one.column[1],
-        }
-        specs = [
-            tuple(
-                (("context",) if d == places.get(v) else ())
-                for d in range(len(v.aval.shape))
-            )
-            for v in inner.jaxpr.invars
-        ]
-        return [attend(equation, values, specs, mesh)]
-
-    return lambda *xs: rebuild.run(program, xs, each)[0]
-
-
 def _gradients(function: Function) -> Any:
     """Of a weighted sum of the output, with the output itself."""
     weights = jnp.cos(jnp.arange(BATCH * LENGTH * HEADS * DEPTH, dtype=jnp.float32))
@@ -192,12 +159,6 @@ def _counts(compiled: Any) -> Any:
     return hlo.collectives(compiled.as_text()).counts
 
 
-def _mesh(size: int) -> Mesh:
-    return jax.make_mesh(
-        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
-    )
-
-
 def _error(one: Any, other: Any) -> float:
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(
@@ -210,14 +171,14 @@ def _error(one: Any, other: Any) -> float:
 @pytest.mark.smoke
 @pytest.mark.relaxed_promotion
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_is_found_and_computed_in_blocks(name: str) -> None:
+def test_every_form_is_found_and_computedin_blocks(name: str) -> None:
     form = FORMS[name]
     arguments = _arguments(form)
     program, reasons = _called(form, arguments)
     assert len(_found(program)) == 1 and not reasons
     expected = _gradients(form.function)(*arguments)
     for size in (1, 4):
-        blocks = _gradients(_in_blocks(program, _mesh(size)))
+        blocks = _gradients(in_blocks(program, context_mesh(size)))
         compiled = blocks.lower(*arguments).compile()
         assert _error(expected, compiled(*arguments)) < 2e-6
         counts = _counts(compiled)
@@ -238,7 +199,7 @@ def test_sixteen_bits_are_as_near_as_one_device_is(name: str) -> None:
     half = _arguments(form, jnp.bfloat16)
     program, _ = _called(form, half)
     plain = _gradients(form.function)(*half)
-    blocks = _gradients(_in_blocks(program, _mesh(4)))(*half)
+    blocks = _gradients(in_blocks(program, context_mesh(4)))(*half)
     assert _error(exact, blocks) <= 1.5 * _error(exact, plain)
 
 
@@ -247,7 +208,10 @@ def test_a_length_that_cannot_be_halved_keeps_its_order() -> None:
     arguments = [x[:, :12] for x in _arguments(form)]
     program, _ = _called(form, arguments)
     expected = jax.jit(form.function)(*arguments)
-    assert _error(expected, jax.jit(_in_blocks(program, _mesh(4)))(*arguments)) < 1e-6
+    assert (
+        _error(expected, jax.jit(in_blocks(program, context_mesh(4)))(*arguments))
+        < 1e-6
+    )
 
 
 def _dropped(q: Array, k: Array, v: Array) -> Array:
@@ -364,7 +328,7 @@ def test_what_only_looks_like_attention_keeps_its_numbers(name: str) -> None:
     arguments = _arguments(form)
     program, _ = _called(form, arguments)
     expected = _gradients(form.function)(*arguments)
-    found = _gradients(_in_blocks(program, _mesh(4)))(*arguments)
+    found = _gradients(in_blocks(program, context_mesh(4)))(*arguments)
     assert _error(expected, found) < 5e-6
 
 
@@ -376,7 +340,7 @@ def test_rows_that_see_nothing_share_their_gradient_out() -> None:
     nothing = jnp.zeros((BATCH, LENGTH), jnp.int32)
     program, _ = _called(form, [*arrays, nothing])
     expected = _gradients(form.function)(*arrays, nothing)
-    found = _gradients(_in_blocks(program, _mesh(4)))(*arrays, nothing)
+    found = _gradients(in_blocks(program, context_mesh(4)))(*arrays, nothing)
     value, other = expected[0][2], found[0][2]
     assert float(jnp.abs(value - other).max()) < 1e-5 * float(jnp.abs(value).max())
 
@@ -440,7 +404,7 @@ def test_rows_that_are_whole_read_keys_that_are_whole() -> None:
     arguments = _arguments(form)
     program, _ = _called(form, arguments)
     expected = jax.jit(form.function)(*arguments)
-    blocks = jax.jit(_in_blocks(program, _mesh(4), rows=False))
+    blocks = jax.jit(in_blocks(program, context_mesh(4), rows=False))
     compiled = blocks.lower(*arguments).compile()
     assert _error(expected, compiled(*arguments)) < 1e-6
     assert not _counts(compiled).get("collective-permute")

@@ -1,14 +1,14 @@
-"""Attention weights times a number for each head: the values times that number instead.
+"""Attention weights times a number for each row: the output times that number instead.
 
 A mask of heads multiplies what the softmax gives, after which nothing could be computed
-in blocks. A factor that is the same for all rows and columns commutes with the product
-that follows, and multiplies the values just as well.
+in blocks. A factor that is the same for all keys commutes with the sum over them, and
+multiplies the output of the product just as well; so do several, and what divides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,36 +16,50 @@ from jax import lax
 
 from whalejax import _compat, rebuild
 from whalejax.capture.blocks import Tags, operand_tags
-from whalejax.capture.softmax import CASTS, SPREADS, softmax_behind
+from whalejax.capture.softmax import CASTS, SPREADS, Softmax, softmax_behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factor:
+    """What weights are multiplied with, or divided by.
+
+    Attributes:
+        atom: a variable or a literal.
+        tags: for each of its dimensions, which of the weights it is.
+        divides: it does.
+    """
+
+    atom: Any
+    tags: Tags
+    divides: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scaled:
-    """Weights and a factor.
+    """Weights and factors.
 
     Attributes:
-        weights, factor: variables, the second perhaps a literal.
+        weights: a variable.
+        factors: in the order in which they follow.
         order: for each dimension of the scaled weights, which of the weights it is.
-        tags: for each dimension of the factor, which of the weights it is.
     """
 
     weights: Any
-    factor: Any
+    factors: tuple[_Factor, ...]
     order: tuple[int, ...]
-    tags: Tags
 
 
 def rescaled(body: Any) -> list[rebuild.Call]:
-    """The products of one jaxpr that read scaled weights, with scaled values instead.
+    """The products of one jaxpr that read scaled weights, with a scaled output instead.
 
     Args:
         body: open, without calls that could be inlined.
     """
-    maker = {v: e for e in body.eqns for v in e.outvars}
+    chains = _Chains({v: e for e in body.eqns for v in e.outvars})
     found = []
     for equation in body.eqns:
         if equation.primitive.name == "dot_general":
-            calls = (_instead(equation, side, maker) for side in (0, 1))
+            calls = (_instead(equation, side, chains) for side in (0, 1))
             found += [call for call in calls if call is not None][:1]
     return found
 
@@ -58,30 +72,38 @@ def holds_rescaled(jaxpr: Any) -> bool:
     )
 
 
-def _instead(product: Any, side: int, maker: Mapping[Any, Any]) -> rebuild.Call | None:
-    """A product in which the values are scaled, if the weights are."""
-    scaled = _behind(product.invars[side], maker)
-    if scaled is None:
+def _instead(product: Any, side: int, chains: _Chains) -> rebuild.Call | None:
+    """A product whose output is scaled, if its weights are."""
+    scaled = chains.behind(product.invars[side])
+    if scaled is None or not scaled.factors:
         return None
-    batch = product.params["dimension_numbers"][1]
-    shared = dict(zip(batch[side], batch[1 - side], strict=True))
-    places = {dim: shared.get(place) for place, dim in enumerate(scaled.order)}
-    where = [None if tag is None else places[tag] for tag in scaled.tags]
-    shape = () if _compat.is_literal(scaled.factor) else scaled.factor.aval.shape
-    long = [d for d, size in enumerate(shape) if size > 1]
-    if any(where[d] is None for d in long):
+    places = dict(zip(scaled.order, _output_places(product, side), strict=True))
+    wheres = [
+        [
+            (places[tag], dim)
+            for dim, (tag, size) in enumerate(zip(f.tags, _shape(f.atom), strict=True))
+            if tag is not None and size > 1
+        ]
+        for f in scaled.factors
+    ]
+    if any(place is None for where in wheres for place, _ in where):
         return None
     weights, values = product.invars[side], product.invars[1 - side]
+    given = [f.atom for f in scaled.factors if not _compat.is_literal(f.atom)]
 
     def run(*operands: Any) -> list[Any]:
         raw, other, *rest = operands
-        factor = rest[0] if rest else scaled.factor.val
         one = lax.transpose(raw, scaled.order).astype(weights.aval.dtype)
-        more = _spread(factor, [(where[d], d) for d in long], other)
-        pair = (one, other * more) if side == 0 else (other * more, one)
-        return _compat.bind(product, pair)
+        pair = (one, other) if side == 0 else (other, one)
+        (found,) = _compat.bind(product, pair)
+        read = iter(rest)
+        for factor, where in zip(scaled.factors, wheres, strict=True):
+            atom = factor.atom
+            value = atom.val if _compat.is_literal(atom) else next(read)
+            more = _spread(value, where, found)
+            found = found / more if factor.divides else found * more
+        return [found]
 
-    given = () if _compat.is_literal(scaled.factor) else (scaled.factor,)
     return rebuild.Call(
         inputs=(scaled.weights, values, *given),
         outputs=tuple(product.outvars),
@@ -90,13 +112,34 @@ def _instead(product: Any, side: int, maker: Mapping[Any, Any]) -> rebuild.Call 
     )
 
 
+def _shape(atom: Any) -> tuple[int, ...]:
+    return () if _compat.is_literal(atom) else tuple(atom.aval.shape)
+
+
+def _output_places(product: Any, side: int) -> list[int | None]:
+    """Where each dimension of an operand lies in the output; None where summed over."""
+    inside, batch = product.params["dimension_numbers"]
+    ranks = [len(atom.aval.shape) for atom in product.invars]
+    own = [
+        [d for d in range(rank) if d not in (*inside[n], *batch[n])]
+        for n, rank in enumerate(ranks)
+    ]
+    before = len(batch[0]) + (len(own[0]) if side == 1 else 0)
+    found: list[int | None] = [None] * ranks[side]
+    for place, dim in enumerate(batch[side]):
+        found[dim] = place
+    for place, dim in enumerate(own[side]):
+        found[dim] = before + place
+    return found
+
+
 def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
-    """A factor in the shape of values.
+    """A factor in the shape of an output.
 
     Args:
         factor: its value.
-        places: for each of its dimensions above 1 that of the values, and its own.
-        like: the values.
+        places: for each of its dimensions above 1 that of the output, and its own.
+        like: the output.
     """
     factor = lax.convert_element_type(factor, like.dtype)
     order = sorted(places)
@@ -106,45 +149,68 @@ def _spread(factor: Any, places: Sequence[tuple[Any, int]], like: Any) -> Any:
     return lax.broadcast_in_dim(flat, like.shape, [place for place, _ in order])
 
 
-def _behind(variable: Any, maker: Mapping[Any, Any]) -> _Scaled | None:
-    """The softmax and the factor behind turned or cast weights."""
-    if _compat.is_literal(variable):
-        return None
-    order = tuple(range(len(variable.aval.shape)))
-    equation = maker.get(variable)
-    while equation is not None and equation.primitive.name in {*CASTS, "transpose"}:
-        if equation.primitive.name == "transpose":
-            order = tuple(equation.params["permutation"][d] for d in order)
-        (atom,) = equation.invars
-        equation = None if _compat.is_literal(atom) else maker.get(atom)
-    if equation is None or equation.primitive.name not in ("mul", "dot_general"):
-        return None
-    for place in (0, 1):
-        if _compat.is_literal(equation.invars[place]):
-            continue
-        found = _factors(equation, place)
-        if found is None:
-            continue
-        own, tags = found
-        weights, factor = equation.invars[place], equation.invars[1 - place]
-        softmax = softmax_behind(weights, maker)
-        if softmax is None or isinstance(softmax, str):
-            continue
-        factor, tags = _narrowest(factor, tags, maker)
-        return _Scaled(
-            weights=weights,
-            factor=factor,
-            order=tuple(own[d] for d in order),
-            tags=tags,
+class _Chains:
+    """Finds the softmax and the factors behind variables, each once.
+
+    Args:
+        maker: the equation that makes each variable.
+    """
+
+    def __init__(self, maker: Mapping[Any, Any]) -> None:
+        self.maker = maker
+        self._known: dict[Any, _Scaled | None] = {}
+
+    def behind(self, atom: Any) -> _Scaled | None:
+        """What is behind weights, perhaps turned or cast; None for other values."""
+        if _compat.is_literal(atom):
+            return None
+        if atom not in self._known:
+            self._known[atom] = self._behind(atom)
+        return self._known[atom]
+
+    def _behind(self, variable: Any) -> _Scaled | None:
+        if isinstance(softmax_behind(variable, self.maker), Softmax):
+            dims = range(len(variable.aval.shape))
+            return _Scaled(weights=variable, factors=(), order=tuple(dims))
+        equation = self.maker.get(variable)
+        if equation is None:
+            return None
+        name = equation.primitive.name
+        if name in {*CASTS, "transpose"}:
+            found = self.behind(equation.invars[0])
+            if found is None or name != "transpose":
+                return found
+            turned = equation.params["permutation"]
+            return replace(found, order=tuple(found.order[d] for d in turned))
+        places = {"mul": (0, 1), "dot_general": (0, 1), "div": (0,)}.get(name, ())
+        either = (self._scaled(equation, place) for place in places)
+        return next((found for found in either if found is not None), None)
+
+    def _scaled(self, equation: Any, place: int) -> _Scaled | None:
+        """What is behind an operand of an equation, and the other operand."""
+        lying = _factors(equation, place)
+        found = None if lying is None else self.behind(equation.invars[place])
+        if lying is None or found is None:
+            return None
+        own, tags = lying
+        atom, tags = _narrowest(equation.invars[1 - place], tags, self.maker)
+        factor = _Factor(
+            atom=atom,
+            tags=tuple(None if t is None else found.order[t] for t in tags),
+            divides=equation.primitive.name == "div",
         )
-    return None
+        return _Scaled(
+            weights=found.weights,
+            factors=(*found.factors, factor),
+            order=tuple(found.order[d] for d in own),
+        )
 
 
 def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
     """Of a product element by element: how weights and factor lie in the result.
 
     Args:
-        equation: a multiplication, or a product that sums over nothing.
+        equation: a multiplication, a division, or a product that sums over nothing.
         place: of the weights among the operands.
 
     Returns:
@@ -152,8 +218,10 @@ def _factors(equation: Any, place: int) -> tuple[tuple[int, ...], Tags] | None:
         factor which of the weights.
     """
     weights, factor = equation.invars[place], equation.invars[1 - place]
-    shape = () if _compat.is_literal(factor) else factor.aval.shape
-    if equation.primitive.name == "mul":
+    if _compat.is_literal(weights):
+        return None
+    shape = _shape(factor)
+    if equation.primitive.name in ("mul", "div"):
         if weights.aval.shape != equation.outvars[0].aval.shape:
             return None
         dims = range(len(weights.aval.shape))

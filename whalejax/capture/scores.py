@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.blocks import Node, Tags, computed, operand_tags
+from whalejax.capture.intervals import ANY, BOOL, Interval, interval
 
 
 HIDDEN: Final = -1e9
@@ -83,7 +83,10 @@ class Scores:
         return values[-1]
 
     def hidden(self, rows: int, columns: int, row: int, column: int) -> Any:
-        """Which blocks hold masked scores alone, whatever is in the product.
+        """Which blocks need not be computed, whatever is in the product.
+
+        They hold masked scores alone, and each row sees some other score; or, where a
+        row may see none, they all hold one number, whose weight ``filled`` tells of.
 
         Args:
             rows, columns: how many equal blocks there are of each.
@@ -92,25 +95,108 @@ class Scores:
         Returns:
             ``bool[rows, columns]``.
         """
-        shape = self.nodes[-1].equation.outvars[0].aval if len(self.nodes) > 1 else None
-        if shape is None:
+        if len(self.nodes) == 1:
             return np.zeros((rows, columns), bool)
+        low, high = self._bounds(rows, columns, row, column)
+        masked: Any = high < self._hidden
+        ends = np.concatenate([low[masked], high[masked]])
+        if np.unique(ends).size <= 1 or self._all_see(row, column):
+            return masked
+        return np.zeros_like(masked)
+
+    def filled(self, rows: int, columns: int, row: int, column: int) -> float | None:
+        """The score in all blocks that are hidden, where it may have a weight.
+
+        A softmax of equal scores is a mean, so a row all of whose scores are masked
+        looks at hidden blocks too.
+
+        Args:
+            rows, columns, row, column: as ``hidden`` takes them.
+
+        Returns:
+            None where each row is known to see a score beside which masked ones are
+            nothing.
+        """
+        hidden = self.hidden(rows, columns, row, column)
+        if not hidden.any() or self._all_see(row, column):
+            return None
+        low, _ = self._bounds(rows, columns, row, column)
+        return float(low[hidden][0])
+
+    @property
+    def _hidden(self) -> float:
+        """Scores below it are masked."""
+        aval = self.nodes[-1].equation.outvars[0].aval
+        narrow = _compat.dtype_name(aval.dtype) == "float16"
+        return _HALF if narrow else HIDDEN
+
+    def _bounds(self, rows: int, columns: int, row: int, column: int) -> Interval:
+        """Between which numbers the scores of each block are."""
+        shape = self.nodes[-1].equation.outvars[0].aval.shape
         extents = {
-            row: _edges(shape.shape[row], rows)[:, :, None],
-            column: _edges(shape.shape[column], columns)[:, None, :],
+            row: _edges(shape[row], rows)[:, :, None],
+            column: _edges(shape[column], columns)[:, None, :],
         }
+        low, high = self._run(extents, ANY)
+        whole = rows, columns
+        return np.broadcast_to(low, whole), np.broadcast_to(high, whole)
+
+    def _all_see(self, row: int, column: int) -> bool:
+        """Whether each row is known to see a score, whatever comes from outside.
+
+        Looked for on the diagonal, which starts at the first or ends at the last column
+        where there are more columns than rows, and at both ends.
+        """
+        shape = self.nodes[-1].equation.outvars[0].aval.shape
+        rows, columns = shape[row], shape[column]
+        places = np.arange(rows, dtype=np.float64)
+        tried = np.stack(
+            [places, places + columns - rows, 0 * places, 0 * places + columns - 1]
+        )
+        tried = np.clip(tried, 0, columns - 1)
+        extents = {row: (places, places), column: (tried, tried)}
+        low, _ = self._run(extents, _USUAL)
+        seen = np.broadcast_to(low > self._hidden / 10, tried.shape)
+        return bool(seen.any(axis=0).all())
+
+    def _run(self, extents: Mapping[int, Any], product: Interval) -> Interval:
+        """Bounds of the scores, by those of the product.
+
+        Args:
+            extents: first and last place of each part of dimensions that are cut.
+            product: its bounds. Beside ``_USUAL`` what is made of it by equations
+                without a rule (a cap) is taken to be usual too.
+        """
         found: list[Interval] = []
+        made: set[int | None] = {self.product}
         for number, node in enumerate(self.nodes):
             if node.outside is not None:
                 dtype = self.outside[node.outside].aval.dtype
-                found.append(_BOOL if np.dtype(dtype).kind == "b" else ANY)
+                found.append(BOOL if np.dtype(dtype).kind == "b" else ANY)
             elif number == self.product:
-                found.append(ANY)
+                found.append(product)
             else:
-                found.append(_interval(node, found, extents))
-        narrow = _compat.dtype_name(shape.dtype) == "float16"
-        highest = found[-1][1] <= (_HALF if narrow else HIDDEN)
-        return np.broadcast_to(highest, (rows, columns))
+                bounds = interval(node, found, extents)
+                if not made.isdisjoint(node.inputs):
+                    made.add(number)
+                    if bounds is ANY and product is _USUAL:
+                        bounds = self._usual(
+                            [found[n] for n in node.inputs if n is not None]
+                        )
+                found.append(bounds)
+        return found[-1]
+
+    def _usual(self, operands: Sequence[Interval]) -> Interval:
+        """Usual numbers where all operands are such, else any."""
+        limit = -self._hidden
+        every: Any = True
+        for low, high in operands:
+            every = every & (np.asarray(low) > -limit) & (np.asarray(high) < limit)
+        return np.where(every, -1.0, -math.inf), np.where(every, 1.0, math.inf)
+
+
+_USUAL: Final[Interval] = (-1.0, 1.0)
+"""Of a product: what is beside it less than any score that is not masked is masked."""
 
 
 def _edges(length: int, count: int) -> Any:
@@ -196,149 +282,3 @@ class Reader:
             self.scores.outside.append(variable)
         number = self.scores.outside.index(variable)
         return Node(equation=None, inputs=(), tags=tags, outside=number)
-
-
-Interval = tuple[Any, Any]
-"""The least and the most that a value can be, for many blocks at once."""
-
-ANY: Final[Interval] = (-math.inf, math.inf)
-
-_BOOL: Final[Interval] = (0.0, 1.0)
-
-
-def _interval(
-    node: Node, known: Sequence[Interval], extents: Mapping[int, Any]
-) -> Interval:
-    equation = node.equation
-    name = equation.primitive.name
-    dtype = np.dtype(equation.outvars[0].aval.dtype)
-    logical = dtype.kind == "b"
-    if name == "iota":
-        dim = equation.params["dimension"]
-        tag, last = node.tags[dim], equation.params["shape"][dim] - 1.0
-        first, last = (0.0, last) if tag is None else extents.get(tag, (0.0, last))
-        return _rounded((first, last), dtype)
-    operands = [
-        _bounds(atom.val) if number is None else known[number]
-        for atom, number in zip(equation.invars, node.inputs, strict=True)
-    ]
-    rule = _INTERVALS.get(name)
-    turned = logical and name == "convert_element_type"
-    if rule is None or turned or (name == "not" and not logical):
-        return _BOOL if logical else ANY
-    low, high = rule(*operands)
-    if name == "convert_element_type" and dtype.kind in "iu":
-        low, high = np.trunc(_f(low)), np.trunc(_f(high))
-    return _rounded((low, high), dtype)
-
-
-def _rounded(bounds: Interval, dtype: Any) -> Interval:
-    """Bounds of what a type holds of numbers within bounds.
-
-    Integers beyond their type wrap, and floating point rounds.
-    """
-    low, high = _f(bounds[0]), _f(bounds[1])
-    sure = ~(np.isnan(low) | np.isnan(high))
-    if dtype.kind == "b":
-        return np.where(sure, np.clip(low, 0, 1), 0.0), np.where(
-            sure, np.clip(high, 0, 1), 1.0
-        )
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        sure &= (limits.min <= low) & (high <= limits.max)
-    else:
-        slack = 4 * float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-        with np.errstate(invalid="ignore"):
-            low = np.where(np.isfinite(low), low - slack * abs(low), low)
-            high = np.where(np.isfinite(high), high + slack * abs(high), high)
-    return np.where(sure, low, -math.inf), np.where(sure, high, math.inf)
-
-
-def _bounds(value: Any) -> Interval:
-    array = np.asarray(value)
-    if array.dtype.kind not in "biufV":
-        return ANY
-    numbers = array.astype(np.float64)
-    return float(numbers.min()), float(numbers.max())
-
-
-def _products(a: Interval, b: Interval) -> Interval:
-    with np.errstate(invalid="ignore"):
-        ends = np.stack(np.broadcast_arrays(*(x * y for x in map(_f, a) for y in b)))
-    return ends.min(axis=0), ends.max(axis=0)
-
-
-def _f(number: Any) -> Any:
-    return np.asarray(number, np.float64)
-
-
-def _absolute(a: Interval) -> Interval:
-    low, high = _f(a[0]), _f(a[1])
-    across = (low <= 0) & (high >= 0)
-    ends = np.minimum(abs(low), abs(high)), np.maximum(abs(low), abs(high))
-    return np.where(across, 0.0, ends[0]), ends[1]
-
-
-def _chosen(which: Interval, *cases: Interval) -> Interval:
-    low: Any = math.inf
-    high: Any = -math.inf
-    for number, case in enumerate(cases):
-        possible = (_f(which[0]) <= number) & (number <= _f(which[1]))
-        low = np.minimum(low, np.where(possible, case[0], math.inf))
-        high = np.maximum(high, np.where(possible, case[1], -math.inf))
-    return low, high
-
-
-def _compared(
-    certain: Callable[[Interval, Interval], Any],
-    possible: Callable[[Interval, Interval], Any],
-) -> Callable[[Interval, Interval], Interval]:
-    def rule(a: Interval, b: Interval) -> Interval:
-        a, b = (_f(a[0]), _f(a[1])), (_f(b[0]), _f(b[1]))
-        return _f(certain(a, b)), _f(possible(a, b))
-
-    return rule
-
-
-def _of_bits(rule: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], Any]:
-    """A rule for what is 0 or 1; of other numbers it says nothing."""
-
-    def either(a: Interval, b: Interval) -> Interval:
-        bits = [(_f(x[0]) >= 0) & (_f(x[1]) <= 1) for x in (a, b)]
-        sure = bits[0] & bits[1]
-        low, high = rule(_f(a[0]), _f(b[0])), rule(_f(a[1]), _f(b[1]))
-        return np.where(sure, low, -math.inf), np.where(sure, high, math.inf)
-
-    return either
-
-
-_INTERVALS: Final[Mapping[str, Callable[..., Interval]]] = {
-    **dict.fromkeys(
-        "broadcast_in_dim reshape squeeze expand_dims transpose copy stop_gradient "
-        "convert_element_type name".split(),
-        lambda a: a,
-    ),
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "neg": lambda a: (-_f(a[1]), -_f(a[0])),
-    "mul": _products,
-    "max": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
-    "min": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
-    "ge": _compared(lambda a, b: a[0] >= b[1], lambda a, b: a[1] >= b[0]),
-    "gt": _compared(lambda a, b: a[0] > b[1], lambda a, b: a[1] > b[0]),
-    "le": _compared(lambda a, b: a[1] <= b[0], lambda a, b: a[0] <= b[1]),
-    "lt": _compared(lambda a, b: a[1] < b[0], lambda a, b: a[0] < b[1]),
-    "eq": _compared(
-        lambda a, b: (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0]),
-        lambda a, b: (a[0] <= b[1]) & (b[0] <= a[1]),
-    ),
-    "ne": _compared(
-        lambda a, b: (a[1] < b[0]) | (b[1] < a[0]),
-        lambda a, b: ~((a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])),
-    ),
-    "not": lambda a: (1.0 - _f(a[1]), 1.0 - _f(a[0])),
-    "abs": _absolute,
-    "and": _of_bits(np.minimum),
-    "or": _of_bits(np.maximum),
-    "select_n": _chosen,
-}

@@ -44,17 +44,31 @@ def softmax_behind(weights: Any, maker: Mapping[Any, Any]) -> Softmax | str | No
         equation = _cast_from(equation.invars[0], maker)
     if equation is None:
         return None
-    if equation.primitive.name in ("select_n", "mul"):
-        sources = (_cast_from(a, maker) for a in equation.invars)
-        if any(_softmax(source, maker) for source in sources):
-            return (
-                "its weights are changed after the softmax (dropout, or a second "
-                "mask), differently for each row and column"
-            )
     found = _softmax(equation, maker)
     if found is None:
-        return None
+        changed = _changed(equation, maker)
+        return (
+            "its weights are changed after the softmax (dropout, or a second mask), "
+            "differently from key to key"
+            if changed
+            else None
+        )
     return Softmax(source=found[0], axis=found[1], tags=tags, dtype=weights.aval.dtype)
+
+
+def _changed(equation: Any, maker: Mapping[Any, Any]) -> bool:
+    """Whether factors and choices alone stand between an equation and a softmax."""
+    waiting, met = [equation], set[int]()
+    while waiting:
+        equation = waiting.pop()
+        if equation is None or id(equation) in met:
+            continue
+        met.add(id(equation))
+        if _softmax(equation, maker):
+            return True
+        if equation.primitive.name in {"select_n", "mul", "div", "transpose"}:
+            waiting += (_cast_from(a, maker) for a in equation.invars)
+    return False
 
 
 def _cast_from(atom: Any, maker: Mapping[Any, Any]) -> Any:

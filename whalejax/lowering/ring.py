@@ -23,6 +23,8 @@ from jax.sharding import Mesh
 from whalejax import _compat
 from whalejax.capture.attention import Attention, attention_of, product_tags
 from whalejax.capture.blocks import Tags
+from whalejax.lowering.left_out import LeftOut
+from whalejax.lowering.zigzag import dealt_out
 from whalejax.meshes.build import partition_spec
 from whalejax.planner.layout import Spec
 from whalejax.planner.rings import Ring, ring
@@ -62,6 +64,7 @@ class _Laid:
         row: which of the query's own dimensions is the sequence (an index into
             ``one.rows``).
         ring: who computes what.
+        filled: the score in blocks that are not computed, where it may have a weight.
         mesh: the devices.
     """
 
@@ -71,6 +74,7 @@ class _Laid:
     axes: tuple[str, ...]
     row: int
     ring: Ring
+    filled: float | None
     mesh: Mesh
 
     @classmethod
@@ -103,7 +107,9 @@ class _Laid:
         )
         others = tuple(_of_tags(ways, by_tag, one) for ways in one.scores.tags)
         whole = (query, key, value, *others)
-        return cls(one, whole, out, axes, row, dealt, mesh)
+        parts = dealt.rows.size, dealt.columns.size
+        filled = one.scores.filled(*parts, tag, column)
+        return cls(one, whole, out, axes, row, dealt, filled, mesh)
 
     def function(self) -> Any:
         """From global arrays to the output, with a backward pass of its own."""
@@ -246,28 +252,10 @@ class _Local:
     # The order in which the sequence is dealt out.
 
     def deal(self, x: Any, dim: int, *, back: bool = False) -> Any:
-        """Bring a sequence into zig-zag order, or back into its own."""
+        """Bring a sequence into the ring's order, or back into its own."""
         if not self.ring.zigzag:
             return x
-        axes, n = self.laid.axes, self.ring.size
-        low, high = jnp.split(x, 2, axis=dim)
-        even = lax.axis_index(axes) % 2 == 0
-        # Of a device's two parts one has an even number, in either order.
-        to = [[_holder(2 * d + odd, n) for d in range(n)] for odd in (0, 1)]
-        moves = [list(enumerate(targets)) for targets in to]
-        if back:
-            first = jnp.where(even, low, high)
-            second = jnp.where(even, high, low)
-            moves = [[(b, a) for a, b in pairs] for pairs in moves]
-            parts = [
-                lax.ppermute(part, axes, pairs)
-                for part, pairs in zip((first, second), moves, strict=True)
-            ]
-            return jnp.concatenate(parts, axis=dim)
-        a = lax.ppermute(low, axes, moves[0])
-        b = lax.ppermute(high, axes, moves[1])
-        parts = [jnp.where(even, a, b), jnp.where(even, b, a)]
-        return jnp.concatenate(parts, axis=dim)
+        return dealt_out(x, dim, self.laid.axes, self.ring.size, back=back)
 
     def onward(self, x: Any) -> Any:
         """What goes round, one device further."""
@@ -361,19 +349,31 @@ class _Local:
         key, value = (self.deal(self._flat(x, n), 1) for n, x in ((1, key), (2, value)))
         others = self.outside(given)
         rows = query.shape[:3]
-        state = (
+        none_yet = (
             jnp.zeros((*rows, value.shape[2]), self.wide),
             jnp.full(rows, -jnp.inf, self.wide),
             jnp.zeros(rows, self.wide),
         )
 
-        def block(pair: Any, moving: Any, sums: Any, state: Any) -> Any:
-            return self._block_ahead(query, moving, pair, state, sizes, others), sums
+        left_out = self._left_out()
 
-        (total, peak, below), _ = self._rounds((key, value), (), state, block)
-        some = below > 0
+        def block(pair: Any, moving: Any, sums: Any, state: Any) -> Any:
+            rows, rest = state
+            rows = self._block_ahead(query, moving, pair, rows, sizes, others)
+            return (rows, rest), sums
+
+        def rest(step: Any, moving: Any, sums: Any, state: Any) -> Any:
+            if left_out is None:
+                return state, sums
+            return (state[0], left_out.summed(step, moving[1], state[1])), sums
+
+        start = none_yet, () if left_out is None else left_out.none_yet(value)
+        (state, hidden), _ = self._rounds((key, value), (), start, block, rest)
+        if left_out is not None:
+            state = left_out.blended(hidden, *state)
+        total, peak, below = state
         level = jnp.where(jnp.isfinite(peak), peak, 0)
-        below = jnp.where(some, below, 1)
+        # Where all scores are -inf it is 0, and the output no number, as anywhere else.
         output = total / below[..., None]
         kind = self.one.output.aval.dtype
         output = self.deal(output.astype(kind), 2, back=True)
@@ -435,9 +435,18 @@ class _Local:
             held = (query, given, inner, level, below)
             return self._block_back(held, moving, pair, sums, state, sizes, others)
 
+        left_out = self._left_out()
+        kind = self.one.weights_dtype
+        pulled = left_out and left_out.pulled(level, below, given, kind)
+
+        def rest(step: Any, moving: Any, sums: Any, state: Any) -> Any:
+            if left_out is None:
+                return state, sums
+            return state, (sums[0], left_out.returned(step, pulled, sums[1]))
+
         zeros = tuple(jnp.zeros(x.shape, self.wide) for x in (key, value))
         state = jnp.zeros(query.shape, self.wide)
-        state, sums = self._rounds((key, value), zeros, state, block)
+        state, sums = self._rounds((key, value), zeros, state, block, rest)
         found = [
             self.deal(x.astype(like.dtype), dim, back=True)
             for x, like, dim in zip(
@@ -489,7 +498,14 @@ class _Local:
 
     # Rounds.
 
-    def _rounds(self, moving: Any, sums: Any, state: Any, block: Any) -> Any:
+    def _left_out(self) -> LeftOut | None:
+        """What else the rows look at that see nothing; None where there are none."""
+        if self.laid.filled is None:
+            return None
+        here = lax.axis_index(self.laid.axes) if self.ring.size > 1 else 0
+        return LeftOut(self.ring, self.laid.filled, here, self.wide)
+
+    def _rounds(self, moving: Any, sums: Any, state: Any, block: Any, rest: Any) -> Any:
         """Every pair of blocks of this device, round by round.
 
         All devices go through as many pairs as the busiest of them, so that what runs
@@ -500,6 +516,7 @@ class _Local:
             sums: their cotangents, which go with them and come home; or ().
             state: what stays.
             block: from a pair, ``moving``, ``sums`` and ``state`` to state and sums.
+            rest: the same of a round and the pairs of it that are not computed.
         """
         n, axes, counts = self.ring.size, self.laid.axes, self.ring.counts
         here = lax.axis_index(axes) if n > 1 else 0
@@ -533,12 +550,14 @@ class _Local:
             # Sent before they are used, so that the way takes no time of its own.
             later = jax.tree.map(self.onward, moving)
             state, sums = computed(step, moving, sums, state, 0, most)
+            state, sums = rest(step, moving, sums, state)
             return later, jax.tree.map(self.onward, sums), state
 
         if n > 1:
             carry = (moving, sums, state)
             moving, sums, state = lax.fori_loop(0, n - 1, turn, carry)
         state, sums = computed(n - 1, moving, sums, state, 0, most)
+        state, sums = rest(n - 1, moving, sums, state)
         if n > 1:
             sums = jax.tree.map(self.onward, sums)
         return state, sums
@@ -548,11 +567,6 @@ def _added(whole: Any, part: Any, start: Any, dim: int) -> Any:
     """A part added to a slice."""
     before = lax.dynamic_slice_in_dim(whole, start, part.shape[dim], dim)
     return lax.dynamic_update_slice_in_dim(whole, before + part, start, dim)
-
-
-def _holder(part: int, size: int) -> int:
-    """The device that holds a part in zig-zag order."""
-    return min(part, 2 * size - 1 - part)
 
 
 def _merged(several: Sequence[Sequence[str]]) -> tuple[str, ...]:
