@@ -194,7 +194,8 @@ def test_a_collection_of_whole_numbers_with_a_scale_holds_weights() -> None:
     model = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, 512)))
 
     def of(v: Any, x: Any) -> Any:
-        return jnp.mean(jnp.square(module.apply(v, x)))
+        found: Any = module.apply(v, x)
+        return jnp.mean(found**2)
 
     plan = wh.plan(
         of,

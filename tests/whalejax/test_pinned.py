@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, free_links, on_one_device
@@ -166,6 +166,51 @@ def test_layers_may_be_named_for_the_stages() -> None:
     assert plan.leaf("layers.up").param_spec == (("stage",), ("fsdp",), ("tensor",))
     plan = planned(named, axis_names={"layers": "stage"})
     assert any("stage" in note and "has size 1" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ({}, {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ({"fsdp": 2}, {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ({"fsdp": 1}, {"stage": None, "tensor": None}),
+        ({"stage": 1}, {"fsdp": None, "tensor": None}),
+        ({"data": 8}, {"data": 8}),
+        ({"stage": 4}, {"stage": 4}),
+    ],
+)
+def test_layers_that_are_named_for_the_stages_get_them(
+    mesh: dict[str, int], sizes: dict[str, int | None]
+) -> None:
+    named = {nnx.PARTITION_NAME: "layers"}
+    plan = planned(named, axis_names={"layers": "stage"}, mesh=mesh)
+    found = {axis: n for axis, n in plan.axis_sizes.items() if n > 1}
+    assert found.items() >= {a: n for a, n in sizes.items() if n}.items()
+    assert found.keys() >= sizes.keys()
+    staged = "stage" in sizes
+    assert (plan.leaf("layers.up").param_spec[0] == ("stage",)) == staged
+    said = "2 leaves name the mesh axis stage (layers.down first), which has size 1"
+    assert any(said in note for note in plan.notes) == (not staged)
+
+
+def test_layers_that_no_stages_divide_are_planned_without() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0] ** 2).mean()
+
+    shape = jax.ShapeDtypeStruct((3, EMBED, EMBED), jnp.float32)
+    plan = wh.plan(
+        lambda p, x: loss(p["w"], x),
+        {"w": linen.Partitioned(shape, names=("layers", None, None))},
+        jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="cpu:8",
+        axis_names={"layers": "stage"},
+    )
+    assert plan.axis_sizes["data"] == 8
+    assert any(
+        "1 leaf names the mesh axis stage (w), which has size 1" in note
+        for note in plan.notes
+    )
 
 
 def test_what_is_no_layer_cannot_be_named_for_the_stages() -> None:

@@ -88,9 +88,10 @@ def name_inputs(
         walk.tensors[trained + number].kind = "param"
     names = (*adapter.names, *adapter.rest_names)
     pinned = (*adapter.pinned, *adapter.rest_pinned)
-    for tensor, own, fixed in zip(walk.tensors, names, pinned, strict=False):
+    called = (*adapter.called, *adapter.rest_called)
+    for tensor, *own in zip(walk.tensors, names, pinned, called, strict=False):
         if tensor.kind == "param":
-            tensor.names, tensor.pinned = own, fixed
+            tensor.names, tensor.pinned, tensor.called = own
 
 
 def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list[int]:
@@ -219,6 +220,7 @@ def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:
             path=draft.path,
             names=draft.names,
             pinned=draft.pinned,
+            called=draft.called,
             differentiable=flows[index],
         )
         for index, draft in enumerate(walk.tensors)

@@ -42,7 +42,12 @@ def aligned(graph: Graph, short: Collection[str]) -> tuple[Graph, list[str]]:
             f"dimensions {t.shape}"
         )
         if t.id in sliced:
-            tensors[t.id] = replace(t, names=_behind(t.names), pinned=_behind(t.pinned))
+            tensors[t.id] = replace(
+                t,
+                names=_behind(t.names),
+                pinned=_behind(t.pinned),
+                called=_behind(t.called),
+            )
             notes.append(
                 f"{said}: they are taken for the last, because layers are slices of "
                 "the first; name it, or say that it has no name, with "
