@@ -66,8 +66,8 @@ class Adapter:
             dimension (several joined by ``+``), or None.
         called: for each trained leaf, the model's own names of those mesh axes.
         rest_names, rest_pinned, rest_called: the same for each other leaf.
-        short: paths of leaves whose metadata names all dimensions but one, whichever
-            that is; the names stand at the first.
+        short: how many names are missing, by the paths of leaves whose metadata does
+            not name all dimensions, whichever these are; the names stand at the first.
         takes_rng: the loss function wants a random key of its own.
         compute_dtype: what float32 weights, trained or not, and batches are cast to
             before the loss sees them; None leaves the model's own types.
@@ -84,7 +84,7 @@ class Adapter:
     rest_names: tuple[tuple[str | None, ...], ...]
     rest_pinned: tuple[tuple[str | None, ...], ...]
     rest_called: tuple[tuple[str | None, ...], ...]
-    short: frozenset[str]
+    short: Mapping[str, int]
     takes_rng: bool
     _form: Form
     _loss_fn: Callable[..., Any]

@@ -82,8 +82,8 @@ def read_metadata(
 
 def short_ones(
     leaves: Mapping[str, Any], metadata: Callable[[str], Any]
-) -> frozenset[str]:
-    """Paths of NNX variables whose metadata names all dimensions but one.
+) -> dict[str, int]:
+    """How many names the metadata of NNX variables lacks, by path; none where it is 0.
 
     Linen itself refuses to add a dimension that it is told no name of.
 
@@ -91,13 +91,14 @@ def short_ones(
         leaves: by dotted path.
         metadata: as for ``read_metadata``.
     """
-    found = []
+    found: dict[str, int] = {}
     for path, leaf in leaves.items():
         box = metadata(path)
         if isinstance(box, Mapping) and _names_in(box):
-            rank = len(getattr(leaf, "shape", ()))
-            found += [path] * (len(_box_entries(box)[0]) == rank - 1)
-    return frozenset(found)
+            missing = len(getattr(leaf, "shape", ())) - len(_box_entries(box)[0])
+            if missing > 0:
+                found[path] = missing
+    return found
 
 
 def _check_met(
