@@ -64,9 +64,10 @@ class Adapter:
         names: for each trained leaf, the logical name of each dimension, or None.
         pinned: for each trained leaf, the mesh axes that the user fixed for each
             dimension (several joined by ``+``), or None.
-        rest_names, rest_pinned: the same for each other leaf.
-        short: paths of leaves whose metadata names all dimensions but one, whichever
-            that is; the names stand at the first.
+        called: for each trained leaf, the model's own names of those mesh axes.
+        rest_names, rest_pinned, rest_called: the same for each other leaf.
+        short: how many names are missing, by the paths of leaves whose metadata does
+            not name all dimensions, whichever these are; the names stand at the first.
         takes_rng: the loss function wants a random key of its own.
         compute_dtype: what float32 weights, trained or not, and batches are cast to
             before the loss sees them; None leaves the model's own types.
@@ -79,9 +80,11 @@ class Adapter:
     rest_paths: tuple[str, ...]
     names: tuple[tuple[str | None, ...], ...]
     pinned: tuple[tuple[str | None, ...], ...]
+    called: tuple[tuple[str | None, ...], ...]
     rest_names: tuple[tuple[str | None, ...], ...]
     rest_pinned: tuple[tuple[str | None, ...], ...]
-    short: frozenset[str]
+    rest_called: tuple[tuple[str | None, ...], ...]
+    short: Mapping[str, int]
     takes_rng: bool
     _form: Form
     _loss_fn: Callable[..., Any]
@@ -273,7 +276,7 @@ def adapt(
         )
     leaves = dict(zip(param_paths, jax.tree.leaves(params), strict=True))
     leaves |= zip(paths_of(rest), jax.tree.leaves(rest), strict=True)
-    names, pinned = read_metadata(
+    known = read_metadata(
         list(leaves), list(leaves.values()), metadata, axis_names or {}, problems
     )
     problems.raise_if_any()
@@ -284,10 +287,12 @@ def adapt(
         rest=rest,
         param_paths=param_paths,
         rest_paths=paths_of(rest),
-        names=names[:trained],
-        pinned=pinned[:trained],
-        rest_names=names[trained:],
-        rest_pinned=pinned[trained:],
+        names=tuple(leaf.names for leaf in known[:trained]),
+        pinned=tuple(leaf.pinned for leaf in known[:trained]),
+        called=tuple(leaf.called for leaf in known[:trained]),
+        rest_names=tuple(leaf.names for leaf in known[trained:]),
+        rest_pinned=tuple(leaf.pinned for leaf in known[trained:]),
+        rest_called=tuple(leaf.called for leaf in known[trained:]),
         short=short_ones(leaves, metadata),
         takes_rng=takes_rng,
         _form=form,

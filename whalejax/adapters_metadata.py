@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.problems import Problems
@@ -19,13 +20,28 @@ DimensionTexts = tuple[str | None, ...]
 """One text, or None, for each dimension."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafMetadata:
+    """What the metadata says of one leaf.
+
+    Attributes:
+        names: logical name of each dimension, or None.
+        pinned: mesh axes that each dimension is fixed to, joined by ``+``, or None.
+        called: the model's own names of these axes, in the same order.
+    """
+
+    names: DimensionTexts
+    pinned: DimensionTexts
+    called: DimensionTexts
+
+
 def read_metadata(
     paths: Sequence[str],
     params: Sequence[Any],
     metadata: Callable[[str], Any],
     axis_names: Mapping[str, str],
     problems: Problems,
-) -> tuple[tuple[DimensionTexts, ...], tuple[DimensionTexts, ...]]:
+) -> list[LeafMetadata]:
     """Names and pinned axes of the dimensions of every leaf.
 
     Args:
@@ -38,8 +54,7 @@ def read_metadata(
     """
     axes = _known_axes(axis_names)
     met: set[str] = set()
-    names: list[DimensionTexts] = []
-    pinned: list[DimensionTexts] = []
+    found: list[LeafMetadata] = []
     for path, leaf in zip(paths, params, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
         rank = len(shape)
@@ -53,21 +68,22 @@ def read_metadata(
             entries = entries[:rank]
         entries = [*entries, *[None] * (rank - len(entries))]
         met |= _names_in(metadata(path))
-        names.append(tuple(_logical_name(entry, axes, mesh_names) for entry in entries))
-        pinned.append(
-            tuple(
-                _pinned_axes(entry, axes, mesh_names, path, problems)
-                for entry in entries
+        fixed = [_pinned_axes(e, axes, mesh_names, path, problems) for e in entries]
+        found.append(
+            LeafMetadata(
+                names=tuple(_logical_name(e, axes, mesh_names) for e in entries),
+                pinned=tuple("+".join(one) or None for one in fixed),
+                called=tuple("+".join(one.values()) or None for one in fixed),
             )
         )
     _check_met(axis_names, met, problems)
-    return tuple(names), tuple(pinned)
+    return found
 
 
 def short_ones(
     leaves: Mapping[str, Any], metadata: Callable[[str], Any]
-) -> frozenset[str]:
-    """Paths of NNX variables whose metadata names all dimensions but one.
+) -> dict[str, int]:
+    """How many names the metadata of NNX variables lacks, by path; none where it is 0.
 
     Linen itself refuses to add a dimension that it is told no name of.
 
@@ -75,13 +91,14 @@ def short_ones(
         leaves: by dotted path.
         metadata: as for ``read_metadata``.
     """
-    found = []
+    found: dict[str, int] = {}
     for path, leaf in leaves.items():
         box = metadata(path)
         if isinstance(box, Mapping) and _names_in(box):
-            rank = len(getattr(leaf, "shape", ()))
-            found += [path] * (len(_box_entries(box)[0]) == rank - 1)
-    return frozenset(found)
+            missing = len(getattr(leaf, "shape", ())) - len(_box_entries(box)[0])
+            if missing > 0:
+                found[path] = missing
+    return found
 
 
 def _check_met(
@@ -146,15 +163,16 @@ def _pinned_axes(
     mesh_names: Collection[str],
     path: str,
     problems: Problems,
-) -> str | None:
-    found = []
+) -> dict[str, str]:
+    """The mesh axes that an entry fixes, with the model's own name of each."""
+    found: dict[str, str] = {}
     for part in _parts(entry):
         if part in axes:
-            found.append(axes[part])
+            found.setdefault(axes[part], part)
         elif part in mesh_names:
             problems.add(
                 f"{path}: its metadata names the mesh axis {part!r}, which is none of "
                 f"ours ({', '.join(MESH_AXES)}). Map it, as in "
                 f"axis_names={{{part!r}: 'tensor'}}."
             )
-    return "+".join(dict.fromkeys(found)) or None
+    return found

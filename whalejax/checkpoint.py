@@ -33,8 +33,10 @@ from whalejax.checkpoint_files import being_built, check_hashes, hashed, unwritt
 from whalejax.checkpoint_record import (
     DamagedCheckpoint,
     Leaf,
+    Place,
     Record,
     check_same,
+    moved_places,
     read_record,
     write_record,
 )
@@ -239,23 +241,14 @@ def restore_model(
     return Model(params=params, rest=rest, rng=rng, step=step, samples=seen)
 
 
-def _by_place(
-    record: Record, wanted: Mapping[tuple[str, str], Leaf]
-) -> dict[tuple[str, str], Leaf]:
+def _by_place(record: Record, wanted: Mapping[Place, Leaf]) -> dict[Place, Leaf]:
     """Leaves of a checkpoint by where they belong in a state, without the optimizer's.
 
     What was trained may be frozen now, or the other way round.
     """
     saved = {x.place: x for x in record.leaves if x.section in _KEPT_WITH_MODEL}
-    found = {}
-    for place, leaf in saved.items():
-        section, name = place
-        if section in _MODEL:
-            other = _MODEL[1 - _MODEL.index(section)], name
-            if place not in wanted and other in wanted and other not in saved:
-                place = other
-        found[place] = leaf
-    return found
+    moved = moved_places(saved, wanted)
+    return {moved.get(place, place): leaf for place, leaf in saved.items()}
 
 
 def _on_device(sharding: Any) -> Any:

@@ -40,7 +40,14 @@ _OLDER: Final = frozenset(
     + ("file_bytes",)
 )
 _MODEL: Final = ("params", "rest")
+_LINEN: Final = "params."
+"""What stands before the name of a Linen parameter that is not trained."""
+
 _LONGEST_REASON: Final = 200
+
+
+Place = tuple[str, str]
+"""What a leaf is known by: the field of the state, and its name in it."""
 
 
 class DamagedCheckpoint(WhaleError):
@@ -66,8 +73,8 @@ class Leaf:
     key_impl: str = ""
 
     @property
-    def place(self) -> tuple[str, str]:
-        """What the leaf is known by: its section and its name in it."""
+    def place(self) -> Place:
+        """What the leaf is known by."""
         return self.section, self.name
 
     @property
@@ -280,10 +287,34 @@ def refuse_damaged(target: Path, problems: Problems) -> None:
     problems.raise_if_any(DamagedCheckpoint, title=title)
 
 
+def moved_places(
+    saved: Mapping[Place, Leaf], wanted: Mapping[Place, Leaf]
+) -> dict[Place, Place]:
+    """Leaves of the model that are trained on one side only, and where they belong.
+
+    Args:
+        saved, wanted: leaves by their place.
+
+    Returns:
+        The place in the checkpoint to the one that is wanted.
+    """
+    found: dict[Place, Place] = {}
+    for section, name in saved:
+        if section not in _MODEL or (section, name) in wanted:
+            continue
+        trained = section == _MODEL[0]
+        names = (name, _LINEN + name if trained else name.removeprefix(_LINEN))
+        for other in ((_MODEL[trained], one) for one in names):
+            if other in wanted and other not in saved:
+                found[section, name] = other
+                break
+    return found
+
+
 def check_same(
     target: Path,
-    saved: Mapping[tuple[str, str], Leaf],
-    wanted: Mapping[tuple[str, str], Leaf],
+    saved: Mapping[Place, Leaf],
+    wanted: Mapping[Place, Leaf],
 ) -> None:
     """Refuse a checkpoint whose leaves are not those that are wanted.
 
@@ -296,8 +327,21 @@ def check_same(
     """
     problems = Problems()
     is_model = False
-    for place in [*wanted, *(place for place in saved if place not in wanted)]:
+    moved = moved_places(saved, wanted)
+    for old, new in moved.items():
+        is_model = is_model or saved[old].form != wanted[new].form
+        roles = ("trained", "not trained")
+        was, now = roles if old[0] == _MODEL[0] else roles[::-1]
+        problems.add(
+            f"{saved[old].name}: {saved[old].form}, {was} where the checkpoint was "
+            f"saved; {wanted[new].form}, {now} in this step"
+        )
+    known = {*moved, *moved.values()}
+    every = [*wanted, *(place for place in saved if place not in wanted)]
+    for place in every:
         there, here = saved.get(place), wanted.get(place)
+        if place in known:
+            continue
         # The run's own key may be of another algorithm: the saved one goes on.
         if there and here and (there.form == here.form or there.section == "rng"):
             continue

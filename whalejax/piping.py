@@ -19,12 +19,13 @@ from whalejax.meshes import Cluster
 from whalejax.meshes.problems import warn
 from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import TooFewParts, Whole
-from whalejax.planner.decide import check_marks, decide
+from whalejax.planner.decide import Known, check_marks, decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
 from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.parts import FlowsBackwards
+from whalejax.planner.pins import pinned_axes, pins_of
 from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
@@ -94,8 +95,20 @@ def decider(
     if found or stages > 1:
         search = staging.of_any_number if found else staging
         return functools.partial(_said, search), request
+    search = _without_stages(staging, request, known)
+    named = STAGE in pinned_axes(programs.graph) and STAGE not in asked.mesh
+    if named and not isinstance(uneven, tuple):
+        return functools.partial(staging.of_named, search), request
+    return search, request
+
+
+def _without_stages(
+    staging: _Staging, request: Request, known: Known
+) -> Callable[..., Plan]:
+    """The search where nobody asks for stages."""
+    uneven = staging.uneven
     if not uneven:
-        return functools.partial(decide, known=known), request
+        return functools.partial(decide, known=known)
     shares = functools.partial(
         decide_shares,
         asked=uneven if isinstance(uneven, tuple) else None,
@@ -103,9 +116,9 @@ def decider(
         decide=decide,
         known=known,
     )
-    fixed = asked.mesh or request.zero or request.offload
+    fixed = staging.asked.mesh or request.zero or request.offload
     open_choice = uneven is True and not fixed
-    return (staging.or_shares(shares) if open_choice else shares), request
+    return staging.or_shares(shares) if open_choice else shares
 
 
 MOST_STAGES = 16
@@ -281,18 +294,61 @@ class _Staging:
         self, graph: Graph, cluster: Cluster, request: Request, **options: Any
     ) -> Plan:
         """The fastest plan of any number of stages."""
-        counts = [n for n in divisors(request.num_devices) if n > 1]
-        each = [
-            functools.partial(self._of(n), graph, cluster, request, **options)
-            for n in counts
-        ]
-        found, problem = _made(*each)
+        found, problem = self._each_number(graph, cluster, request, **options)
         if not found:
             raise PlanError(
                 f"no number of stages that {request.num_devices} devices divide into "
                 f"can be had: {problem or 'a pipeline needs two'}"
             ) from problem
         return _fastest(found, problem)
+
+    def of_named(
+        self,
+        search: Callable[..., Plan],
+        graph: Graph,
+        cluster: Cluster,
+        request: Request,
+        **options: Any,
+    ) -> Plan:
+        """The fastest plan that obeys most of the axes that the metadata names.
+
+        Args:
+            search: makes the plan without stages.
+            graph, cluster, request, options: as for any search.
+        """
+        named = pinned_axes(graph)
+        layers = {t.path for t in graph.params if (0, STAGE) in pins_of(t)}
+        made, _ = self._each_number(graph, cluster, request, **options)
+        found = [
+            plan
+            for plan in made
+            if any(
+                leaf.path in layers and STAGE in leaf.param_spec[0]
+                for leaf in plan.leaves
+            )
+        ]
+        problem = None
+        if not found or len(named) > 1:
+            plain = functools.partial(search, graph, cluster, request, **options)
+            others, problem = _made(plain)
+            found += others
+
+        def obeyed(plan: Plan) -> int:
+            return sum(plan.axis_sizes.get(axis, 1) > 1 for axis in named)
+
+        most = max(map(obeyed, found), default=0)
+        return _fastest([plan for plan in found if obeyed(plan) == most], problem)
+
+    def _each_number(
+        self, graph: Graph, cluster: Cluster, request: Request, **options: Any
+    ) -> tuple[list[Plan], PlanError | None]:
+        """Plans of each number of stages, and the first reason why one is none."""
+        counts = [n for n in divisors(request.num_devices) if n > 1]
+        each = [
+            functools.partial(self._of(n), graph, cluster, request, **options)
+            for n in counts
+        ]
+        return _made(*each)
 
     def _traced(self, remat: Remat) -> Whole:
         program = self.captured.with_remat(remat) if remat else self.captured

@@ -390,7 +390,12 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_an_axis_of_size_1_in_the_metadata_is_noted() -> None:
     graph = pinned(gpt(1), head_kernel=("expert", None))
     assert unplanned_pins(graph, mesh(tensor=8)) == [
-        "1 leaves name the mesh axis expert (head.kernel first), which has size 1 in "
-        "this plan: the name has no effect"
+        "1 leaf names the mesh axis expert (head.kernel), which has size 1 in this "
+        "plan: the name has no effect"
+    ]
+    graph = pinned(graph, tokens_embedding=("expert", None))
+    assert unplanned_pins(graph, mesh(tensor=8)) == [
+        "2 leaves name the mesh axis expert (tokens.embedding first), which "
+        "has size 1 in this plan: the name has no effect"
     ]
     assert unplanned_pins(graph, mesh(expert=8)) == []

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import whalejax as wh
 from tests.equality import free_links
@@ -120,6 +120,118 @@ def test_a_quantised_base_is_counted_as_it_is(dtype: Any, times: int) -> None:
     gathers = [c for c in plan.collectives if c.what == "parameter"]
     moved = sum(c.payload_bytes * c.times(plan.num_micro_batches) for c in gathers)
     assert moved == pytest.approx(2 * 88 * GB, rel=0.02)
+
+
+def times_scale(q: Any, scale: Any) -> Any:
+    return q.astype(jnp.float32) * scale
+
+
+def less_a_zero_point(q: Any, scale: Any) -> Any:
+    return (q.astype(jnp.float32) - scale.mean()) * scale
+
+
+def of_a_code_book(q: Any, scale: Any) -> Any:
+    return jnp.linspace(-1.0, 1.0, 16)[q & 15] * scale
+
+
+def unpacked(q: Any, scale: Any) -> Any:
+    halves = jnp.stack((q & 15, q >> 4), axis=-1).reshape(q.shape[0], -1)
+    return halves[:, : q.shape[1]].astype(jnp.float32) * scale
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "read"),
+    [
+        (jnp.int8, (512,), times_scale),
+        (jnp.int8, (), times_scale),
+        (jnp.int8, (1, 512), times_scale),
+        (jnp.int4, (512,), times_scale),
+        (jnp.uint8, (512,), less_a_zero_point),
+        (jnp.uint8, (), of_a_code_book),
+        (jnp.uint8, (512,), unpacked),
+    ],
+)
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_a_base_of_whole_numbers_is_a_weight_whatever_its_scale(
+    axis: str, dtype: Any, scale: tuple[int, ...], read: Any
+) -> None:
+    model = {
+        "base": {"q": leaf(512, 512, dtype=dtype), "scale": leaf(*scale)},
+        "lora": {"a": leaf(512, 2), "b": leaf(2, 512)},
+    }
+
+    def of(p: Any, x: Any) -> Any:
+        base = x @ read(p["base"]["q"], p["base"]["scale"])
+        return jnp.mean((base + x @ p["lora"]["a"] @ p["lora"]["b"]) ** 2)
+
+    plan = wh.plan(
+        of,
+        model,
+        leaf(16, 512),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:8",
+        mesh={axis: 8},
+        trainable=lambda path: path.startswith("lora"),
+    )
+    assert any(axis in axes for axes in plan.leaf("base.q").param_spec)
+    assert plan.memory.state_bytes <= 4  # a scalar scale is no weight
+
+
+class Scaled(linen.Module):
+    """A layer of whole numbers with a scale, in a collection of its own."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        shape = (x.shape[-1], x.shape[-1])
+        q = self.variable("quantised", "q", lambda: jnp.ones(shape, jnp.int8))
+        scale = self.variable("quantised", "scale", lambda: jnp.ones(shape[1]))
+        base = x @ (q.value.astype(x.dtype) * scale.value)
+        return base + linen.Dense(x.shape[-1])(x)
+
+
+def test_a_collection_of_whole_numbers_with_a_scale_holds_weights() -> None:
+    module = Scaled()
+    model = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, 512)))
+
+    def of(v: Any, x: Any) -> Any:
+        found: Any = module.apply(v, x)
+        return jnp.mean(found**2)
+
+    plan = wh.plan(
+        of,
+        model,
+        leaf(16, 512),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:8",
+        mesh={"fsdp": 8},
+    )
+    assert plan.leaf("quantised.q").param_spec != ((), ())
+    assert plan.memory.state_bytes == 512 * 4  # the scale
+
+
+def test_what_is_read_by_places_or_multiplies_a_vector_stays_what_it_was() -> None:
+    """A table of positions is no weight; a kernel that a fixed vector goes into is."""
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.places = nnx.Variable(jnp.ones((8, 64)))
+            self.query = nnx.Variable(jnp.ones(64))
+            self.kernel = nnx.Variable(jnp.ones((64, 64)))
+            self.w = nnx.Param(jnp.ones((64, 64)))
+
+        def __call__(self, x: Any) -> Any:
+            added = self.places[...][jnp.arange(8)].sum(0)
+            return x @ self.w[...] + added + self.query[...] @ self.kernel[...]
+
+    plan = wh.plan(
+        of_module,
+        nnx.eval_shape(Model),
+        leaf(16, 64),
+        optimizer=optax.sgd(0.1),
+        cluster="h100:8",
+        mesh={"fsdp": 8},
+    )
+    assert {one.path for one in plan.leaves} == {"kernel", "w"}
 
 
 # What runs equals one device.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, free_links, on_one_device
@@ -159,6 +159,126 @@ def test_metadata_without_the_layers_is_that_of_a_layer() -> None:
     assert not any("of its 3 dimensions" in note for note in with_name.notes)
 
 
+class Members(nnx.Module):
+    """Stacked kernels of (8, 32), and how a model uses them."""
+
+    def __init__(self, call: Any, out_axes: int = 0, named: Any = None) -> None:
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=0, out_axes=out_axes, transform_metadata=named or {})
+        def make(rngs: nnx.Rngs) -> Any:
+            key = rngs.params()
+            value = jax.random.normal(key, (8, 32), jnp.float32)
+            return nnx.Param(value, out_sharding=("embed", "mlp"), eager_sharding=False)
+
+        self.w = make(nnx.Rngs(0))
+        self.call = call
+
+    def __call__(self, x: Any) -> Any:
+        return self.call(self.w[...], x)
+
+
+def of_members(call: Any, x: Any = (16, 8), **making: Any) -> wh.Plan:
+    return wh.plan(
+        lambda model, batch: (jnp.tanh(model(batch)) ** 2).mean(),
+        nnx.eval_shape(lambda: Members(call, **making)),
+        jax.ShapeDtypeStruct(x, jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="cpu:8",
+        axis_names={"mlp": "tensor"},
+        mesh={"tensor": 8},
+    )
+
+
+def vmapped(w: Any, x: Any) -> Any:
+    return jax.vmap(lambda member: jnp.tanh(x @ member))(w).mean(0)
+
+
+UNTOLD: list[Any] = [
+    (vmapped, (16, 8)),
+    (lambda w, x: jnp.einsum("bd,edf->bef", x, w), (16, 8)),
+    (lambda w, x: jnp.einsum("bed,edf->bef", x, w), (16, 4, 8)),
+    (lambda w, x: jnp.einsum("bed,edf->bf", x, w), (16, 4, 8)),
+    (lambda w, x: x @ w.mean(0), (16, 8)),
+    (lambda w, x: x @ w.reshape(2, 16, 32)[0, :8], (16, 8)),
+]
+
+
+@pytest.mark.parametrize(("call", "x"), UNTOLD)
+def test_names_are_missing_where_nothing_tells_which(call: Any, x: Any) -> None:
+    with pytest.raises(wh.WhaleError) as caught:
+        of_members(call, x)
+    assert str(caught.value) == (
+        "model: 1 problem\n"
+        "  1. w: its metadata names 2 of its 3 dimensions (4, 8, 32), and nothing says "
+        "which of them has no name, as after nnx.vmap without a name for its "
+        "dimension. Name each dimension, with None for one that has no name, or give "
+        "transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "out_axes", "mlp"),
+    [
+        (lambda w, x: sum(jnp.tanh(x @ w[i]) for i in range(4)), 0, 2),
+        (lambda w, x: sum(jnp.tanh(x @ one) for one in w), 0, 2),
+        (lambda w, x: sum(jnp.tanh(x @ w[:, i]) for i in range(4)), 1, 2),
+        (lambda w, x: sum(jnp.tanh(x @ w[..., i]) for i in range(4)), -1, 1),
+        (lambda w, x: jnp.tanh(x @ jnp.moveaxis(w, 1, 0)[2]), 1, 2),
+        (
+            lambda w, x: jax.lax.map(lambda one: x @ one, jnp.moveaxis(w, -1, 0)),
+            -1,
+            1,
+        ),
+    ],
+)
+def test_the_dimension_that_is_taken_one_by_one_has_no_name(
+    call: Any, out_axes: int, mlp: int
+) -> None:
+    plan = of_members(call, out_axes=out_axes)
+    assert [d for d, axes in enumerate(plan.leaf("w").param_spec) if axes] == [mlp]
+    said = f"they are taken for those beside dimension {out_axes % 3}, which the model"
+    assert any(said in note for note in plan.notes)
+
+
+def test_a_dimension_that_is_said_to_have_no_name_has_none() -> None:
+    plan = of_members(vmapped, named={nnx.PARTITION_NAME: None})
+    assert plan.leaf("w").param_spec == ((), (), ("tensor",))
+
+
+class Nested(nnx.Module):
+    """Kernels that two loops, one in the other, take slices of."""
+
+    def __init__(self, *names: str | None) -> None:
+        self.w = param(jax.random.key(0), (2, 3, 16, 16), *names)
+
+    def __call__(self, x: Any) -> Any:
+        def inner(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w), None
+
+        def outer(x: Any, w: Any) -> Any:
+            return jax.lax.scan(inner, x, w)
+
+        return jax.lax.scan(outer, x, self.w[...])[0]
+
+
+def test_loops_tell_of_several_dimensions() -> None:
+    def planned(*names: str | None) -> wh.Plan:
+        return wh.plan(
+            of_layers,
+            nnx.eval_shape(lambda: Nested(*names)),
+            jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float64),
+            optimizer=optax.sgd(0.1),
+            cluster="cpu:8",
+            mesh={"fsdp": 2, "tensor": 4},
+        )
+
+    with jax.enable_x64(True):
+        plan = planned("fsdp", "tensor")
+        assert plan.leaf("w").param_spec == ((), (), ("fsdp",), ("tensor",))
+        with pytest.raises(wh.WhaleError, match="names 1 of its 4 dimensions"):
+            planned("tensor")
+
+
 def test_layers_may_be_named_for_the_stages() -> None:
     named = {nnx.PARTITION_NAME: "layers"}
     mesh = {"stage": 2, "fsdp": 2, "tensor": 2}
@@ -166,6 +286,51 @@ def test_layers_may_be_named_for_the_stages() -> None:
     assert plan.leaf("layers.up").param_spec == (("stage",), ("fsdp",), ("tensor",))
     plan = planned(named, axis_names={"layers": "stage"})
     assert any("stage" in note and "has size 1" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        ({}, {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ({"fsdp": 2}, {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ({"fsdp": 1}, {"stage": None, "tensor": None}),
+        ({"stage": 1}, {"fsdp": None, "tensor": None}),
+        ({"data": 8}, {"data": 8}),
+        ({"stage": 4}, {"stage": 4}),
+    ],
+)
+def test_layers_that_are_named_for_the_stages_get_them(
+    mesh: dict[str, int], sizes: dict[str, int | None]
+) -> None:
+    named = {nnx.PARTITION_NAME: "layers"}
+    plan = planned(named, axis_names={"layers": "stage"}, mesh=mesh)
+    found = {axis: n for axis, n in plan.axis_sizes.items() if n > 1}
+    assert found.items() >= {a: n for a, n in sizes.items() if n}.items()
+    assert found.keys() >= sizes.keys()
+    staged = "stage" in sizes
+    assert (plan.leaf("layers.up").param_spec[0] == ("stage",)) == staged
+    said = "2 leaves name the mesh axis stage (layers.down first), which has size 1"
+    assert any(said in note for note in plan.notes) == (not staged)
+
+
+def test_layers_that_no_stages_divide_are_planned_without() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0] ** 2).mean()
+
+    shape = jax.ShapeDtypeStruct((3, EMBED, EMBED), jnp.float32)
+    plan = wh.plan(
+        lambda p, x: loss(p["w"], x),
+        {"w": linen.Partitioned(shape, names=("layers", None, None))},
+        jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32),
+        optimizer=optax.sgd(0.1),
+        cluster="cpu:8",
+        axis_names={"layers": "stage"},
+    )
+    assert plan.axis_sizes["data"] == 8
+    assert any(
+        "1 leaf names the mesh axis stage (w), which has size 1" in note
+        for note in plan.notes
+    )
 
 
 def test_what_is_no_layer_cannot_be_named_for_the_stages() -> None:

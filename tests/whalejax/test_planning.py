@@ -335,7 +335,7 @@ def test_metadata_that_fixes_an_axis_is_obeyed() -> None:
     assert plan.leaf("up.kernel").compute_spec == (("tensor",), ())
     plan = wh.plan(loss, model, leaf(16, 48), cluster="h100:8", mesh={"data": 8})
     assert any(
-        "1 leaves name the mesh axis tensor (up.kernel first)" in note
+        "1 leaf names the mesh axis tensor (up.kernel), which has" in note
         for note in plan.notes
     )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import whalejax as wh
 from tests.whalejax.runs import (
@@ -117,6 +117,92 @@ def test_the_remedy_is_named(saved: Path) -> None:
             'same: step.restore(path, only="model") takes it, keeps the step counter '
             "and begins the optimizer anew: "
         )
+
+
+class OfLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        hidden = linen.Dense(24, use_bias=False, name="w")(x)
+        return linen.Dense(4, use_bias=False, name="o")(jnp.tanh(hidden))
+
+
+class OfNNX(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.full((8, 24), 0.1))
+        self.o = nnx.Param(jnp.full((24, 4), 0.1))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(x @ self.w[...]) @ self.o[...]
+
+
+def by_kind(kind: str) -> tuple[Any, Any, str]:
+    """A model, its loss, and the path of a leaf."""
+    if kind == "nnx":
+        return lambda model, x: jnp.mean(model(x) ** 2), OfNNX(), "w"
+    arrays = {"w": jnp.full((8, 24), 0.1), "o": jnp.full((24, 4), 0.1)}
+    if kind == "pytree":
+
+        def plain(p: Any, x: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ p["w"]) @ p["o"]) ** 2)
+
+        return plain, arrays, "w"
+
+    def of_linen(variables: Any, x: Any) -> Any:
+        found: Any = OfLinen().apply(variables, x)
+        return jnp.mean(found**2)
+
+    params = {name: {"kernel": x} for name, x in arrays.items()}
+    return of_linen, {"params": params}, "w.kernel"
+
+
+@pytest.mark.parametrize("kind", ["pytree", "linen", "nnx"])
+def test_what_was_trained_may_be_frozen_and_the_other_way_round(
+    tmp_path: Path, kind: str
+) -> None:
+    loss_fn, model, path = by_kind(kind)
+    optimizer, batch = optax.adam(0.1), jnp.ones((4, 8))
+
+    def step_that_trains(trainable: Any) -> TrainStep:
+        plan = wh.plan(
+            loss_fn,
+            model,
+            batch,
+            optimizer=optimizer,
+            cluster="cpu:1",
+            trainable=trainable,
+        )
+        return wh.compile(
+            plan,
+            loss_fn,
+            model,
+            optimizer=optimizer,
+            trainable=trainable,
+            devices=jax.devices()[:1],
+        )
+
+    steps = [step_that_trains(None), step_that_trains("o*")]
+    states = [step.init_from(model) for step in steps]
+    roles = ["trained", "not trained"]
+    for was in (0, 1):
+        target = tmp_path / str(was)
+        steps[was].save(target, states[was])
+        other = steps[1 - was]
+        with pytest.raises(wh.WhaleError) as caught:
+            other.restore(target)
+        title, *lines = str(caught.value).splitlines()
+        assert "The model is the same: " in title and 'only="model"' in title
+        assert lines[0].endswith(
+            f"{path}: float32[8, 24], {roles[was]} where the checkpoint was saved; "
+            f"float32[8, 24], {roles[1 - was]} in this step"
+        )
+        found = other.restore(target, only="model")
+        expected = states[1 - was]
+        for one, like in zip(
+            jax.tree.leaves((found.params, found.rest)),
+            jax.tree.leaves((expected.params, expected.rest)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, like)
 
 
 def test_another_model_has_no_such_remedy(saved: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from whalejax.adapters import Adapter
 from whalejax.annotations import scope_name
 from whalejax.capture.batch import BatchLeaf
-from whalejax.capture.drafts import Value
+from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import Walk
@@ -88,9 +88,10 @@ def name_inputs(
         walk.tensors[trained + number].kind = "param"
     names = (*adapter.names, *adapter.rest_names)
     pinned = (*adapter.pinned, *adapter.rest_pinned)
-    for tensor, own, fixed in zip(walk.tensors, names, pinned, strict=False):
+    called = (*adapter.called, *adapter.rest_called)
+    for tensor, *own in zip(walk.tensors, names, pinned, called, strict=False):
         if tensor.kind == "param":
-            tensor.names, tensor.pinned = own, fixed
+            tensor.names, tensor.pinned, tensor.called = own
 
 
 def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list[int]:
@@ -103,24 +104,37 @@ def _frozen_weights(walk: Walk, adapter: Adapter, still: Sequence[bool]) -> list
     first = len(adapter.param_paths)
     rest = walk.tensors[first : first + len(still)]
     may = [n for n, (same, leaf) in enumerate(zip(still, rest, strict=True)) if same]
-    kernels = _multiplied(walk, {first + n for n in may if len(rest[n].shape) > 1})
+    large = {first + n for n in may if len(rest[n].shape) > 1}
+    kernels = _multiplied(walk, large, {first + n for n in may} - large)
     return [
         n for n in may if (adapter.frozen[n] and rest[n].shape) or first + n in kernels
     ]
 
 
-def _multiplied(walk: Walk, given: set[int]) -> set[int]:
-    """Which of some inputs products multiply values with, through casts and scales."""
+def _multiplied(walk: Walk, given: set[int], small: set[int]) -> set[int]:
+    """Which of some inputs products multiply values with, through casts and scales.
+
+    Args:
+        walk: the walked program.
+        given: the inputs.
+        small: inputs that no step changes and that are too small to be asked about:
+            scales and zero points. What is made of them and of constants alone is
+            neither a weight nor a value of the batch.
+    """
     params = {t for t, tensor in enumerate(walk.tensors) if tensor.kind == "param"}
     weight = params | given
+    fixed = small | {t for t, v in enumerate(walk.tensors) if v.kind == "const"}
+    carried = {consumed for _, consumed in walk.loops}
     source = {t: frozenset({t}) for t in given}
     found: set[int] = set()
     for op in walk.ops:
         own = [source.get(t, frozenset[int]()) for t in op.operands]
-        if op.operands and weight.issuperset(op.operands):
-            for t in op.results:
-                weight.add(t)
-                source[t] = frozenset[int]().union(*own)
+        known = weight if _reads_values(op, weight) else weight | fixed
+        if weight.isdisjoint(op.operands) and fixed.issuperset(op.operands):
+            fixed.update(t for t in op.results if t not in carried)
+        elif known.issuperset(op.operands):
+            weight.update(op.results)
+            source |= dict.fromkeys(op.results, frozenset[int]().union(*own))
         elif op.kind in LOOKUPS:
             # Tables of positions are no weights, those of quantised embeddings are.
             table = walk.tensors[op.operands[0]]
@@ -131,6 +145,16 @@ def _multiplied(walk: Walk, given: set[int]) -> set[int]:
             if sum(sides) == 1:
                 found |= own[sides.index(True)]
     return found
+
+
+def _reads_values(op: OpDraft, weight: set[int]) -> bool:
+    """Whether what stands beside a weight in an operation is used as values are.
+
+    It is in products, and where a table is read by numbers that are not weights.
+    """
+    return op.behaviour.matmul is not None or (
+        op.kind in LOOKUPS and op.operands[0] in weight
+    )
 
 
 def graph_of(
@@ -196,6 +220,7 @@ def _tensors(walk: Walk, flows: Sequence[bool]) -> tuple[Tensor, ...]:
             path=draft.path,
             names=draft.names,
             pinned=draft.pinned,
+            called=draft.called,
             differentiable=flows[index],
         )
         for index, draft in enumerate(walk.tensors)

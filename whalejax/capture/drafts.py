@@ -34,6 +34,7 @@ class TensorDraft:
     path: str = ""
     names: tuple[str | None, ...] = ()
     pinned: tuple[str | None, ...] = ()
+    called: tuple[str | None, ...] = ()
     trained: bool = False
 
     def reshaped(self, shape: tuple[int, ...]) -> TensorDraft:
