@@ -93,6 +93,7 @@ class Tensor:
         path: the leaf's path such as ``"blocks.0.mlp.up.kernel"``; empty for values.
         names: the user's logical name of each dimension (Flax metadata) or None.
         pinned: mesh axes that the user's metadata fixes for each dimension, or None.
+        called: the model's own names of these mesh axes, in the same order.
         differentiable: a gradient flows through it (it is a trained parameter, or an
             inexact value that depends on one); of parameters, that they are trained.
     """
@@ -105,6 +106,7 @@ class Tensor:
     path: str = ""
     names: tuple[str | None, ...] = ()
     pinned: tuple[str | None, ...] = ()
+    called: tuple[str | None, ...] = ()
     differentiable: bool = False
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.problems import Problems
@@ -26,11 +26,12 @@ MODEL_AXES = ("expert", "tensor")
 NO_WEIGHTS = {
     "data": (
         "which shards the batch and, by ZeRO, optimizer state. To store it in shards, "
-        "map that name: axis_names={'data': 'fsdp'}"
+        "map that name: axis_names={{{name!r}: 'fsdp'}}"
     ),
     "context": "which shards the sequence of activations. Drop that name",
 }
-"""Mesh axes that metadata cannot fix for a weight, and what to do instead."""
+"""Mesh axes that metadata cannot fix for a weight, and what to do instead; ``name`` is
+the model's own name of the axis."""
 
 NO_LAYERS = (
     "over which only layers are shared out: the first dimension of parameters that a "
@@ -238,7 +239,8 @@ def metadata_pins(
         for dim, axis in pins_of(tensor):
             where = f"{tensor.path} dim {dim}: its metadata shards it over {axis}"
             if axis in NO_WEIGHTS:
-                problems.add(f"{where}, {NO_WEIGHTS[axis]}")
+                instead = NO_WEIGHTS[axis].format(name=_called(tensor, dim, axis))
+                problems.add(f"{where}, {instead}")
             if axis == STAGE and (dim or tensor.id not in sliced):
                 problems.add(f"{where}, {NO_LAYERS}")
             if axis in (*NO_WEIGHTS, STAGE) or axis in twice:
@@ -305,6 +307,13 @@ def pins_of(tensor: Tensor) -> Iterator[tuple[int, str]]:
         for axis in (text or "").split("+"):
             if axis:
                 yield dim, axis
+
+
+def _called(tensor: Tensor, dim: int, axis: str) -> str:
+    """The model's own name of a mesh axis that its metadata fixes."""
+    axes = (tensor.pinned[dim] or "").split("+")
+    names = (tensor.called[dim] or "").split("+") if tensor.called else axes
+    return dict(zip(axes, names, strict=False)).get(axis, axis)
 
 
 def _check_twice(tensor: Tensor, problems: Problems) -> set[str]:
@@ -374,7 +383,13 @@ def unplanned_pins(
         for axis, places in single.items()
     ]
     return ones + [
-        f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first), which has "
-        f"size 1 in this plan: the name {NO_EFFECT}"
+        f"{_naming(paths, axis)}, which has size 1 in this plan: the name {NO_EFFECT}"
         for axis, paths in idle.items()
     ]
+
+
+def _naming(paths: Sequence[str], axis: str) -> str:
+    """Says how many leaves name a mesh axis, and one of them."""
+    if len(paths) == 1:
+        return f"1 leaf names the mesh axis {axis} ({paths[0]})"
+    return f"{len(paths)} leaves name the mesh axis {axis} ({paths[0]} first)"

@@ -383,26 +383,6 @@ def test_a_mesh_axis_of_the_users_own() -> None:
     assert found.leaf("Dense_0.kernel").compute_spec == ((), ("tensor",))
 
 
-@pytest.mark.parametrize("names", [("embed", "mlp"), ("embed", ("tensor", "mlp"))])
-def test_the_remedy_for_an_axis_of_no_weights_has_the_models_own_name(
-    names: Any,
-) -> None:
-    net = {"w": nn.Partitioned(leaf(8, 32), names=names)}
-
-    def loss(p: Any, b: Any) -> jax.Array:
-        return jnp.mean(jnp.tanh(b["x"] @ p["w"]))
-
-    batch = {"x": leaf(16, 8)}
-    with pytest.raises(wh.WhaleError) as caught:
-        wh.plan(loss, net, batch, cluster="cpu:8", axis_names={"mlp": "data"})
-    assert "w dim 1: its metadata shards it over data, which shards the batch" in (
-        str(caught.value)
-    )
-    assert "map that name: axis_names={'mlp': 'fsdp'}" in str(caught.value)
-    plan = wh.plan(loss, net, batch, cluster="cpu:8", axis_names={"mlp": "fsdp"})
-    assert "fsdp" in plan.leaf("w").param_spec[1]
-
-
 def test_a_mesh_axis_that_shards_no_weights() -> None:
     text = refused(named_loss(wh.split()), named("data", "context"))
     assert text == (

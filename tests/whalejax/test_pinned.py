@@ -345,6 +345,28 @@ def test_what_is_no_layer_cannot_be_named_for_the_stages() -> None:
     ) in str(caught.value)
 
 
+@pytest.mark.parametrize("names", [("embed", "mlp"), ("embed", ("tensor", "mlp"))])
+def test_the_remedy_for_an_axis_of_no_weights_has_the_models_own_name(
+    names: Any,
+) -> None:
+    net = {
+        "w": linen.Partitioned(jax.ShapeDtypeStruct((8, 32), jnp.float32), names=names)
+    }
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(b["x"] @ p["w"]))
+
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    with pytest.raises(wh.WhaleError) as caught:
+        wh.plan(loss, net, batch, cluster="cpu:8", axis_names={"mlp": "data"})
+    assert "w dim 1: its metadata shards it over data, which shards the batch" in (
+        str(caught.value)
+    )
+    assert "map that name: axis_names={'mlp': 'fsdp'}" in str(caught.value)
+    plan = wh.plan(loss, net, batch, cluster="cpu:8", axis_names={"mlp": "fsdp"})
+    assert "fsdp" in plan.leaf("w").param_spec[1]
+
+
 # Layouts of values that the model fixes itself.
 
 
