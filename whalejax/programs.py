@@ -211,7 +211,14 @@ def check_reports(captured: Captured, plan: Plan) -> None:
     if plan.runnable and (num_micro_batches := plan.num_micro_batches) > 1:
         traced = captured.graph.batch_size
         size = traced * captured.graph.num_micro_batches // num_micro_batches
-        check_clear(captured.unclear, size, traced=traced)
+        check_clear(
+            captured.apart().unclear,
+            size,
+            traced=traced,
+            chosen=None
+            if captured.graph.num_micro_batches == num_micro_batches
+            else num_micro_batches,
+        )
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:

@@ -6,15 +6,18 @@ knows where their rows are; and it says in words what cannot be put together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from whalejax import _compat
 from whalejax.adapters_leaves import dotted
-from whalejax.capture.drafts import Value
-from whalejax.capture.samples import Rows, Unclear, reported_rows
+from whalejax.capture.paired import Pairing, Trace, power_of, shapes_of
+from whalejax.capture.parts import Parts
+from whalejax.capture.reductions import statistics
+from whalejax.capture.samples import Rows, Unclear, reported_rows, rows_of
 from whalejax.losses import Merged
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.graph import Graph
@@ -29,9 +32,9 @@ class Reports:
     """The values that a loss reports.
 
     Attributes:
-        out_tree: structure of ``(total, weight, metrics, new_rest)`` in which every
-            value with rows is a ``Merged``.
-        unclear: values whose micro-batches cannot be put together.
+        out_tree: structure of ``(total, weight, metrics, new_rest)`` in which a value
+            is a ``Merged`` that says how it is put together, unless it is a mean.
+        unclear: values of which no parts can be put together.
     """
 
     out_tree: Any
@@ -39,19 +42,184 @@ class Reports:
 
 
 def reports(
-    graph: Graph,
-    results: Sequence[Value],
+    trace: Trace,
     out_tree: Any,
-    again: Callable[[], tuple[Graph, Sequence[Value]]],
+    again: Callable[[int], Trace],
+    changing: Collection[int],
 ) -> Reports:
-    """Find out how reported values are put together.
+    """Find out how reported values are put together of values of micro-batches.
 
     Args:
-        graph: of the loss.
-        results: of the program, as tensors of the graph.
+        trace: of the loss.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
-        again: traces the loss with more than one sample.
+        again: traces the loss with another number of samples.
+        changing: inputs that every micro-batch changes, and random keys.
     """
+    total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
+    named = _open_leaves(metrics)
+    if not named:
+        return Reports(out_tree=out_tree, unclear=())
+    graph = trace.graph
+    whole = graph.batch_size * graph.num_micro_batches
+    try:
+        small = trace if graph.batch_size > 1 else again(2)
+        least = small.graph.batch_size
+        large = again(whole if whole > least else 2 * least)
+        wide = {t.graph.batch_size: t for t in (trace, small, large)}[whole]
+    except Exception:  # Of the loss itself, which may take this batch only.
+        if graph.num_micro_batches > 1:
+            return rows_alone(trace, out_tree, again)
+        return Reports(out_tree=out_tree, unclear=_untold(trace, named))
+    found = _found(_Sides(small=small, large=large), named.values(), changing, rest)
+    for n, (before, after) in enumerate(
+        zip(shapes_of(trace), shapes_of(wide), strict=True)
+    ):
+        if n in found and not _scaled(found[n], before, after, whole):
+            why = f"has the shape {after} of the whole batch"
+            found[n] = Unclear(shape=before, why=why)
+
+    def merged(leaf: Any) -> Any:
+        said = None if isinstance(leaf, Merged) else found.get(leaf)
+        if isinstance(said, Rows):
+            axis, outer, inner = said.axis, said.outer, said.inner
+            return Merged(leaf, "rows", axis=axis, outer=outer, inner=inner)
+        if said in ("sum", "same") or (said == "average" and graph.weighted):
+            return Merged(leaf, said)
+        return leaf
+
+    metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
+    unclear = [(name, found.get(n)) for name, n in named.items()]
+    return Reports(
+        out_tree=jax.tree.structure((total, weight, metrics, rest)),
+        unclear=tuple((name, x) for name, x in unclear if isinstance(x, Unclear)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sides:
+    """The loss with fewer and with more samples."""
+
+    small: Trace
+    large: Trace
+
+
+_Said = Rows | Unclear | str
+
+
+def _found(
+    sides: _Sides, wanted: Collection[int], changing: Collection[int], rest: Any
+) -> dict[int, _Said]:
+    """How each of some results is put together, by number."""
+    small, large = sides.small, sides.large
+    times = large.graph.batch_size // small.graph.batch_size
+    pairing = Pairing(small=small, large=large, times=times)
+    # A loss's weight is paired too: reported means may have it.
+    pairing.run([*range(2), *wanted])
+    tensors = {n: t for n in wanted if (t := small.results[n]) is not None}
+    shaped = [n for n, t in tensors.items() if small.graph.tensors[t].shape]
+    rows = dict(
+        zip(
+            shaped,
+            reported_rows(small.graph, [tensors[n] for n in shaped]),
+            strict=True,
+        )
+    )
+    loss, state = (
+        [t for n in numbers if (t := small.results[n]) is not None]
+        for numbers in (range(2), jax.tree.leaves(rest))
+    )
+    parts = Parts(
+        pairing=pairing,
+        rows=frozenset(rows_of(small.graph)),
+        changing=changing,
+        statistics=statistics(small.graph, loss, state),
+    )
+    parts.run()
+    avals = _avals(small.program)
+    found: dict[int, _Said] = {}
+    for n in wanted:
+        if n not in tensors:
+            found[n] = _scalar(pairing, n)
+            continue
+        said = parts.said(tensors[n], inexact=_compat.is_inexact(avals[n].dtype))
+        stands = rows.get(n)
+        if isinstance(stands, Unclear) and (not stands.sizes or said == "rows"):
+            said = stands.why if said not in ("same", "sum", "average") else said
+        elif said == "rows" and isinstance(stands, Rows):
+            found[n] = stands
+            continue
+        known = said in ("same", "sum", "average", "mean")
+        shape = tuple(avals[n].shape)
+        found[n] = said if known else Unclear(shape=shape, why=_reason(said))
+    return found
+
+
+def _reason(said: str) -> str:
+    return "has rows of which it is not known where they stand" * (said == "rows") or (
+        said
+    )
+
+
+def _scalar(pairing: Pairing, number: int) -> _Said:
+    """How a number that stands in the program is put together."""
+    a, b = (values[number] for values in pairing.literals)
+    try:
+        power = power_of(a, b, pairing.times)
+    except (ValueError, TypeError):
+        power = 2
+    if power in (0, None):
+        return "same"
+    if power == 1:
+        return "sum"
+    return Unclear(shape=(), why="depends on the number of samples")
+
+
+def _scaled(
+    said: _Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
+) -> bool:
+    """Whether a shape is that of the whole batch as parts give it."""
+    if not isinstance(said, Rows):
+        return isinstance(said, Unclear) or before == after
+    rows = said.outer * whole * said.inner
+    return (*before[: said.axis], rows, *before[said.axis + 1 :]) == after
+
+
+def _avals(program: Any) -> list[Any]:
+    return [atom.aval for atom in _compat.open_jaxpr(program)[0].outvars]
+
+
+def check_keys(program: Any, out_tree: Any) -> None:
+    """Refuse random keys among what a loss reports, of which there is no number.
+
+    Args:
+        program: the traced loss.
+        out_tree: structure of ``(total, weight, metrics, new_rest)``.
+
+    Raises:
+        WhaleError: which are, and what to do.
+    """
+    avals = _avals(program)
+    metrics = out_tree.unflatten(range(out_tree.num_leaves))[2]
+    problems = Problems()
+    for path, n in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+        if _compat.is_key_dtype(avals[n].dtype):
+            problems.add(f"metrics[{dotted(path)!r}] is a random key")
+    problems.raise_if_any(
+        WhaleError,
+        title="loss_fn reports what is no number. Report jax.random.key_data(key) "
+        "as wh.Aux(samples={...}) if it has a row for each sample, or leave it out",
+    )
+
+
+def rows_alone(trace: Trace, out_tree: Any, again: Callable[[int], Trace]) -> Reports:
+    """The same as ``reports`` where only rows are asked for.
+
+    Args:
+        trace: of the loss.
+        out_tree: structure of ``(total, weight, metrics, new_rest)``.
+        again: traces the loss with another number of samples.
+    """
+    graph, results = trace.graph, trace.results
     total, weight, metrics, rest = out_tree.unflatten(range(len(results)))
     named = _open_leaves(metrics)
     if not any(_has_shape(graph, results[n]) for n in named.values()):
@@ -60,9 +228,10 @@ def reports(
         if graph.num_micro_batches == 1:
             return Reports(out_tree=out_tree, unclear=())
         try:
-            graph, results = again()
+            trace = again(2)
+            graph, results = trace.graph, trace.results
         except Exception:  # Of the loss itself, which may take one sample only.
-            return Reports(out_tree=out_tree, unclear=_untold(graph, results, named))
+            return Reports(out_tree=out_tree, unclear=_untold(trace, named, shaped=True))
     where = {n: results[n] for n in named.values() if _has_shape(graph, results[n])}
     values = [v for v in where.values() if v is not None]
     found = dict(zip(where, reported_rows(graph, values), strict=True))
@@ -81,13 +250,16 @@ def reports(
     )
 
 
-def check_clear(unclear: Told, size: int, *, traced: int | None = None) -> None:
+def check_clear(
+    unclear: Told, size: int, *, traced: int | None = None, chosen: int | None = None
+) -> None:
     """Refuse what several micro-batches report and cannot be put together.
 
     Args:
         unclear: by name.
         size: samples of a micro-batch.
         traced: of the one that was traced, if another.
+        chosen: how many micro-batches the planner chose, if it did.
 
     Raises:
         WhaleError: every such value, and what to do.
@@ -96,9 +268,10 @@ def check_clear(unclear: Told, size: int, *, traced: int | None = None) -> None:
     for name, value in unclear:
         if not value.sizes or {size, traced or size}.intersection(value.sizes):
             problems.add(_words(name, value))
+    planner = f"the planner chose num_micro_batches={chosen}, and " if chosen else ""
     problems.raise_if_any(
         WhaleError,
-        title=f"micro-batches of {size} sample{'s' * (size > 1)} report what cannot be "
+        title=f"{planner}micro-batches of {size} sample{'s' * (size > 1)} report what cannot be "
         "put together. Give what has a row for each sample as wh.Aux(samples={...}), "
         "what is to be added up as sums={...} and what is to be averaged as "
         "means={...}, or plan with num_micro_batches=1",
@@ -124,16 +297,15 @@ def _open_leaves(metrics: Any) -> dict[str, int]:
     }
 
 
-def _untold(graph: Graph, results: Sequence[Value], named: Mapping[str, int]) -> Told:
-    """Every value with a shape, where the loss can be traced with one sample only."""
-    why = "is of a loss that cannot be traced with two samples to see its rows"
-    shapes = {
-        name: graph.tensors[value].shape
-        for name, n in named.items()
-        if (value := results[n]) is not None
-    }
+def _untold(trace: Trace, named: Mapping[str, int], *, shaped: bool = False) -> Told:
+    """Every value, or all with a shape, where the loss takes this batch only."""
+    count = "two samples" if shaped else "another number of samples"
+    why = f"is of a loss that cannot be traced with {count} to see its rows"
+    shapes = {n: shape for n, shape in enumerate(shapes_of(trace))}
     return tuple(
-        (name, Unclear(shape=shape, why=why)) for name, shape in shapes.items() if shape
+        (name, Unclear(shape=shapes[n], why=why))
+        for name, n in named.items()
+        if shapes[n] or not shaped
     )
 
 
@@ -141,5 +313,5 @@ def _is_merged(x: Any) -> bool:
     return isinstance(x, Merged)
 
 
-def _has_shape(graph: Graph, value: Value) -> bool:
+def _has_shape(graph: Graph, value: int | None) -> bool:
     return value is not None and bool(graph.tensors[value].shape)

@@ -38,6 +38,12 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
             return metric if weight is None else _weighed(metric, weight)
         if metric.how == "sum":
             return replace(metric, value=jax.tree.map(_summable, metric.value))
+        if metric.how == "same":
+            once = jax.tree.map(lambda x: _once(x, number, count), metric.value)
+            return replace(metric, value=once)
+        if metric.how == "average":
+            share = jax.tree.map(lambda x: wide(x) / count, metric.value)
+            return replace(metric, value=share)
         if metric.how == "mean":
             means = jax.tree.map(wide, jax.tree.map(jnp.asarray, metric.value))
             if weight is not None:
@@ -80,6 +86,14 @@ def _summable(metric: Any) -> Any:
         return wide(metric)
     narrow = metric.dtype == jnp.bool_ or metric.dtype.itemsize < 4
     return metric.astype(jnp.int32) if narrow else metric
+
+
+def _once(metric: Any, number: Any, count: int) -> Any:
+    """What all micro-batches have alike, which the first alone reports."""
+    metric = _summable(metric)
+    if count == 1:
+        return metric
+    return jnp.where(number == 0, metric, jnp.zeros_like(metric))
 
 
 def _weighed(metric: Any, weight: Any) -> Any:
