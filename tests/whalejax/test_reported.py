@@ -167,7 +167,8 @@ def merged(report: Any, count: int = 2) -> Any:
         return (z**2).mean(), report(z)
 
     found = capture(adapt(W, loss), X, num_micro_batches=count)
-    tree = found.out_tree.unflatten(range(found.out_tree.num_leaves))[2]
+    tree = found.apart().out_tree
+    tree = tree.unflatten(range(tree.num_leaves))[2]
     return tree["aux"]
 
 
@@ -236,7 +237,10 @@ def test_means_sums_and_what_no_sample_changes(
         (lambda z: z[:20], "is made in another way where the batch has more"),
         (lambda z: jnp.triu(z), "cannot be put together of the values of micro-bat"),
         (lambda z: jnp.arange(len(z)), "depends on more than one sample in every row"),
-        (lambda z: z - z.mean(0, keepdims=True), "is neither a sum nor a mean over the samples"),
+        (
+            lambda z: z - z.mean(0, keepdims=True),
+            "is neither a sum nor a mean over the samples",
+        ),
         (lambda z: jax.nn.softmax(z, 0), "is neither a sum nor a mean over the"),
         (lambda z: jnp.sort(z.mean(0)), "is neither a sum nor a mean over the samples"),
         (lambda z: z.argmax(0), "is neither a sum nor a mean over the samples"),
@@ -295,7 +299,7 @@ def each_kind(z: Any) -> dict[str, Any]:
         "pred": z.argmax(-1),
         "top": jax.lax.top_k(z, 2),
         "flat": z.ravel(),
-        "phase": jnp.exp(1j * z[:, 0]),
+        "phase": jnp.exp(jax.lax.complex(z[:, 0], z[:, 1])),
         "share": right.mean(),
         "classes": z.mean(0),
         "moments": {"two": (z**2).mean() * 2.0 - 1.0},

@@ -86,12 +86,7 @@ class Pairing:
             for one, other in zip(self.makers[0][a], self.makers[1][b], strict=True):
                 ops = self.small.graph.ops[one], self.large.graph.ops[other]
                 todo += zip(ops[0].operands, ops[1].operands, strict=True)
-                todo.append(
-                    tuple(
-                        decides(trace, op)
-                        for trace, op in zip(traces, ops, strict=True)
-                    )
-                )
+                todo.append((decides(traces[0], ops[0]), decides(traces[1], ops[1])))
             if a in backs[0] and b in backs[1]:
                 todo.append((backs[0][a], backs[1][b]))
 
@@ -100,8 +95,9 @@ class Pairing:
         here = self._scalars[0].get(op.position)
         large = self._made_like(op)
         there = None if large is None else self._scalars[1].get(large.position)
-        known = here is not None and there is not None
-        if not known or op.kind in LOOPS or not _matches(here, there, op):
+        if here is None or there is None or op.kind in LOOPS:
+            return list(op.operands)
+        if not _matches(here, there, op):
             return list(op.operands)
         tensors = iter(op.operands)
         found: list[int | tuple[Any, Any]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from whalejax import _compat
 from whalejax.capture.forms import (
@@ -27,7 +27,7 @@ from whalejax.capture.paired import Pairing, decides, power_of
 from whalejax.planner.graph import LOOKUPS, LOOPS, Op
 
 
-How = Literal["same", "sum", "average", "mean", "rows"]
+HOWS = ("same", "sum", "average", "mean", "rows")
 """How a value of micro-batches is put together: as the first has it, added up, averaged
 over the samples, averaged by the loss's weights, or row by row."""
 
@@ -82,7 +82,7 @@ class Parts:
                 if out in self.forms and back in self.forms:
                     self._put(back, joined([self.forms[back], self.forms[out]]))
 
-    def said(self, tensor: int, *, inexact: bool) -> How | str:
+    def said(self, tensor: int, *, inexact: bool) -> str:
         """How a reported value is put together, or why that cannot be told.
 
         Args:
@@ -252,7 +252,7 @@ class Parts:
         return SAME if any(values[0]) else Form(power=None)
 
     def _steady(self, op: Op) -> bool:
-        """Whether a loop turns as often, and a branch is taken, whatever the samples."""
+        """Whether a loop turns as often, or a branch is chosen, for all samples."""
         pairing = self.pairing
         pair = pairing.equation(op), pairing.other_equation(op)
         if None in pair:

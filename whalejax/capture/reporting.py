@@ -6,7 +6,7 @@ knows where their rows are; and it says in words what cannot be put together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,9 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
-from whalejax.capture.paired import Pairing, Trace, power_of, shapes_of
-from whalejax.capture.parts import Parts
-from whalejax.capture.reductions import statistics
-from whalejax.capture.samples import Rows, Unclear, reported_rows, rows_of
+from whalejax.capture.judged import Said, judged
+from whalejax.capture.paired import Trace, shapes_of
+from whalejax.capture.samples import Rows, Unclear, reported_rows
 from whalejax.losses import Merged
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.planner.graph import Graph
@@ -55,7 +54,7 @@ def reports(
         again: traces the loss with another number of samples.
         changing: inputs that every micro-batch changes, and random keys.
     """
-    total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
+    _, _, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
     named = _open_leaves(metrics)
     if not named:
         return Reports(out_tree=out_tree, unclear=())
@@ -68,9 +67,10 @@ def reports(
         wide = {t.graph.batch_size: t for t in (trace, small, large)}[whole]
     except Exception:  # Of the loss itself, which may take this batch only.
         if graph.num_micro_batches > 1:
-            return rows_alone(trace, out_tree, again)
+            return _rows_alone(trace, out_tree, again)
         return Reports(out_tree=out_tree, unclear=_untold(trace, named))
-    found = _found(_Sides(small=small, large=large), named.values(), changing, rest)
+    state = jax.tree.leaves(rest)
+    found = judged(small, large, [*named.values()], changing, state)
     for n, (before, after) in enumerate(
         zip(shapes_of(trace), shapes_of(wide), strict=True)
     ):
@@ -78,114 +78,17 @@ def reports(
             why = f"has the shape {after} of the whole batch"
             found[n] = Unclear(shape=before, why=why)
 
-    def merged(leaf: Any) -> Any:
-        said = None if isinstance(leaf, Merged) else found.get(leaf)
-        if isinstance(said, Rows):
-            axis, outer, inner = said.axis, said.outer, said.inner
-            return Merged(leaf, "rows", axis=axis, outer=outer, inner=inner)
-        if said in ("sum", "same") or (said == "average" and graph.weighted):
-            return Merged(leaf, said)
-        return leaf
-
-    metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
-    unclear = [(name, found.get(n)) for name, n in named.items()]
-    return Reports(
-        out_tree=jax.tree.structure((total, weight, metrics, rest)),
-        unclear=tuple((name, x) for name, x in unclear if isinstance(x, Unclear)),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sides:
-    """The loss with fewer and with more samples."""
-
-    small: Trace
-    large: Trace
-
-
-_Said = Rows | Unclear | str
-
-
-def _found(
-    sides: _Sides, wanted: Collection[int], changing: Collection[int], rest: Any
-) -> dict[int, _Said]:
-    """How each of some results is put together, by number."""
-    small, large = sides.small, sides.large
-    times = large.graph.batch_size // small.graph.batch_size
-    pairing = Pairing(small=small, large=large, times=times)
-    # A loss's weight is paired too: reported means may have it.
-    pairing.run([*range(2), *wanted])
-    tensors = {n: t for n in wanted if (t := small.results[n]) is not None}
-    shaped = [n for n, t in tensors.items() if small.graph.tensors[t].shape]
-    rows = dict(
-        zip(
-            shaped,
-            reported_rows(small.graph, [tensors[n] for n in shaped]),
-            strict=True,
-        )
-    )
-    loss, state = (
-        [t for n in numbers if (t := small.results[n]) is not None]
-        for numbers in (range(2), jax.tree.leaves(rest))
-    )
-    parts = Parts(
-        pairing=pairing,
-        rows=frozenset(rows_of(small.graph)),
-        changing=changing,
-        statistics=statistics(small.graph, loss, state),
-    )
-    parts.run()
-    avals = _avals(small.program)
-    found: dict[int, _Said] = {}
-    for n in wanted:
-        if n not in tensors:
-            found[n] = _scalar(pairing, n)
-            continue
-        said = parts.said(tensors[n], inexact=_compat.is_inexact(avals[n].dtype))
-        stands = rows.get(n)
-        if isinstance(stands, Unclear) and (not stands.sizes or said == "rows"):
-            said = stands.why if said not in ("same", "sum", "average") else said
-        elif said == "rows" and isinstance(stands, Rows):
-            found[n] = stands
-            continue
-        known = said in ("same", "sum", "average", "mean")
-        shape = tuple(avals[n].shape)
-        found[n] = said if known else Unclear(shape=shape, why=_reason(said))
-    return found
-
-
-def _reason(said: str) -> str:
-    return "has rows of which it is not known where they stand" * (said == "rows") or (
-        said
-    )
-
-
-def _scalar(pairing: Pairing, number: int) -> _Said:
-    """How a number that stands in the program is put together."""
-    a, b = (values[number] for values in pairing.literals)
-    try:
-        power = power_of(a, b, pairing.times)
-    except (ValueError, TypeError):
-        power = 2
-    if power in (0, None):
-        return "same"
-    if power == 1:
-        return "sum"
-    return Unclear(shape=(), why="depends on the number of samples")
+    return _with(out_tree, found, weighted=graph.weighted)
 
 
 def _scaled(
-    said: _Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
+    said: Said, before: tuple[int, ...], after: tuple[int, ...], whole: int
 ) -> bool:
     """Whether a shape is that of the whole batch as parts give it."""
     if not isinstance(said, Rows):
         return isinstance(said, Unclear) or before == after
     rows = said.outer * whole * said.inner
     return (*before[: said.axis], rows, *before[said.axis + 1 :]) == after
-
-
-def _avals(program: Any) -> list[Any]:
-    return [atom.aval for atom in _compat.open_jaxpr(program)[0].outvars]
 
 
 def check_keys(program: Any, out_tree: Any) -> None:
@@ -198,7 +101,7 @@ def check_keys(program: Any, out_tree: Any) -> None:
     Raises:
         WhaleError: which are, and what to do.
     """
-    avals = _avals(program)
+    avals = [atom.aval for atom in _compat.open_jaxpr(program)[0].outvars]
     metrics = out_tree.unflatten(range(out_tree.num_leaves))[2]
     problems = Problems()
     for path, n in jax.tree_util.tree_flatten_with_path(metrics)[0]:
@@ -211,39 +114,63 @@ def check_keys(program: Any, out_tree: Any) -> None:
     )
 
 
-def rows_alone(trace: Trace, out_tree: Any, again: Callable[[int], Trace]) -> Reports:
-    """The same as ``reports`` where only rows are asked for.
+def undivided(out_tree: Any) -> Any:
+    """The structure of what is reported of a batch that is not cut: all as it is.
 
     Args:
-        trace: of the loss.
         out_tree: structure of ``(total, weight, metrics, new_rest)``.
-        again: traces the loss with another number of samples.
     """
+    total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
+
+    def merged(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, Merged) else Merged(leaf, "same")
+
+    metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
+    return jax.tree.structure((total, weight, metrics, rest))
+
+
+def _rows_alone(trace: Trace, out_tree: Any, again: Callable[[int], Trace]) -> Reports:
+    """The same as ``reports`` where the loss takes no whole batch."""
     graph, results = trace.graph, trace.results
-    total, weight, metrics, rest = out_tree.unflatten(range(len(results)))
-    named = _open_leaves(metrics)
+    named = _open_leaves(out_tree.unflatten(range(len(results)))[2])
     if not any(_has_shape(graph, results[n]) for n in named.values()):
         return Reports(out_tree=out_tree, unclear=())
     if graph.batch_size == 1:  # Dimensions of size 1 are in no operation's factors.
-        if graph.num_micro_batches == 1:
-            return Reports(out_tree=out_tree, unclear=())
         try:
             trace = again(2)
             graph, results = trace.graph, trace.results
         except Exception:  # Of the loss itself, which may take one sample only.
-            return Reports(out_tree=out_tree, unclear=_untold(trace, named, shaped=True))
+            unclear = _untold(trace, named, shaped=True)
+            return Reports(out_tree=out_tree, unclear=unclear)
     where = {n: results[n] for n in named.values() if _has_shape(graph, results[n])}
     values = [v for v in where.values() if v is not None]
     found = dict(zip(where, reported_rows(graph, values), strict=True))
+    return _with(out_tree, found)
+
+
+def _with(
+    out_tree: Any, found: Mapping[int, Said], *, weighted: bool = False
+) -> Reports:
+    """Reports that are put together as was found.
+
+    Args:
+        out_tree: structure of ``(total, weight, metrics, new_rest)``.
+        found: by number of the result.
+        weighted: the loss's weights are no numbers of samples.
+    """
+    total, weight, metrics, rest = out_tree.unflatten(range(out_tree.num_leaves))
 
     def merged(leaf: Any) -> Any:
-        rows = None if isinstance(leaf, Merged) else found.get(leaf)
-        if not isinstance(rows, Rows):
-            return leaf
-        return Merged(leaf, "rows", axis=rows.axis, outer=rows.outer, inner=rows.inner)
+        said = None if isinstance(leaf, Merged) else found.get(leaf)
+        if isinstance(said, Rows):
+            axis, outer, inner = said.axis, said.outer, said.inner
+            return Merged(leaf, "rows", axis=axis, outer=outer, inner=inner)
+        if said in ("sum", "same") or (said == "average" and weighted):
+            return Merged(leaf, said)
+        return leaf
 
+    unclear = [(name, found.get(n)) for name, n in _open_leaves(metrics).items()]
     metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
-    unclear = [(name, found.get(n)) for name, n in named.items()]
     return Reports(
         out_tree=jax.tree.structure((total, weight, metrics, rest)),
         unclear=tuple((name, x) for name, x in unclear if isinstance(x, Unclear)),
@@ -271,9 +198,9 @@ def check_clear(
     planner = f"the planner chose num_micro_batches={chosen}, and " if chosen else ""
     problems.raise_if_any(
         WhaleError,
-        title=f"{planner}micro-batches of {size} sample{'s' * (size > 1)} report what cannot be "
-        "put together. Give what has a row for each sample as wh.Aux(samples={...}), "
-        "what is to be added up as sums={...} and what is to be averaged as "
+        title=f"{planner}micro-batches of {size} sample{'s' * (size > 1)} report what "
+        "cannot be put together. Give what has a row for each sample as "
+        "wh.Aux(samples={...}), what is to be added up as sums={...} and what is to be averaged as "
         "means={...}, or plan with num_micro_batches=1",
     )
 

@@ -40,7 +40,7 @@ from whalejax.capture.reporting import (
     check_clear,
     check_keys,
     reports,
-    rows_alone,
+    undivided,
 )
 from whalejax.capture.steady import Steady, held_back
 from whalejax.capture.unnamed import aligned
@@ -392,14 +392,14 @@ def capture(
     )
     read = reader.read(jaxpr)
     again = functools.partial(_with_samples, flat, reader, arguments, axes)
-    told, apart = _told(_traced_as(jaxpr, read), flat, again, changing)
+    out_tree, apart = _told(_traced_as(jaxpr, read), flat, again, changing)
     jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,
         adapter=adapter,
         batch_tree=batch_tree,
-        out_tree=told.out_tree,
+        out_tree=out_tree,
         outputs=walk.outputs,
         given=walk.given,
         given_rules=walk.given_rules,
@@ -430,12 +430,13 @@ def _told(
     flat: _FlatLoss,
     again: Callable[[int], Trace],
     changing: Sequence[int],
-) -> tuple[Reports, Callable[[], Reports]]:
+) -> tuple[Any, Callable[[], Reports]]:
     """How what the loss reports is put together; refused where it cannot be.
 
     Returns:
-        Of the batch as it is cut, and what tells it of any part of the batch: that
-        takes another trace, which one micro-batch may do without.
+        Structure of what the loss gives of the batch as it is cut, and what tells how
+        parts are put together: that takes another trace, without which one
+        micro-batch may do.
     """
     check_keys(trace.program, flat.out_tree)
     first, rest = len(flat.adapter.param_paths), jax.tree.leaves(flat.adapter.rest)
@@ -446,9 +447,9 @@ def _told(
         functools.partial(reports, trace, flat.out_tree, again, noise)
     )
     if trace.graph.num_micro_batches == 1:
-        return rows_alone(trace, flat.out_tree, again), apart
+        return undivided(flat.out_tree), apart
     check_clear(apart().unclear, flat.size)
-    return apart(), apart
+    return apart().out_tree, apart
 
 
 def _with_samples(

@@ -99,7 +99,9 @@ def _once(metric: Any, number: Any, count: int) -> Any:
 def _weighed(metric: Any, weight: Any) -> Any:
     if not jnp.issubdtype(metric.dtype, jnp.inexact):
         return metric
-    return metric * weight.astype(metric.dtype)
+    # A micro-batch without weight has perhaps divided by it.
+    part = metric * weight.astype(metric.dtype)
+    return jnp.where(weight != 0, part, jnp.zeros_like(part))
 
 
 def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
