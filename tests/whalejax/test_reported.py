@@ -211,6 +211,9 @@ def test_rows_are_found_where_they_stand(
         (lambda z: z.sum() / 10, "sum"),
         (lambda z: jnp.ones(len(z)) @ z, "sum"),
         (len, "sum"),
+        (lambda z: jnp.zeros(10, int).at[z.argmax(-1)].add(1), "sum"),
+        (lambda z: jax.jit(lambda z: jnp.where(z > 0, z, 0.0).sum(0))(z), "sum"),
+        (lambda z: jax.lax.cond(len(z) > 0, jnp.mean, jnp.mean, z), None),
         (lambda z: jnp.linspace(0.0, 1.0, 7), "same"),
         (lambda z: jnp.zeros(16), "same"),
         (lambda z: jnp.int32(10), "same"),
@@ -245,6 +248,15 @@ def test_means_sums_and_what_no_sample_changes(
         (lambda z: jnp.sort(z.mean(0)), "is neither a sum nor a mean over the samples"),
         (lambda z: z.argmax(0), "is neither a sum nor a mean over the samples"),
         (lambda z: z.astype(int).max(), "is neither a sum nor a mean over the samples"),
+        (lambda z: (z.reshape(4, -1).sum(0) ** 2).mean(), "cannot be put together"),
+        (lambda z: (z > 0).sum().astype(bool), "is neither a sum nor a mean over the"),
+        (lambda z: (z > 0).sum() // 2, "is neither a sum nor a mean over the samples"),
+        (
+            lambda z: jax.lax.cond(z.mean() > 0, jnp.mean, lambda z: z.mean() + 1, z),
+            "is neither a sum nor a mean over the samples",
+        ),
+        (lambda z: jnp.linspace(0, 1, 500)[(z > 0).sum()], "is neither a sum nor a"),
+        (lambda z: z[(jnp.arange(len(z)) + 1) % len(z)], "cannot be put together"),
         (lambda z: z.max(), "is neither a sum nor a mean over the samples"),
         (lambda z: z.var(0), "is neither a sum nor a mean over the samples"),
         (lambda z: (z > 0).any(), "is neither a sum nor a mean over the samples"),
@@ -286,8 +298,9 @@ def test_a_plan_that_chooses_micro_batches_refuses_too() -> None:
     w = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
     x = jax.ShapeDtypeStruct((2**20, 4096), jnp.float32)
     text = "metrics\\['aux'\\] of shape \\(5, 4096\\) holds some of the samples"
-    with pytest.raises(wh.WhaleError, match=text):
+    with pytest.raises(wh.WhaleError, match=text) as raised:
         wh.plan(loss, w, x, cluster="h100:1", remat="none", loss_chunks=1)
+    assert "the planner chose num_micro_batches=" in str(raised.value)
 
 
 def each_kind(z: Any) -> dict[str, Any]:
@@ -319,7 +332,8 @@ def masked(z: Any, x: Any) -> tuple[Any, Any, Any]:
     """A weight that differs between micro-batches, its mean, and a plain mean."""
     mask = (x[:, 0] > 0).astype(z.dtype)
     each = (z**2).sum(-1)
-    return (each * mask).sum(), mask.sum(), (z[:, 0] * mask).sum() / mask.sum()
+    mean = (z[:, 0] * mask).sum() / jnp.maximum(mask.sum(), 1.0)
+    return (each * mask).sum(), mask.sum(), mean
 
 
 def check_kinds(found: Any, model: Any, x: Any) -> None:

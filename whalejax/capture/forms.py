@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from whalejax.planner.graph import LOOKUPS
+
 
 class Kind(enum.IntEnum):
     """What a value is made of, from what is simplest."""
@@ -54,6 +56,7 @@ APART: Final = -1
 
 SAME: Final = Form()
 MIXED: Final = Form(kind=Kind.MIXED, sources=frozenset((APART,)))
+_TAKEN: Final = frozenset((Kind.ADDED, Kind.WEIGHED))
 _PLAIN: Final = (Kind.SAME, Kind.NOISE, Kind.ROWS)
 
 LINEAR: Final = frozenset(
@@ -102,6 +105,10 @@ def passed(kind: str, forms: Sequence[Form]) -> Form:
     kinds = {form.kind for form in forms}
     if Kind.MIXED in kinds or (Kind.PLACE in kinds and kinds - {Kind.PLACE, Kind.SAME}):
         return mixed(forms, *_behind(forms))
+    if Kind.ROWS in kinds and kinds & _TAKEN:
+        return mixed(forms, *_behind(forms))
+    if kind in LOOKUPS and any(form.kind in _TAKEN for form in forms[1:]):
+        return mixed(forms)
     if kind in _PRODUCTS and len(forms) > 1:
         return _product(forms)
     if kind == "div" and len(forms) == 2 and forms[1].kind <= Kind.ROWS:
@@ -111,10 +118,8 @@ def passed(kind: str, forms: Sequence[Form]) -> Form:
         power = -(under.power or 0)
         return _product((forms[0], replace(under, power=power)))
     if kind in LINEAR:
-        found = joined(forms)
-        apart = Kind.ROWS in kinds and found.kind in (Kind.ADDED, Kind.WEIGHED)
-        return mixed(forms, *_behind(forms)) if apart else found
-    if kinds & {Kind.ADDED, Kind.WEIGHED}:
+        return joined(forms)
+    if kinds & _TAKEN:
         return mixed(forms, *_behind(forms))
     if any(form.power not in (0, None) for form in forms):
         # The larger of two is as they are, if both are multiples of the same.
@@ -132,7 +137,9 @@ def added(kind: str, forms: Sequence[Form], index: int) -> Form:
         index: of the operation.
     """
     plain = all(form.kind in _PLAIN for form in forms)
-    if not plain or kind not in ("reduce_sum", "dot_general"):
+    if plain and kind == "scatter-add" and len(forms) == 3 and forms[0].power is None:
+        forms = forms[2:]  # Into zeros, at places of the samples' own.
+    elif not plain or kind not in ("reduce_sum", "dot_general"):
         return mixed(forms, index, *_behind(forms))
     product = _product(forms)
     if product.kind == Kind.MIXED:
@@ -143,7 +150,7 @@ def added(kind: str, forms: Sequence[Form], index: int) -> Form:
 
 def _product(forms: Sequence[Form]) -> Form:
     kinds = [form.kind for form in forms]
-    sums = [kind for kind in kinds if kind in (Kind.ADDED, Kind.WEIGHED)]
+    sums = [kind for kind in kinds if kind in _TAKEN]
     if sums and (len(sums) > 1 or set(kinds) - {Kind.SAME, sums[0]}):
         return mixed(forms, *_behind(forms))
     powers = [form.power for form in forms]

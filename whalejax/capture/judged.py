@@ -59,8 +59,10 @@ def judged(
             continue
         inexact = _compat.is_inexact(avals[n].dtype)
         said = _placed(parts.said(tensors[n], inexact=inexact), where.get(n))
-        words = isinstance(said, str) and said not in HOWS
-        found[n] = Unclear(shape=tuple(avals[n].shape), why=said) if words else said
+        if isinstance(said, str) and said not in HOWS:
+            found[n] = Unclear(shape=tuple(avals[n].shape), why=said)
+        else:
+            found[n] = said
     return found
 
 
@@ -70,7 +72,7 @@ def _placed(said: str, stands: Rows | Unclear | None) -> Rows | str:
         return stands
     if said == "rows":
         unknown = "has rows of which it is not known where they stand"
-        return unknown if stands is None else stands.why
+        return stands.why if isinstance(stands, Unclear) else unknown
     if said not in HOWS and isinstance(stands, Unclear) and not stands.sizes:
         return stands.why
     return said

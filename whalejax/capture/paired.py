@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -77,9 +77,10 @@ class Pairing:
         todo = [(self.small.results[n], self.large.results[n]) for n in wanted]
         while todo:
             a, b = todo.pop()
-            if a is None or a in self.torn or self.pairs.get(a) == b:
+            if a in (None, UNKNOWN) or a in self.torn or self.pairs.get(a) == b:
                 continue
-            if b is None or a in self.pairs or not self._alike(a, b):
+            again = a in self.pairs and self.small.graph.tensors[a].kind != "const"
+            if b in (None, UNKNOWN) or again or not self._alike(a, b):
                 self.torn.add(a)
                 continue
             self.pairs[a] = b
@@ -205,19 +206,40 @@ def scalars(program: Any) -> tuple[dict[Position, _Here], list[Any]]:
     return found, _scalars_of(program, (), {}, found)
 
 
+UNKNOWN: Final = -1
+"""In place of a tensor that was not found."""
+
+
 def decides(trace: Trace, op: Op) -> Value:
-    """The tensor by which a loop ends, or a branch is chosen; None where none does."""
+    """The tensor by which a loop ends, or a branch is chosen.
+
+    Returns:
+        None where the program itself says it, and ``UNKNOWN``.
+    """
     if op.kind not in ("while", "cond"):
         return None
-    outer, prefix = _around(trace.program, op.position)
-    equation = outer.eqns[op.position[-1]]
+    body, prefix = _around(trace.program, op.position)
+    equation = body.eqns[op.position[-1]]
     atom = equation.invars[0]
     if op.kind == "while":
-        outer, _ = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])
-        prefix, atom = (*op.position, 0), outer.outvars[0]
-    for number, one in enumerate(outer.eqns):
-        if not _compat.is_literal(atom) and atom in one.outvars:
-            return trace.walk.outputs[*prefix, number][list(one.outvars).index(atom)]
+        body, _ = _compat.open_jaxpr(_compat.inner_jaxprs(equation)[0])
+        prefix, atom = (*op.position, 0), body.outvars[0]
+    while not _compat.is_literal(atom):
+        for number, one in enumerate(body.eqns):
+            if atom in one.outvars:
+                found = trace.walk.outputs[*prefix, number]
+                return found[list(one.outvars).index(atom)]
+        if not prefix:
+            inputs = list(body.invars)
+            return inputs.index(atom) if atom in inputs else UNKNOWN
+        outer, around = _around(trace.program, prefix[:-1])
+        call = outer.eqns[prefix[-2]]
+        if _compat.recursion(call) not in ("inline", "remat", "opaque"):
+            return UNKNOWN
+        inputs = list(body.invars)
+        if atom not in inputs:
+            return UNKNOWN
+        atom, body, prefix = call.invars[inputs.index(atom)], outer, around
     return None
 
 

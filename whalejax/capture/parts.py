@@ -23,7 +23,7 @@ from whalejax.capture.forms import (
     mixed,
     passed,
 )
-from whalejax.capture.paired import Pairing, decides, power_of
+from whalejax.capture.paired import UNKNOWN, Pairing, decides, power_of
 from whalejax.planner.graph import LOOKUPS, LOOPS, Op
 
 
@@ -57,7 +57,7 @@ class Parts:
     """
 
     pairing: Pairing
-    rows: Collection[int]
+    rows: frozenset[int]
     changing: Collection[int]
     statistics: Collection[int]
     forms: dict[int, Form] = field(default_factory=dict)
@@ -154,8 +154,12 @@ class Parts:
             return Form(kind=Kind.PLACE if own else Kind.ROWS)
         if Kind.PLACE in kinds and Kind.MIXED not in kinds:
             return self._placed(op, forms)
-        if op.kind == "convert_element_type" and self._cut_off(op):
+        if op.kind in ("convert_element_type", "div") and self._cut_off(op):
             return passed("round", forms)
+        if op.reshape and grown and not self.rows.isdisjoint(op.operands):
+            # Samples side by side in one dimension are others in a larger batch.
+            if self.rows.isdisjoint(op.results):
+                return MIXED
         mixes, takes = self._spread(op)
         if mixes or (takes and grown):
             return mixed(forms, index)
@@ -164,18 +168,29 @@ class Parts:
         several = any(len(self.pairing.grown.get(t, ())) > 1 for t in op.results)
         if several:
             return mixed(forms, index)
-        if op.kind == "div" and len(given) == 2 and forms[1].kind == Kind.ADDED:
+        if op.kind == "div" and len(given) == 2 and forms[0].kind == Kind.ADDED:
             return self._ratio(given, forms)
         return passed(op.kind, forms)
 
     def _ratio(self, given: Sequence[Any], forms: Sequence[Form]) -> Form:
-        """Of something and a sum: a mean if that is the loss's own weight."""
-        weight = self.pairing.small.results[1]
-        over, under = forms
-        own = weight is not None and self._named(weight) == self._named(given[1])
-        if own and over.kind == Kind.ADDED and over.power == under.power:
-            return Form(kind=Kind.WEIGHED, sources=over.sources)
-        return mixed(forms, *over.sources, *under.sources)
+        """Of a sum and something: a mean if that is the loss's own weight."""
+        weight, over = self.pairing.small.results[1], forms[0]
+        if weight is not None and isinstance(given[1], int):
+            own, under = self._base(weight), self._base(given[1])
+            form = self.forms.get(under, MIXED)
+            same = form.kind == Kind.ADDED and form.power == over.power
+            if same and self._named(own) == self._named(under):
+                return Form(kind=Kind.WEIGHED, sources=over.sources)
+        return passed("div", forms)
+
+    def _base(self, tensor: int) -> int:
+        """What was cast, or kept from being zero."""
+        makers = self.pairing.makers[0][tensor]
+        op = self.pairing.small.graph.ops[makers[0]] if makers else None
+        if op is None or op.kind not in _SMALL or len(op.operands) != 1:
+            return tensor
+        scalars = [x[0] for x in self.pairing.operands(op) if not isinstance(x, int)]
+        return tensor if any(x > 1 for x in scalars) else self._base(op.operands[0])
 
     def _placed(self, op: Op, forms: Sequence[Form]) -> Form:
         kinds = {form.kind for form in forms}
@@ -192,13 +207,12 @@ class Parts:
         return Form(kind=Kind.PLACE) if own else MIXED
 
     def _cut_off(self, op: Op) -> bool:
-        """Whether a cast is to a type of whole numbers from another."""
+        """Whether a type of whole numbers, or truth values, rounds what it holds."""
         equation = self.pairing.equation(op)
-        before, after = (
-            _compat.is_inexact(atom.aval.dtype)
-            for atom in (equation.invars[0], equation.outvars[0])
-        )
-        return before and not after
+        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        truth = str(after) == "bool" != str(before)
+        divides = op.kind == "div" or _compat.is_inexact(before)
+        return truth or (divides and not _compat.is_inexact(after))
 
     def _spread(self, op: Op) -> tuple[bool, bool]:
         """Whether an operation mixes the samples along them, and takes them together.
@@ -261,6 +275,8 @@ class Parts:
             lengths = [_compat.scan_parts(e).length for e in pair]
             return lengths[0] == lengths[1]
         tensor = decides(pairing.small, op)
+        if tensor == UNKNOWN:
+            return False
         form = SAME if tensor is None else self.forms.get(tensor, MIXED)
         return form.kind <= Kind.NOISE and form.power in (0, None)
 
@@ -272,8 +288,6 @@ class Parts:
         if len(makers) != 1 or depth > _DEPTH:
             return operand
         op = self.pairing.small.graph.ops[makers[0]]
-        if op.kind in _SMALL and len(op.operands) == 1:
-            return self._named(op.operands[0], depth + 1)
         if operand not in self._names:
             equation = self.pairing.equation(op)
             given = [self._named(x, depth + 1) for x in self.pairing.operands(op)]

@@ -200,8 +200,8 @@ def check_clear(
         WhaleError,
         title=f"{planner}micro-batches of {size} sample{'s' * (size > 1)} report what "
         "cannot be put together. Give what has a row for each sample as "
-        "wh.Aux(samples={...}), what is to be added up as sums={...} and what is to be averaged as "
-        "means={...}, or plan with num_micro_batches=1",
+        "wh.Aux(samples={...}), what is to be added up as sums={...} and what is to be "
+        "averaged as means={...}, or plan with num_micro_batches=1",
     )
 
 
