@@ -165,9 +165,10 @@ def _with(
         if isinstance(said, Rows):
             axis, outer, inner = said.axis, said.outer, said.inner
             return Merged(leaf, "rows", axis=axis, outer=outer, inner=inner)
-        if said in ("sum", "same") or (said == "average" and weighted):
-            return Merged(leaf, said)
-        return leaf
+        own = isinstance(said, str) and said in ("sum", "same", "average")
+        if not own or (said == "average" and not weighted):
+            return leaf
+        return Merged(leaf, str(said))
 
     unclear = [(name, found.get(n)) for name, n in _open_leaves(metrics).items()]
     metrics = jax.tree.map(merged, metrics, is_leaf=_is_merged)
