@@ -153,8 +153,13 @@ def are_devices(devices: Any) -> bool:
     """
     if isinstance(devices, str | bytes | type) or not isinstance(devices, Iterable):
         return False
+    if getattr(devices, "ndim", 1) == 0:  # no sequence, though of a class of them
+        return False
     found = list(np.ravel(devices) if isinstance(devices, np.ndarray) else devices)
-    return bool(found) and all(hasattr(one, "platform") for one in found)
+    # Arrays have a platform too, as a method.
+    return bool(found) and all(
+        isinstance(getattr(one, "platform", None), str) for one in found
+    )
 
 
 def _wrong_product(axes: tuple[tuple[str, int], ...], used: int, available: int) -> str:

@@ -89,6 +89,40 @@ def is_number(value: object) -> bool:
     return bool(abs(real) <= _LARGEST_NUMBER)
 
 
+def is_array(value: object) -> bool:
+    """Whether it is an array or the shape of one: no class, and no module of arrays.
+
+    >>> is_array(np.zeros(3)), is_array(np), is_array(np.ndarray), is_array(3.0)
+    (True, False, False, False)
+    """
+    shape: object = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and hasattr(value, "dtype")
+
+
+def plain(value: Any) -> Any:
+    """A value with Python's own whole numbers in place of NumPy's.
+
+    JSON and the types of options know Python's alone. Tables and sequences are looked
+    through; what is neither is returned as it is.
+
+    Args:
+        value: of an option that was checked, or will be.
+
+    >>> plain({"data": np.int64(2)}), plain(np.array([5, 3])), plain((np.int32(1), "a"))
+    ({'data': 2}, [5, 3], (1, 'a'))
+    """
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        items = [plain(item) for item in value]
+        return items if type(value) is list else tuple(items)
+    return value
+
+
 def is_printable(value: object) -> bool:
     """Whether it is a text that a terminal shows as it is, and not empty."""
     return isinstance(value, str) and is_shown_as_written(value) and bool(value.strip())
@@ -224,6 +258,7 @@ def check_fields(
 ) -> None:
     """Refuse a dataclass whose fields are not of the types that it declares.
 
+    Numbers of NumPy's are taken, and are Python's from then on.
     Sequences are checked one level deep, and by the types of what they hold, so that
     large ones cost little.
 
@@ -241,7 +276,26 @@ def check_fields(
         value = getattr(instance, name)
         if not _fits(value, hint):
             problems.refuse(name, value, expected)
+        elif _holds_numpy(value):
+            object.__setattr__(instance, name, _own(value))
     problems.raise_if_any()
+
+
+def _holds_numpy(value: Any) -> bool:
+    """Whether it is a number of NumPy's, or a tuple with one in it."""
+    if not isinstance(value, tuple):
+        return isinstance(value, np.generic)
+    kinds = set(map(type, value))  # by their types alone: there may be a million
+    return any(issubclass(kind, np.generic) for kind in kinds) or (
+        tuple in kinds and any(map(_holds_numpy, value))
+    )
+
+
+def _own(value: Any) -> Any:
+    """The same with Python's numbers, which can be written to files."""
+    if isinstance(value, tuple):
+        return tuple(map(_own, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @functools.cache

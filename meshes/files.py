@@ -242,9 +242,10 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
     ):
         required = needed and key == "memory_bytes_per_second"
         values[key] = table.number(key) if required else table.number(key, None)
-    if needed and "flops_per_second" not in table:
+    if needed and table.data.get("flops_per_second", {}) == {}:
+        what = "empty" if "flops_per_second" in table else "missing"
         table.problems.add(
-            f"{table.at('flops_per_second')}: missing, expected a table such as "
+            f"{table.at('flops_per_second')}: {what}, expected a table such as "
             f"{{ f32 = 1e12, bf16 = 2e12 }}"
         )
     values["flops_per_second"] = table.table("flops_per_second").numbers()

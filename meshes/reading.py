@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from whalejax.meshes.texts import quoted
@@ -33,14 +33,17 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file.
 
     Args:
-        path: of a file or a pipe; of one that never ends, no more is read than may be.
+        path: of a regular file: pipes and devices may never answer, or never end.
 
     Raises:
         OSError: it is not there, or cannot be opened.
-        Unreadable: it is too large, or no UTF-8.
+        Unreadable: it is no regular file, too large, or no UTF-8.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise Unreadable("it is no regular file, but a pipe or a device")
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise Unreadable(f"it has more than {MOST_BYTES} bytes")
@@ -51,6 +54,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise
     except ValueError as error:  # a path that no system takes
         raise Unreadable(str(error)) from None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file; of a pipe, without waiting for somebody to write into it."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def parse_json(text: str) -> Any:

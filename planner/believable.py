@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax.meshes.kinds import MOST_MEMORY_BYTES
 from whalejax.meshes.problems import Problems
 from whalejax.meshes.texts import quoted
+from whalejax.planner.believable_batch import check_batch, is_dtype
 from whalejax.planner.compiler_options import check_options
 from whalejax.planner.documents import PLAN_VERSION
 from whalejax.planner.errors import PlanError
@@ -23,6 +23,7 @@ from whalejax.planner.layout import MESH_AXES, Spec
 from whalejax.planner.precisions import PRECISIONS
 from whalejax.planner.recompute import POLICIES
 from whalejax.planner.schedules import NAMES
+from whalejax.planner.taxonomy import SENT
 from whalejax.planner.terms import OFFLOADS
 
 
@@ -39,7 +40,6 @@ SLACK: Final = 2
 NEAR: Final = 0.01
 """By which part the memory of parameters may differ from what their shards take."""
 
-_DTYPE = re.compile(r"[a-z][a-z_]*[0-9]{0,3}[a-z0-9_]{0,12}(<[a-z0-9]+>)?")
 _ATTENTION = ("ring", "gather")
 _STASHES = ("", "inputs", "residuals")
 _PHASES = ("forward", "backward", "update", "turn")
@@ -67,6 +67,8 @@ def _check(plan: Plan, where: str, problems: Problems) -> None:
     _check_choices(plan, where, problems)
     _check_shares(plan, where, problems)
     _check_leaves(plan, where, problems)
+    _check_trained(plan, where, problems)
+    check_batch(plan, where, problems)
     _check_memory(plan, where, problems)
     options = Problems()
     check_options(dict(plan.compiler_options), options)
@@ -110,6 +112,7 @@ def _check_choices(plan: Plan, where: str, problems: Problems) -> None:
         *((f"attention.{n}", kind, _ATTENTION) for n, kind in plan.attention),
         *(("offload", what, OFFLOADS) for what in plan.offload),
         *(("collectives", one.phase, _PHASES) for one in plan.collectives),
+        *(("collectives.what", one.what, (*SENT,)) for one in plan.collectives),
     ]
     for name, word, known in chosen:
         if word not in known:
@@ -176,7 +179,7 @@ def _check_leaves(plan: Plan, where: str, problems: Problems) -> None:
         at = f"{where}leaves[{place}]"
         for name in ("compute_spec", "param_spec", "gradient_spec", "optimizer_spec"):
             _check_spec(leaf.shape, getattr(leaf, name), mesh, f"{at}.{name}", problems)
-        if not _DTYPE.fullmatch(leaf.dtype):
+        if not is_dtype(leaf.dtype):
             problems.add(f"{at}.dtype is {quoted(leaf.dtype)}; expected as numpy says")
         if len(leaf.roles) != len(leaf.shape):
             problems.add(f"{at}.roles has {len(leaf.roles)} of {len(leaf.shape)} dims")
@@ -191,6 +194,21 @@ def _check_leaves(plan: Plan, where: str, problems: Problems) -> None:
         _check_spec(
             part.shape, part.spec, mesh, f"{where}batch[{place}].spec", problems
         )
+
+
+def _check_trained(plan: Plan, where: str, problems: Problems) -> None:
+    """Leaves have names of their own, and those that are trained stand first."""
+    seen: set[str] = set()
+    for place, leaf in enumerate(plan.leaves):
+        at = f"{where}leaves[{place}]"
+        if leaf.path in seen:
+            problems.add(f"{at}.path is {quoted(leaf.path)}, as that of another")
+        seen.add(leaf.path)
+        if leaf.trained and place and not plan.leaves[place - 1].trained:
+            problems.add(
+                f"{at}.trained is true behind one that is not; expected those that are "
+                "trained first"
+            )
 
 
 def _check_spec(
@@ -236,6 +254,7 @@ def _check_memory(plan: Plan, where: str, problems: Problems) -> None:
                 f"{where}{name} adds up to {terms.total_bytes} bytes; a device has "
                 f"{largest}"
             )
+    _check_kinds(plan, where, problems)
     here = [leaf for leaf in plan.leaves if not leaf.hosted]
     if plan.stages is not None or len(here) < len(plan.leaves):
         return
@@ -250,6 +269,26 @@ def _check_memory(plan: Plan, where: str, problems: Problems) -> None:
             f"{where}memory.params_bytes is {given}; the shards of all leaves take "
             f"{stored}"
         )
+
+
+def _check_kinds(plan: Plan, where: str, problems: Problems) -> None:
+    """Every kind of device has room for what lies on all of them."""
+    parts = [*plan.pipelines, *(() if plan.stages is None else plan.stages.plans)]
+    given = {kind.name: kind.memory_bytes for kind in plan.cluster.kinds}
+    for kind in (kind for part in parts for kind in part.cluster.kinds):
+        if given.get(kind.name) != kind.memory_bytes:
+            problems.add(
+                f"{where}cluster.kinds.{kind.name}.memory_bytes is "
+                f"{given.get(kind.name)}; its stages have {kind.memory_bytes}"
+            )
+    if parts or plan.num_devices < plan.cluster.num_devices:
+        return  # they have fields of their own, or some devices are idle
+    for name, there in given.items():
+        if plan.memory.params_bytes > SLACK * there:
+            problems.add(
+                f"{where}memory.params_bytes is {plan.memory.params_bytes}; a device "
+                f"of {quoted(name)} has {there}"
+            )
 
 
 # Stages.

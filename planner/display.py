@@ -101,12 +101,12 @@ def _head(plan: Plan) -> list[str]:
 
 
 def bar_text(share: float, width: int) -> str:
-    """A bar in eighths of a character, at least one eighth.
+    """A bar in eighths of a character, at least one eighth and at most the width.
 
     >>> bar_text(0.5, 3), bar_text(0.0, 3)
     ('█▌', '▏')
     """
-    eighths = max(1, round(share * width * 8))
+    eighths = max(1, round(min(share, 1.0) * width * 8))
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 

@@ -133,7 +133,7 @@ def _exchanged(plan: Plan) -> Iterator[str]:
     for row in found:
         handed = row.kind == HANDED
         how = "point to point" if handed else f"{row.kind} over {'+'.join(row.axes)}"
-        words = (_HANDED if handed else _WHAT)[row.what]
+        words = (_HANDED if handed else SENT)[row.what]
         yield (
             f"{words}: {how},{most} {gigabytes(row.nbytes)} a step and device, across "
             f"{' and '.join(row.links) or 'no link'}"
@@ -144,13 +144,15 @@ def _exchanged(plan: Plan) -> Iterator[str]:
     )
 
 
-_WHAT = {
+SENT = {
     "gradient": "gradients",
     "parameter": "parameters",
     "activation": "partial sums of activations",
     "border": "activations that change layout",
     "ring": "keys and values that go round",
 }
+"""What collectives send, in words."""
+
 _HANDED = {
     "activation": "activations from stage to stage",
     "gradient": "gradients of activations from stage to stage",

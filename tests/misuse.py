@@ -16,11 +16,15 @@ import inspect
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Final
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import whalejax as wh
@@ -57,6 +61,15 @@ VALUES: Final[Mapping[str, Any]] = {
     "dict": {},
     "entry": {"a": 5},
     "array": np.arange(3),
+    "numpy": np.int64(2),
+    "single": np.array(2),
+    "jax": jnp.int32(2),
+    "arange": jnp.arange(3),
+    "shape": jax.ShapeDtypeStruct((3,), np.int32),
+    "key": jax.random.key(0),
+    "module": np,
+    "generator": (number for number in ()),
+    "decimal": Decimal(2),
     "object": Unprintable(),
     "function": function,
     "class": int,
@@ -64,6 +77,9 @@ VALUES: Final[Mapping[str, Any]] = {
 """What is given in place of each argument, by a name."""
 
 ALL: Final = " ".join(VALUES)
+
+EITHER: Final = ("numpy?",)
+"""What is taken where it is a right number, as Python's own is, or refused."""
 
 SAID: Final = {
     "batch_axes": "batch_axes|batch dimension",
@@ -243,10 +259,12 @@ def _fault(
     label: str,
 ) -> str:
     """What is wrong with the outcome of one call, or nothing."""
-    labels = entry.legal.get(parameter, ("", ""))[0].split()
+    labels = [*EITHER, *entry.legal.get(parameter, ("", ""))[0].split()]
     right, either = label in labels, f"{label}?" in labels
     try:
-        call(**arguments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Python iterable type")
+            call(**arguments)
     except wh.WhaleError as error:
         text = str(error)
         if right:

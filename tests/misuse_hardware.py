@@ -31,6 +31,8 @@ _FLAGS: Final = {
     if f.name != "lanes"
 }
 
+ABOVE: Final = ("half single", "numbers above 0")
+
 HARDWARE: Final[Mapping[str, Entry]] = {
     # Hardware.
     "cluster": Entry(given=given(text="h100:8"), says={"text": "cluster"}),
@@ -119,7 +121,7 @@ HARDWARE: Final[Mapping[str, Entry]] = {
         given=given(moved_bytes=1024, transcendentals=0),
         legal=dict.fromkeys(
             ("moved_bytes", "transcendentals"),
-            ("zero half huge array", "numbers, also in arrays"),
+            ("zero half huge array single", "numbers, also in arrays"),
         ),
     ),
     "meshes.DeviceKind.fresh_seconds": Entry(
@@ -130,17 +132,21 @@ HARDWARE: Final[Mapping[str, Entry]] = {
     "meshes.DeviceKind.turned_seconds": Entry(
         of=lambda w: w.kind,
         given=given(nbytes=1024),
-        legal={"nbytes": ("zero half huge array", "numbers, also in arrays")},
+        legal={"nbytes": ("zero half huge array single", "numbers, also in arrays")},
     ),
     "meshes.DeviceKind.matmul_seconds": Entry(
         of=lambda w: w.kind,
         given=given(dtype="f32", m=8, k=8, n=8, count=1),
-        legal=dict.fromkeys(("m", "k", "n", "count"), ("half", "numbers above 0")),
+        legal=dict.fromkeys(
+            ("m", "k", "n", "count"), ("half single", "numbers above 0")
+        ),
     ),
     "meshes.DeviceKind.matmul_flops_per_second": Entry(
         of=lambda w: w.kind,
         given=given(dtype="f32", m=8, k=8, n=8, batch=1),
-        legal=dict.fromkeys(("m", "k", "n", "batch"), ("half", "numbers above 0")),
+        legal=dict.fromkeys(
+            ("m", "k", "n", "batch"), ("half single", "numbers above 0")
+        ),
     ),
     "meshes.DeviceKind.peak_flops": Entry(
         of=lambda w: w.kind, given=given(dtype="f32")

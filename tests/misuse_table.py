@@ -60,7 +60,7 @@ def _plan_arguments(w: World) -> dict[str, Any]:
 
 
 _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
-    "batch": ("array?", "a batch of three samples, for another loss"),
+    "batch": ("array? arange? shape?", "a batch of three samples, for another loss"),
     "optimizer": ("none", "evaluation needs none"),
     "cluster": ("none", "the devices of this process"),
     "default": NONE,
@@ -114,7 +114,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         legal=dict.fromkeys(
             ("total", "weight"),
             (
-                "nan inf minus zero half huge endless array",
+                "nan inf minus zero half huge array single jax arange shape key",
                 "numbers; what a loss returns is checked",
             ),
         ),
@@ -131,7 +131,10 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         legal={
             "loss_fn": ("function class", "its parameters are looked at when planning"),
             "make_model": ("function class", "it is called when planning"),
-            "batch": ("array function class", "samples, or what makes them"),
+            "batch": (
+                "array single jax arange shape key function class",
+                "samples, or what makes them",
+            ),
             "optimizer": ("none", "evaluation needs none"),
             "batch_size": ("none", "the command line may say it"),
             "name": ("text", "any words"),
@@ -154,7 +157,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             epochs=1,
         ),
         legal={
-            "source": ("array", "three samples"),
+            "source": ("array arange generator", "samples, or none"),
             "step": ("none", "whole global batches"),
             "seed": ("none zero", "the order of the source; a seed"),
             "first": ("zero", "the first step"),
@@ -196,7 +199,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "bias": NONE,
             "mask": NONE,
             "is_causal": SWITCH,
-            "scale": ("none minus zero half huge", "any number"),
+            "scale": ("none minus zero half huge single jax", "any number"),
         },
     ),
     # Planning.
@@ -376,11 +379,12 @@ ENTRIES: Final[Mapping[str, Entry]] = {
         of=lambda w: w.step,
         given=lambda w: {"make_model": make_model, "rng": jax.random.key(0)},
         says={"make_model": "make_model|model that was built"},
+        legal={"rng": ("key", "another key")},
     ),
     "TrainStep.init_from": Entry(
         of=lambda w: w.step,
         given=lambda w: {"model": w.model, "rng": jax.random.key(0)},
-        legal={"rng": ("none", "key 0")},
+        legal={"rng": ("none key", "key 0, or another one")},
     ),
     "TrainStep.lower": Entry(
         of=lambda w: w.step,

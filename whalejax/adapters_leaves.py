@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
+from whalejax.meshes.checks import is_array, is_whole, shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.texts import visible
 
@@ -45,6 +46,13 @@ def paths_of(tree: Any) -> tuple[str, ...]:
     return tuple(dotted(path) for path, _ in leaves)
 
 
+def is_leaf(leaf: Any) -> bool:
+    """Whether it is an array, or a number that JAX makes one of."""
+    if isinstance(leaf, int):
+        return is_whole(int(leaf))
+    return isinstance(leaf, float | complex) or is_array(leaf)
+
+
 def dtype_of(leaf: Any) -> Any:
     """A leaf's dtype; plain numbers have the one that JAX gives them."""
     dtype = getattr(leaf, "dtype", None)
@@ -55,7 +63,7 @@ def abstract_tree(tree: Any) -> Any:
     """A tree with shapes and dtypes in place of its arrays."""
 
     def abstract(leaf: Any) -> Any:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not is_array(leaf):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
@@ -64,12 +72,12 @@ def abstract_tree(tree: Any) -> Any:
 
 def is_inexact(leaf: Any) -> bool:
     """Whether a leaf is a floating-point array, real or abstract."""
-    return hasattr(leaf, "shape") and _compat.is_inexact(dtype_of(leaf))
+    return is_array(leaf) and _compat.is_inexact(dtype_of(leaf))
 
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is one random key or an array of them."""
-    return hasattr(leaf, "dtype") and _compat.is_key_dtype(leaf.dtype)
+    return is_array(leaf) and _compat.is_key_dtype(leaf.dtype)
 
 
 def fold_key(leaf: Any, number: Any) -> Any:
@@ -136,8 +144,7 @@ def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
                     f"{name}: two leaves have this dotted path. Use names without dots."
                 )
             seen.add(name)
-            is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-            if not is_array and not isinstance(leaf, (bool, int, float, complex)):
+            if not is_leaf(leaf):
                 remedy = "Keep what is no array out of the model"
                 if "equinox" in sys.modules:
                     remedy += (
@@ -145,7 +152,7 @@ def check_leaves(params: Any, rest: Any, problems: Problems) -> None:
                         "params, and call eqx.combine(params, static) in the loss"
                     )
                 problems.add(
-                    f"{name} is a {type(leaf).__name__}; expected an array, a number "
+                    f"{name} is {_kind_text(leaf)}; expected an array, a number "
                     f"or a jax.ShapeDtypeStruct. {remedy}."
                 )
 
@@ -212,4 +219,11 @@ def _ordered(paths: Sequence[str], before: Any, after: Any) -> Any:
 
 
 def _form_text(leaf: Any) -> str:
+    if not is_leaf(leaf):
+        return _kind_text(leaf)
     return f"{dtype_of(leaf)}{list(jnp.shape(leaf))}"
+
+
+def _kind_text(leaf: Any) -> str:
+    """What a leaf is that is no array."""
+    return shown(leaf) if isinstance(leaf, int) else f"a {type(leaf).__name__}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whalejax.meshes.checks import is_array
 from whalejax.meshes.problems import Problems
 from whalejax.planner.layout import MESH_AXES
 
@@ -56,13 +57,13 @@ def read_metadata(
     met: set[str] = set()
     found: list[LeafMetadata] = []
     for path, leaf in zip(paths, params, strict=True):
-        shape = tuple(getattr(leaf, "shape", ()))
+        shape = leaf.shape if is_array(leaf) else ()
         rank = len(shape)
         entries, mesh_names = _box_entries(metadata(path))
         if len(entries) > rank:
             problems.add(
                 f"{path}: its metadata names {len(entries)} dimensions "
-                f"{tuple(entries)}, but its shape is {shape}. Name each "
+                f"{tuple(entries)}, but its shape is {tuple(shape)}. Name each "
                 "dimension once."
             )
             entries = entries[:rank]
@@ -95,7 +96,8 @@ def short_ones(
     for path, leaf in leaves.items():
         box = metadata(path)
         if isinstance(box, Mapping) and _names_in(box):
-            missing = len(getattr(leaf, "shape", ())) - len(_box_entries(box)[0])
+            rank = len(leaf.shape) if is_array(leaf) else 0
+            missing = rank - len(_box_entries(box)[0])
             if missing > 0:
                 found[path] = missing
     return found

@@ -75,6 +75,8 @@ class Selection:
         elif (
             isinstance(trainable, Collection)
             and not isinstance(trainable, Mapping)
+            and getattr(trainable, "ndim", None)
+            != 0  # one array of no dimension has no items
             and all(isinstance(item, str) for item in trainable)
         ):
             self._patterns = tuple(trainable)

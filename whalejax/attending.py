@@ -6,13 +6,13 @@ own, or one of another library, is not. This is the function to call in its plac
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from whalejax.meshes.checks import Arguments
+from whalejax.meshes.checks import Arguments, is_array
 
 
 def attention(
@@ -58,7 +58,8 @@ def attention(
     problems = Arguments("wh.attention")
     problems.switch("is_causal", is_causal)
     given: Any = scale
-    if not (_is_array(given) and np.ndim(given) == 0):
+    single = is_array(given) and given.shape == ()
+    if not (single and jnp.issubdtype(given.dtype, np.number)):
         problems.number("scale", scale, none=True)
     problems.raise_if_any()
     if isinstance(scale, int):
@@ -78,10 +79,10 @@ def attention(
 def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
     problems = Arguments("wh.attention")
     for name, array in (("query", query), ("key", key), ("value", value)):
-        if not _is_array(array):
+        if not _is_floating(array):
             problems.refuse(name, array, "an array of floating-point numbers")
     for name, array in (("bias", bias), ("mask", mask)):
-        if array is not None and not _is_array(array):
+        if array is not None and not is_array(array):
             problems.refuse(name, array, "an array, or None")
     problems.raise_if_any()
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
@@ -128,6 +129,6 @@ def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
     problems.raise_if_any()
 
 
-def _is_array(value: Any) -> bool:
-    known = hasattr(value, "shape") and hasattr(value, "dtype")
-    return known and not inspect.isclass(value)
+def _is_floating(array: Any) -> bool:
+    """Whether it is an array of floating-point numbers."""
+    return is_array(array) and jnp.issubdtype(array.dtype, np.floating)

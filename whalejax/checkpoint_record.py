@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from whalejax import __version__
 from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.reading import read_text
 
 
 if TYPE_CHECKING:
@@ -183,6 +185,12 @@ def read_record(target: Path) -> Record:
             f"{target}: {error.strerror or error}. Give the path of a checkpoint that "
             "step.save wrote"
         ) from error
+    if not is_there and os.path.lexists(target):
+        what = "is a file" if target.exists() else "is a link to nothing"
+        raise DamagedCheckpoint(
+            f"{target}: there is no checkpoint at this path: it {what}, and a "
+            "checkpoint is a folder. Restore another one"
+        )
     if not is_there:
         cut = f"; its writing was cut short, there is {rest.name}" if is_cut else ""
         raise WhaleError(
@@ -190,7 +198,7 @@ def read_record(target: Path) -> Record:
             "that step.save wrote"
         )
     try:
-        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        record = json.loads(read_text(target / RECORD))
         version, is_whole = record["whalejax_checkpoint"], _is_whole(record)
         read = _record_of(record) if version == FORMAT and is_whole else None
     except PermissionError as error:

@@ -269,16 +269,19 @@ def _diff(command: DiffCommand) -> None:
 
 def _settings(command: TrainCommand) -> tuple[str, ...]:
     """Options of the model to train; those of its plan, unless others are given."""
+    from whalejax.plan_source import check_source
     from whalejax.planner.plan import Plan
 
-    path = command.plan
+    path, found = command.plan, tuple[str, ...]()
     if command.set or path is None or not path.is_file():
         return command.set
     with contextlib.suppress(WhaleError):  # which is said where the plan is read
         model, *words = Plan.load(path).source or ("",)
         if model == _lasting(command.model):
-            return tuple(words)
-    return ()
+            found = tuple(words)
+    if found and not _is_file(command.model):
+        check_source(Plan.load(path), str(path))
+    return found
 
 
 def _lasting(model: str) -> str:
@@ -307,6 +310,7 @@ def _check_output(output: Path | None) -> None:
 
 def _verify(command: VerifyCommand) -> int:
     from whalejax import jobs
+    from whalejax.plan_source import check_source
     from whalejax.planner.plan import Plan
     from whalejax.progress import Working, make_console
     from whalejax.verification import gpu, report
@@ -337,6 +341,8 @@ def _verify(command: VerifyCommand) -> int:
             f"it, with --model {shlex.quote(source[0])}"
             + "".join(f" {word}" for word in _set_words(source[1:]))
         )
+    if command.model is None:
+        check_source(plan, str(command.plan))
     question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
     with Working("verifying", quiet=command.quiet):
         found = question.verify(plan, command.topology, timeout_seconds=command.timeout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, plain, shown
 from whalejax.meshes.problems import WhaleError
 
 
@@ -123,13 +123,14 @@ class Feed:
             for problem in _unlike(step, batch_size):
                 problems.add(problem)
         problems.raise_if_any(WhaleError)
-        self._source, self._size, self._step = source, batch_size, step
-        self._seed, self._epochs = seed, epochs
+        first, first_sample = plain((first, first_sample))
+        self._source, self._size, self._step = source, int(batch_size), step
+        self._seed, self._epochs = plain((seed, epochs))
         self._iterator: Iterator[Any] | None = None
         self._epoch, self._read = 0, 0
         self.step, self._shift = first, 0
         if first_sample is not None:
-            self.step, self._shift = divmod(first_sample, batch_size)
+            self.step, self._shift = divmod(first_sample, self._size)
         self._anchor = self._beginning(first_sample or 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -175,16 +176,22 @@ class Feed:
             raise WhaleError(
                 f"state is {shown(state)}; expected what get_state gave, with 'step'"
             )
+        inner = state.get("source") is not None
+        needed = {"epoch"} if inner or "place" in state else set[str]()
+        needed |= {"read"} if inner else set()
+        numbers: dict[str, Any] = {}
         problems = Arguments("state")
-        for name in ("step", "epoch", "read"):
-            problems.whole(f"state[{name!r}]", state.get(name, 0))
+        for name in ("step", "epoch", "read", "place", "shift"):
+            numbers[name] = state.get(name, None if name in needed else 0)
+            problems.whole(f"state[{name!r}]", numbers[name])
         problems.raise_if_any()
+        numbers = plain(numbers)
         self._iterator, self._epoch, self._read = None, 0, 0
-        self.step, self._shift = int(state["step"]), int(state.get("shift", 0))
+        self.step, self._shift = numbers["step"], numbers["shift"]
         self._anchor = self._beginning(0)
         if "place" in state:
-            self._anchor = self.step, int(state["epoch"]), int(state["place"])
-        if state.get("source") is not None:
+            self._anchor = self.step, numbers["epoch"], numbers["place"]
+        if inner:
             iterator: Any = None if _numbered(self._source) else iter(self._source)
             if not hasattr(iterator, "set_state"):
                 kind = type(self._source).__name__
@@ -195,7 +202,7 @@ class Feed:
                 )
             iterator.set_state(state["source"])
             self._iterator = iterator
-            self._epoch, self._read = int(state["epoch"]), int(state["read"])
+            self._epoch, self._read = numbers["epoch"], numbers["read"]
 
     def _beginning(self, samples: int) -> tuple[int, int, int]:
         """A step, and the epoch and the place in it of its first sample.
@@ -291,7 +298,7 @@ class Feed:
 
 def _numbered(source: Any) -> TypeGuard[Source]:
     """Samples can be had by number."""
-    return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    return hasattr(source, "__getitem__") and _has_length(source)
 
 
 def _is_step(step: Any) -> TypeGuard[TrainStep]:
@@ -301,7 +308,18 @@ def _is_step(step: Any) -> TypeGuard[TrainStep]:
 
 def _in_a_row(source: Any) -> bool:
     """Samples can be had one after the other."""
-    return isinstance(source, Iterable) or hasattr(source, "__getitem__")
+    single = getattr(source, "ndim", 1) == 0  # an array of no dimension
+    known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
+    return known and not single
+
+
+def _has_length(source: Any) -> bool:
+    """Whether it has a length: arrays of no dimension have the method alone."""
+    try:
+        len(source)
+    except TypeError:
+        return False
+    return True
 
 
 def _unlike(step: TrainStep, batch_size: int) -> Iterator[str]:

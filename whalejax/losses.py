@@ -8,13 +8,12 @@ its own because models import it: importing it starts no JAX.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from whalejax.arguments import check_optimizer
-from whalejax.meshes.checks import Arguments, is_printable
+from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
 from whalejax.meshes.problems import WhaleError
 
 
@@ -43,8 +42,8 @@ class WeightedLoss:
         _register_pytrees()
         problems = Arguments("wh.WeightedLoss")
         for name, value in (("total", self.total), ("weight", self.weight)):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number and (inspect.isclass(value) or not hasattr(value, "dtype")):
+            number = isinstance(value, float) or is_number(value)
+            if not number and not is_array(value):
                 problems.refuse(name, value, "a scalar array or a number")
         problems.raise_if_any()
 
@@ -176,6 +175,7 @@ class Job:
         problems.whole("batch_size", self.batch_size, least=1, none=True)
         problems.words("name", self.name)
         problems.raise_if_any()
+        object.__setattr__(self, "batch_size", plain(self.batch_size))
 
     def batch_at(self, step: int, size: int | None = None) -> Any:
         """The global batch of one step.
@@ -225,7 +225,7 @@ def _holds_arrays(batch: Any) -> bool:
     import jax
 
     leaves = jax.tree.leaves(batch)
-    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+    return bool(leaves) and all(map(is_array, leaves))
 
 
 def normalise(result: Any) -> LossResult:

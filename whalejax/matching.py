@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters_leaves import is_key, is_leaf
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
@@ -92,6 +92,7 @@ class BatchLayout:
             PlanError: they are others than planned. A list may stand for a tuple.
         """
         leaves, structure = jax.tree.flatten(batch)
+        self._check_arrays(batch, leaves)
         if structure == self.structure:
             return leaves
         flat = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -103,6 +104,17 @@ class BatchLayout:
                 "the same structure, or plan again"
             )
         return leaves
+
+    @staticmethod
+    def _check_arrays(batch: Any, leaves: Sequence[Any]) -> None:
+        if all(map(is_leaf, leaves)):
+            return
+        problems = Problems("batch", PlanError)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            if not is_leaf(leaf):
+                name = f"batch{jax.tree_util.keystr(path)}"
+                problems.add(f"{name} is {shown(leaf)}; expected an array")
+        problems.raise_if_any()
 
     def problem(
         self, leaf: Any, planned: BatchLeaf, shapes: Collection[tuple[int, ...]]
@@ -307,11 +319,12 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
     Raises:
         PlanError: every leaf that differs.
     """
-    if captured.graph.model_hash == plan.model_hash:
-        return
     problems = Problems()
-    planned = {leaf.path: (leaf.shape, leaf.dtype) for leaf in plan.leaves}
-    given = {t.path: (t.shape, t.dtype) for t in captured.graph.params}
+    planned = {x.path: (x.shape, x.dtype, x.trained) for x in plan.leaves}
+    given = {t.path: (t.shape, t.dtype, not t.frozen) for t in captured.graph.params}
+    # A file may state the hash of one model and the parameters of another.
+    if captured.graph.model_hash == plan.model_hash and planned == given:
+        return
     for path in sorted(set(planned) | set(given)):
         a, b = planned.get(path), given.get(path)
         if a != b:
@@ -334,8 +347,11 @@ def check_same_model(plan: Plan, captured: Captured, example: Any) -> None:
     )
 
 
-def _shape_text(entry: tuple[tuple[int, ...], str] | None) -> str:
-    return "no such leaf" if entry is None else f"{entry[1]}{list(entry[0])}"
+def _shape_text(entry: tuple[tuple[int, ...], str, bool] | None) -> str:
+    if entry is None:
+        return "no such leaf"
+    shape, dtype, trained = entry
+    return f"{dtype}{list(shape)}{'' if trained else ', not trained'}"
 
 
 def check_planned_state(

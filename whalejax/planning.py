@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import jax
 import optax
@@ -25,7 +25,7 @@ from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.checks import Arguments, is_whole, plain, shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.telling import tell
 from whalejax.notes import loss_notes, remat_note
@@ -50,6 +50,18 @@ from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offlo
 from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note, check_reports
 from whalejax.xla_options import checked_options, compiled_with, option_note
+
+
+_NUMBERS: Final = (
+    "num_micro_batches",
+    "batch_axes",
+    "mesh",
+    "zero",
+    "loss_chunks",
+    "shares",
+    "compiler_options",
+)
+"""Options that are whole numbers or hold some, which may be NumPy's."""
 
 
 def plan(
@@ -248,6 +260,10 @@ class Asked:
     shares: str | Sequence[int] | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = None
     traced: Traces = field(default_factory=Traces)
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     @collections_paused()
     @without_mesh

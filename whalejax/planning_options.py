@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import numpy as np
 import optax
 
@@ -129,7 +130,8 @@ def _check_numbers(asked: Asked, problems: Arguments) -> None:
             "a whole number, 1 or more, or None for the planner to choose",
         )
     shares: Any = asked.shares
-    several = isinstance(shares, list | tuple) or np.ndim(shares) == 1
+    listed = isinstance(shares, np.ndarray | jax.Array) and shares.ndim == 1
+    several = isinstance(shares, list | tuple) or listed
     if shares is None or (isinstance(shares, str) and shares == "even"):
         return
     if several and len(shares) and not any(map(_is_word, shares)):

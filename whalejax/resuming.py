@@ -7,6 +7,7 @@ damaged. The command line and scripts share what to do then.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,7 +135,7 @@ def _set_aside(damaged: list[tuple[Path, str]], whole: Path) -> list[str]:
 def _free(path: Path) -> Path:
     """The path, or with a number behind it where there is something already."""
     found, number = path, 1
-    while found.exists():
+    while os.path.lexists(found):
         number += 1
         found = path.with_name(f"{path.name}{number}")
     return found

@@ -19,7 +19,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.away import out_of_host
 from whalejax.lowering.spread import spread
-from whalejax.meshes.checks import shown
+from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import PlanError
 from whalejax.precision import LossScale
@@ -104,13 +104,19 @@ class TrainState:
         shards where a dimension divides, so that one function can take it.
         """
         check_alive(self)
+        if not isinstance(self.origin, Origin):
+            raise PlanError(
+                f"the origin of this state is {shown(self.origin)}, and its model is "
+                "built as the step that made it says. Keep origin as the step gave it, "
+                "or move the state to a step: step.adopt(state).model"
+            )
         parts = jax.tree.map(out_of_host, self.params), self.rest
         if self.origin.mesh is not None:
             mesh = self.origin.mesh
             parts = jax.tree.map(lambda leaf: spread(leaf, mesh), parts)
-        adapter, shown = self.origin.adapter, self._shown
+        adapter, handed = self.origin.adapter, self._shown
         model = adapter.rebuild(*parts, modes=modes_of(self))
-        shown.model = model if adapter.kind == "nnx" else None
+        handed.model = model if adapter.kind == "nnx" else None
         return model
 
 
@@ -190,11 +196,11 @@ def typed_key(rng: Any, *, for_loss: bool) -> Any:
         rng: what the user gave.
         for_loss: the loss takes it; its algorithm must be the traced one.
     """
-    if not hasattr(rng, "dtype"):
+    if not is_array(rng) or isinstance(rng, jax.ShapeDtypeStruct):
         raise WhaleError(
             f"rng is {shown(rng)}; expected a random key. Give jax.random.key(seed)"
         )
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and not rng.shape:
         traced = jax.eval_shape(lambda: jax.random.key(0)).dtype
         if for_loss and rng.dtype != traced:
             raise WhaleError(

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
-from whalejax.adopting import adopted, checked, own_state
+from whalejax.adopting import OwnStates, adopted, to_lower, to_save
 from whalejax.ambient import without_mesh
 from whalejax.arguments import refuse_bad_optimizer
 from whalejax.capture import Captured, capture
@@ -44,7 +44,7 @@ from whalejax.planner.plan import Plan, PlanError
 from whalejax.precision import at_precision
 from whalejax.ragged import check_mean, passes, real_samples, repeated, together
 from whalejax.runner import OneProgram, Runner, abstract_state
-from whalejax.state import Origin, bare, following, host_copy, typed_key
+from whalejax.state import Origin, following, host_copy, typed_key
 from whalejax.state import TrainState as TrainState
 
 
@@ -90,6 +90,7 @@ class TrainStep:
         self.adapter = adapter
         mesh = stages_mesh(plan, devices) if plan.apart else None
         self._origin = Origin(adapter, mesh)
+        self._own = OwnStates(self._origin)
         self.batch_axes = batch_axes
         self._trains = optimizer is not None
         extended = optax.with_extra_args_support(
@@ -212,9 +213,9 @@ class TrainStep:
                 "this step was compiled without an optimizer and can only evaluate. "
                 "Pass optimizer= to wh.plan and wh.compile to train"
             )
-        own = own_state(state, self._origin, self.abstract_state, trains=True)
+        own = self._own.checked(state, self.abstract_state, trains=True)
         new, metrics = self._runner.advance(own, self._layout.place(batch))
-        seen = state.samples
+        seen = own.samples
         taken = None if seen is None else seen + self._batch_size
         return following(self._begun(new, taken), state), metrics
 
@@ -243,7 +244,7 @@ class TrainStep:
         problems = Arguments("TrainStep.eval")
         problems.switch("training", training)
         problems.raise_if_any()
-        own = bare(own_state(state, self._origin, self.abstract_state, trains=False))
+        own = self._own.checked(state, self.abstract_state, trains=False)
         runner = self._runner if training else self._evaluator
         if isinstance(runner, Following) and runner is not self._runner:
             runner.shares = self.shares
@@ -356,7 +357,7 @@ class TrainStep:
         if state is None:
             state = self.abstract_state()
         else:
-            state = own_state(state, self._origin, self.abstract_state, trains=True)
+            state = to_lower(state, self._own, self.abstract_state)
         return self._runner.lower(state, self._layout.abstract())
 
     @without_mesh
@@ -408,7 +409,8 @@ class TrainStep:
         problems = Arguments("TrainStep.save")
         problems.path("path", path, "the path of a folder that does not exist yet")
         problems.raise_if_any()
-        save(path, checked(state), self.plan, self._batch_size)
+        whole = to_save(state, self.abstract_state(), trains=self._trains)
+        save(path, whole, self.plan, self._batch_size)
 
     @without_mesh
     def adopt(self, state: TrainState) -> TrainState:

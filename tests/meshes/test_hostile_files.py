@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.mutants import deep
 from whalejax.meshes import Cluster, DeviceKind, WhaleError, cluster, device_kind
 from whalejax.meshes.files import from_data
 from whalejax.meshes.paddle import from_data as from_paddle
+from whalejax.meshes.problems import Problems
 from whalejax.meshes.tables import toml_text
 
 
@@ -133,3 +135,29 @@ def test_damaged_files_are_refused_or_clusters(
     found = fuzzed(kind, first, count)
     assert not found["failures"]
     assert found["refused"] + found["valid"] == count
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "it.toml"
+    os.mkfifo(path)
+    assert "no regular file, but a pipe or a device" in refused(
+        lambda: Cluster.load(path)
+    )
+
+
+def test_a_kind_without_rates(tmp_path: Path) -> None:
+    path = tmp_path / "it.toml"
+    path.write_text(
+        "[kinds.a]\nplatform = 'gpu'\nmemory_bytes = 1000000\n"
+        "memory_bytes_per_second = 1e9\nflops_per_second = {}\n"
+        "[[nodes]]\nkind = 'a'\ncount = 1\n"
+    )
+    text = refused(lambda: Cluster.load(path))
+    assert "kinds.a.flops_per_second: empty, expected a table such as" in text
+
+
+def test_of_many_problems_some_are_listed() -> None:
+    problems = Problems("it")
+    for number in range(200):
+        problems.add(f"problem {number}")
+    assert problems.text().endswith("  20. problem 19\n  … and 180 more")

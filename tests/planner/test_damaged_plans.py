@@ -16,8 +16,11 @@ import pytest
 
 from tests.fuzzing import fuzzed
 from tests.mutants import deep
-from tests.planner.plans import example
+from tests.planner.graphs import gpt
+from tests.planner.plans import WIDE, example, plan_of
+from whalejax.meshes import cluster
 from whalejax.meshes.problems import WhaleError
+from whalejax.planner.display import bar_text
 from whalejax.planner.documents import document_hash
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.serial import decode
@@ -125,6 +128,15 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
         [["xla_gpu_autotune_level", "/tmp/x"]],
         "xla_gpu_autotune_level is '/tmp/x'; expected a number, true or false",
     ),
+    ("leaves.0.dtype", "f32", "leaves[0].dtype is 'f32'; expected as numpy says"),
+    ("leaves.0.trained", False, "leaves[1].trained is true behind one that is not"),
+    ("leaves.0.path", "blocks.0.query.kernel", "as that of another"),
+    ("batch.0.dtype", "f32", "batch[0].dtype is 'f32'; expected as JAX says"),
+    ("batch_tree", "x", "batch_tree is 'x'; expected the containers of a batch"),
+    ("batch_tree", "5", "batch_tree is '5'; expected the containers of a batch"),
+    ("batch_tree", '{"dict": [["x"]]}', "expected the containers of a batch"),
+    ("batch_tree", '{"list": ["leaf"]}', "batch_tree has the leaves ['[0]"),
+    ("collectives.0.what", "x", "collectives.what is 'x'; expected one of gradient"),
 ]
 
 
@@ -135,6 +147,23 @@ def test_numbers_that_no_plan_has(
     found = refused(changed(document, path, value))
     assert found.startswith("it is a damaged plan: ")
     assert text in found
+
+
+def test_a_batch_that_stands_twice(document: dict[str, Any]) -> None:
+    data = changed(document, "batch", document["batch"] * 2)
+    assert "as that of another; expected each once" in refused(data)
+
+
+def test_every_kind_of_device_is_checked(document: dict[str, Any]) -> None:
+    plan = plan_of(gpt(2, WIDE), cluster("h100:4+a100:4"), mesh={"data": 8})
+    data = json.loads(json.dumps(plan.document()))
+    for kind in data["cluster"]["kinds"]:
+        less = changed(data, f"cluster.kinds.{kind}.memory_bytes", 1)
+        assert f"a device of '{kind}' has 1" in refused(less)
+
+
+def test_bars_are_no_longer_than_their_room() -> None:
+    assert bar_text(1e30, 3) == "███"
 
 
 def test_all_of_them_are_said_at_once(document: dict[str, Any]) -> None:
@@ -203,7 +232,7 @@ def test_a_value_of_20_kilobytes_is_not_repeated(document: dict[str, Any]) -> No
 
 
 def test_endless_files_and_odd_paths() -> None:
-    with pytest.raises(WhaleError, match="it has more than 268435456 bytes"):
+    with pytest.raises(WhaleError, match="no regular file, but a pipe or a device"):
         Plan.load("/dev/zero")
     with pytest.raises(WhaleError, match="without control characters"):
         Plan.load("a\x00b")

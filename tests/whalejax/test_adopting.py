@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import whalejax as wh
+from whalejax import adopting
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam's counts
@@ -200,3 +201,97 @@ def test_one_array_in_two_places_is_refused(step: Any) -> None:
     assert "state.params['head'] and state.opt_state[0].mu['head']" in str(told.value)
     assert float(step.eval(twice, X)["loss"]) > 0
     step(state, X)
+
+
+def _ends(step: Any) -> dict[str, Any]:
+    """States that no step of this layout can take, by what is to be said of them."""
+    state, replace = step.init_from(MODEL), dataclasses.replace
+    wide = {**MODEL, "head": jnp.ones((8, 6))}
+    return {
+        "state = step.adopt(state)": jax.device_put(state, jax.devices()[0]),
+        "state.opt_state[0].mu['head'] is not there": replace(state, opt_state=None),
+        "state.opt_state[0].count is not there": replace(
+            state, opt_state=optax.sgd(0.1).init(MODEL)
+        ),
+        "state.params['more'] is float32[1]; expected not there": replace(
+            state, params={**state.params, "more": jnp.ones(1)}
+        ),
+        "state.params['head'] is float32[8, 6]; expected float32[8, 4]": replace(
+            state, params=wide
+        ),
+        "state.params['head'] is int32[8, 4]; expected float32": replace(
+            state, params=jax.tree.map(lambda x: x.astype(int), state.params)
+        ),
+        "state.params['head'] is bfloat16[8, 4]; expected float32": replace(
+            state, params=jax.tree.map(lambda x: x.astype("bfloat16"), state.params)
+        ),
+        "state.params['head'] is a str; expected float32": replace(
+            state, params={**state.params, "head": "2"}
+        ),
+        "expected a jax.Array with values": step.abstract_state(),
+    }
+
+
+def test_parts_put_into_ones_own_state_are_compared(step: Any, tmp_path: Any) -> None:
+    for text, state in _ends(step).items():
+        with pytest.raises(wh.WhaleError) as told:
+            step(state, X)
+        assert text in str(told.value)
+        read = "opt_state" not in text
+        if read:
+            with pytest.raises(wh.WhaleError):
+                step.eval(state, X)
+        if "adopt" not in text:  # a checkpoint may be of any layout
+            with pytest.raises(wh.WhaleError):
+                step.save(tmp_path / "a", state)
+            with pytest.raises(wh.WhaleError):
+                step.adopt(state)
+    assert not (tmp_path / "a").exists()
+
+
+def test_arrays_that_lie_nowhere_are_put_where_they_belong(step: Any) -> None:
+    state = step.init_from(MODEL)
+    loose = dataclasses.replace(
+        state, step=jnp.int32(4), params=jax.tree.map(np.asarray, state.params)
+    )
+    expected = float(step.eval(state, X)["loss"])
+    assert float(step.eval(loose, X)["loss"]) == expected
+    after, _ = step(loose, X)
+    assert int(after.step) == 5 and after.samples == 16
+
+
+@pytest.mark.parametrize("samples", [-5, 2.5, "a", True])
+def test_samples_that_are_no_number(step: Any, samples: Any, tmp_path: Any) -> None:
+    state = dataclasses.replace(step.init_from(MODEL), samples=samples)
+    for call in (
+        lambda: step(state, X),
+        lambda: step.adopt(state),
+        lambda: step.save(tmp_path / "a", state),
+    ):
+        with pytest.raises(wh.WhaleError, match=r"state\.samples is"):
+            call()
+    assert not (tmp_path / "a").exists()
+
+
+def test_samples_of_numpy_are_saved(step: Any, tmp_path: Any) -> None:
+    state = dataclasses.replace(step.init_from(MODEL), samples=np.int64(8))
+    step.save(tmp_path / "a", state)
+    assert step.restore(tmp_path / "a").samples == 8
+
+
+def test_a_state_without_an_origin_has_no_model(step: Any, tmp_path: Any) -> None:
+    state = dataclasses.replace(step.init_from(MODEL), origin=None)
+    with pytest.raises(wh.WhaleError, match="the origin of this state is None"):
+        _ = state.model
+    assert step.adopt(state).model["head"].shape == (8, 4)
+    step.save(tmp_path / "a", state)
+    assert step(state, X)[0].origin is step._origin
+
+
+def test_layouts_are_compared_once(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = step(step.init_from(MODEL), X)[0]
+    step.eval(state, X)
+    monkeypatch.setattr(adopting, "_other_leaves", lambda *_: pytest.fail("again"))
+    for _ in range(2):
+        state, _ = step(state, X)
+        step.eval(state, X)

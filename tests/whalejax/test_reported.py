@@ -211,6 +211,12 @@ def test_rows_are_found_where_they_stand(
         (lambda z: z.sum() / 10, "sum"),
         (lambda z: jnp.ones(len(z)) @ z, "sum"),
         (len, "sum"),
+        (
+            lambda z: jax.lax.scan(
+                lambda c, w: (c + w, (c * w).sum()), jnp.zeros(len(z)), z.T
+            )[1],
+            "sum",
+        ),
         (lambda z: jnp.zeros(10, int).at[z.argmax(-1)].add(1), "sum"),
         (lambda z: jax.jit(lambda z: jnp.where(z > 0, z, 0.0).sum(0))(z), "sum"),
         (lambda z: jax.lax.cond(len(z) > 0, jnp.mean, jnp.mean, z), None),

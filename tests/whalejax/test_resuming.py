@@ -180,6 +180,27 @@ def test_the_newest_whole_checkpoint_is_taken(run: Path) -> None:
     assert "step_000002.damaged2 now" in second
 
 
+def test_what_is_no_folder_is_passed_over(run: Path) -> None:
+    (run / "step_000012").write_text("")
+    (run / "step_000013").symlink_to(run / "nothing")
+    found = resumed(shared_step(), loop.checkpoints(run))
+    assert found is not None and found.checkpoint == run / "step_000003"
+    first, second = found.notes
+    where = "there is no checkpoint at this path: it is"
+    assert f"{run / 'step_000013'}: {where} a link to nothing" in first
+    assert f"{run / 'step_000012'}: {where} a file" in second
+    assert "step_000012.damaged now" in second
+
+
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(run: Path) -> None:
+    record = run / "step_000003" / "whalejax.json"
+    record.unlink()
+    os.mkfifo(record)
+    found = resumed(shared_step(), loop.checkpoints(run))
+    assert found is not None and found.checkpoint == run / "step_000002"
+    assert "no regular file, but a pipe or a device" in found.notes[0]
+
+
 def test_without_a_whole_checkpoint_nothing_is_begun(run: Path) -> None:
     for path in run.iterdir():
         flip_a_bit(path)

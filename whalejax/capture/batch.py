@@ -13,7 +13,7 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.adapters_leaves import dotted
-from whalejax.meshes.checks import MOST_SAMPLES, is_whole, shown
+from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, shown
 from whalejax.meshes.problems import Problems, WhaleError
 
 
@@ -119,9 +119,7 @@ def _is_array(leaf: Any) -> bool:
     """Whether it has a shape and a type, or is a number that JAX gives them."""
     if isinstance(leaf, int):
         return is_whole(int(leaf))
-    return isinstance(leaf, float | complex | np.generic) or (
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    )
+    return isinstance(leaf, float | complex | np.generic) or is_array(leaf)
 
 
 def resized(batch: Any, batch_axes: Any, size: int) -> Any:
@@ -150,6 +148,7 @@ def _axes_of(batch_axes: Any, batch: Any, tree: Any) -> list[int | None]:
                 f"batch_axes has {shown(axis)}; expected the number of a dimension for "
                 "all leaves of the batch or for each, None where one has no samples."
             )
+    batch_axes = plain(batch_axes)
     if batch_axes is None or isinstance(batch_axes, int):
         return [batch_axes] * tree.num_leaves
     # A gap in the batch (None) may stand in the axes as well, with anything for it.

@@ -62,6 +62,7 @@ class Parts:
     statistics: Collection[int]
     forms: dict[int, Form] = field(default_factory=dict)
     _names: dict[int, Any] = field(default_factory=dict)
+    _turns: Mapping[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
         """Go through the program until nothing changes, as carries of loops may."""
@@ -72,15 +73,13 @@ class Parts:
                 kind = Kind.NOISE if tensor.id in self.changing else Kind.SAME
                 kind = Kind.ROWS if tensor.id in batch else kind
                 self._put(tensor.id, Form(kind=kind))
+        self._turns = {back: out for out, back in small.walk.loops}
         before: Mapping[int, Form] = {}
         while before != self.forms:
             before = dict(self.forms)
             for index, op in enumerate(small.graph.ops):
                 if any(t in self.pairing.pairs for t in op.results):
                     self._op(index, op)
-            for out, back in small.walk.loops:
-                if out in self.forms and back in self.forms:
-                    self._put(back, joined([self.forms[back], self.forms[out]]))
 
     def said(self, tensor: int, *, inexact: bool) -> str:
         """How a reported value is put together, or why that cannot be told.
@@ -248,6 +247,8 @@ class Parts:
         result = op.results[0] if op.results else None
         if result is None:
             return
+        if (out := self._turns.get(result)) in self.forms:
+            found = joined([found, self.forms[out]])  # Of the turn before.
         lost = {len(pairing.grown.get(t, ())) for t in op.operands}
         if lost - {len(pairing.grown.get(result, ()))} or not self._steady(op):
             found = mixed(forms)
@@ -277,7 +278,9 @@ class Parts:
         tensor = decides(pairing.small, op)
         if tensor == UNKNOWN:
             return False
-        form = SAME if tensor is None else self.forms.get(tensor, MIXED)
+        # What a loop's first turn has not reached yet is seen in the next.
+        start = SAME if tensor is None or tensor in pairing.pairs else MIXED
+        form = start if tensor is None else self.forms.get(tensor, start)
         return form.kind <= Kind.NOISE and form.power in (0, None)
 
     def _named(self, operand: Any, depth: int = 0) -> Any:
