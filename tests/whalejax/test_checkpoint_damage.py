@@ -209,7 +209,7 @@ def test_a_record_that_may_not_be_read_is_no_damage(
     def fail(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr("whalejax.checkpoint_record.read_text", fail)
     with pytest.raises(
         wh.WhaleError, match="Permission denied. Ask for leave"
     ) as caught:

@@ -167,8 +167,7 @@ def merged(report: Any, count: int = 2) -> Any:
         return (z**2).mean(), report(z)
 
     found = capture(adapt(W, loss), X, num_micro_batches=count)
-    tree = found.apart().out_tree
-    tree = tree.unflatten(range(tree.num_leaves))[2]
+    tree = found.out_tree.unflatten(range(found.out_tree.num_leaves))[2]
     return tree["aux"]
 
 
@@ -186,6 +185,7 @@ def merged(report: Any, count: int = 2) -> Any:
         (lambda z: z[jnp.arange(len(z)), z.argmax(-1)], (0, 1, 1)),
         (lambda z: jax.vmap(jnp.linalg.norm)(z), (0, 1, 1)),
         (lambda z: jnp.sort(z, axis=-1)[:, :3], (0, 1, 1)),
+        (lambda z: z - z.mean(0, keepdims=True), (0, 1, 1)),
         (
             lambda z: jax.lax.scan(lambda c, w: (c + w, c), z[:, 0], z.T)[1],
             (1, 1, 1),
@@ -200,37 +200,16 @@ def test_rows_are_found_where_they_stand(
     assert (found.axis, found.outer, found.inner) == where
 
 
-@pytest.mark.parametrize("count", [2, 32])
-@pytest.mark.parametrize(
-    "report, how",
-    [
-        (lambda z: z.mean(0), None),
-        (lambda z: z.mean(), None),
-        (lambda z: 1 - 2 * (z.argmax(-1) == 3).mean(), None),
-        (lambda z: (z > 0).sum(0), "sum"),
-        (lambda z: z.sum() / 10, "sum"),
-        (lambda z: jnp.ones(len(z)) @ z, "sum"),
-        (len, "sum"),
-        (
-            lambda z: jax.lax.scan(
-                lambda c, w: (c + w, (c * w).sum()), jnp.zeros(len(z)), z.T
-            )[1],
-            "sum",
-        ),
-        (lambda z: jnp.zeros(10, int).at[z.argmax(-1)].add(1), "sum"),
-        (lambda z: jax.jit(lambda z: jnp.where(z > 0, z, 0.0).sum(0))(z), "sum"),
-        (lambda z: jax.lax.cond(len(z) > 0, jnp.mean, jnp.mean, z), None),
-        (lambda z: jnp.linspace(0.0, 1.0, 7), "same"),
-        (lambda z: jnp.zeros(16), "same"),
-        (lambda z: jnp.int32(10), "same"),
-        (lambda z: 3, "same"),
-    ],
-)
-def test_means_sums_and_what_no_sample_changes(
-    report: Any, how: str | None, count: int
-) -> None:
-    found = merged(report, count)
-    assert (found.how if isinstance(found, Merged) else None) == how
+@pytest.mark.parametrize("count", [1, 2, 32])
+def test_what_has_no_rows_stays_a_mean_or_a_sum(count: int) -> None:
+    for report in (
+        lambda z: z.mean(0),
+        lambda z: z.mean(),
+        lambda z: (z > 0).sum(0),
+        lambda z: jnp.sort(z.mean(0)),
+        lambda z: jnp.linspace(0.0, 1.0, 7),
+    ):
+        assert not isinstance(merged(report, count), Merged)
 
 
 @pytest.mark.parametrize(
@@ -242,38 +221,12 @@ def test_means_sums_and_what_no_sample_changes(
         (lambda z: z.reshape(4, -1), "holds some of the samples, or mixes them"),
         (lambda z: z @ z.T, "has samples along several dimensions"),
         (lambda z: z[0], "is of one sample of the micro-batch"),
-        (lambda z: z[:16], "is made in another way where the batch has more"),
-        (lambda z: z[:20], "is made in another way where the batch has more"),
-        (lambda z: jnp.triu(z), "cannot be put together of the values of micro-bat"),
-        (lambda z: jnp.arange(len(z)), "depends on more than one sample in every row"),
-        (
-            lambda z: z - z.mean(0, keepdims=True),
-            "is neither a sum nor a mean over the samples",
-        ),
-        (lambda z: jax.nn.softmax(z, 0), "is neither a sum nor a mean over the"),
-        (lambda z: jnp.sort(z.mean(0)), "is neither a sum nor a mean over the samples"),
-        (lambda z: z.argmax(0), "is neither a sum nor a mean over the samples"),
-        (lambda z: z.astype(int).max(), "is neither a sum nor a mean over the samples"),
-        (lambda z: (z.reshape(4, -1).sum(0) ** 2).mean(), "cannot be put together"),
-        (lambda z: (z > 0).sum().astype(bool), "is neither a sum nor a mean over the"),
-        (lambda z: (z > 0).sum() // 2, "is neither a sum nor a mean over the samples"),
-        (
-            lambda z: jax.lax.cond(z.mean() > 0, jnp.mean, lambda z: z.mean() + 1, z),
-            "is neither a sum nor a mean over the samples",
-        ),
-        (lambda z: jnp.linspace(0, 1, 500)[(z > 0).sum()], "is neither a sum nor a"),
-        (lambda z: z[(jnp.arange(len(z)) + 1) % len(z)], "cannot be put together"),
-        (lambda z: z.max(), "is neither a sum nor a mean over the samples"),
-        (lambda z: z.var(0), "is neither a sum nor a mean over the samples"),
-        (lambda z: (z > 0).any(), "is neither a sum nor a mean over the samples"),
-        (lambda z: jax.nn.logsumexp(z, 0), "is neither a sum nor a mean over the"),
-        (lambda z: z.sum() / len(z) ** 2, "depends on the number of samples"),
-        (lambda z: z.mean() + z.sum(), "is neither a sum nor a mean over the samples"),
+        (lambda z: jnp.zeros(16), "has a dimension as long as a micro-batch whose"),
         (
             lambda z: jax.pure_callback(
                 lambda z: z[:, 0], jax.ShapeDtypeStruct((16,), z.dtype), z
             ),
-            "is neither a sum nor a mean over the samples",
+            "has a dimension as long as a micro-batch whose",
         ),
     ],
 )
@@ -304,152 +257,5 @@ def test_a_plan_that_chooses_micro_batches_refuses_too() -> None:
     w = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
     x = jax.ShapeDtypeStruct((2**20, 4096), jnp.float32)
     text = "metrics\\['aux'\\] of shape \\(5, 4096\\) holds some of the samples"
-    with pytest.raises(wh.WhaleError, match=text) as raised:
+    with pytest.raises(wh.WhaleError, match=text):
         wh.plan(loss, w, x, cluster="h100:1", remat="none", loss_chunks=1)
-    assert "the planner chose num_micro_batches=" in str(raised.value)
-
-
-def each_kind(z: Any) -> dict[str, Any]:
-    """Values that micro-batches, or passes over samples, put together exactly."""
-    right = z.argmax(-1) == 0
-    return {
-        "z": z,
-        "turned": z.T,
-        "pred": z.argmax(-1),
-        "top": jax.lax.top_k(z, 2),
-        "flat": z.ravel(),
-        "phase": jnp.exp(jax.lax.complex(z[:, 0], z[:, 1])),
-        "share": right.mean(),
-        "classes": z.mean(0),
-        "moments": {"two": (z**2).mean() * 2.0 - 1.0},
-        "right": right.sum(),
-        "each class": (z > 0).sum(0),
-        "total": z.sum(),
-        "by hand": (z**2).sum() / len(z),
-        "ten": jnp.int32(10),
-        "three": 3,
-        "samples": len(z),
-        "numbers": jnp.arange(3),
-        "half": jnp.full(2, 0.5),
-    }
-
-
-def masked(z: Any, x: Any) -> tuple[Any, Any, Any]:
-    """A weight that differs between micro-batches, its mean, and a plain mean."""
-    mask = (x[:, 0] > 0).astype(z.dtype)
-    each = (z**2).sum(-1)
-    mean = (z[:, 0] * mask).sum() / jnp.maximum(mask.sum(), 1.0)
-    return (each * mask).sum(), mask.sum(), mean
-
-
-def check_kinds(found: Any, model: Any, x: Any) -> None:
-    z = jnp.asarray(x @ model)
-    wanted = each_kind(z)
-    for (path, a), b in zip(
-        jax.tree_util.tree_flatten_with_path({k: found[k] for k in wanted})[0],
-        jax.tree.leaves(wanted),
-        strict=True,
-    ):
-        assert a.shape == np.shape(b), path
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=str(path))
-    np.testing.assert_allclose(found["masked"], masked(z, x)[2], rtol=1e-4)
-
-
-def kinds_loss(model: Any, x: Any) -> Any:
-    z = x @ model
-    total, weight, mean = masked(z, x)
-    return wh.WeightedLoss(total, weight), {**each_kind(z), "masked": mean}
-
-
-def weights_and_samples() -> tuple[Any, Any]:
-    keys = jax.random.split(jax.random.key(3))
-    x = np.asarray(jax.random.normal(keys[1], (BATCH, 8)))
-    return np.asarray(jax.random.normal(keys[0], (8, 8))), x
-
-
-def test_training_reports_what_one_device_does() -> None:
-    model, x = weights_and_samples()
-    options = {"mesh": {"data": 2}, "num_micro_batches": 4}
-    for found in ran(kinds_loss, model, x, **options)[1:]:
-        check_kinds(found, model, x)
-
-
-def test_fewer_samples_report_what_one_device_does() -> None:
-    model, x = weights_and_samples()
-    plan = wh.plan(kinds_loss, model, x, cluster="cpu:1", num_micro_batches=1)
-    step = wh.compile(plan, kinds_loss, model, devices=jax.devices()[:1])
-    state = step.init_from(model)
-    check_kinds(step.eval(state, x[:13]), model, x[:13])
-    check_kinds(step.eval(state, x), model, x)
-
-
-UNCLEAR: Final = {
-    "first": lambda z: z[:4],
-    "best": lambda z: z.argmax(0),
-    "most": lambda z: z.max(),
-    "whole": lambda z: z.astype(int).max(),
-    "upper": lambda z: jnp.triu(z),
-    "quarters": lambda z: z.reshape(4, -1),
-    "any": lambda z: (z > 0).any(),
-    "kinds": lambda z: jnp.unique(z[:, 0] > 0, size=2).astype(int),
-    "shared": lambda z: jax.nn.softmax(z, 0),
-    "centred": lambda z: z - z.mean(0, keepdims=True),
-    "spread": lambda z: z.var(0),
-    "peak": lambda z: jax.nn.logsumexp(z, axis=0),
-}
-
-
-def unclear_loss(model: Any, x: Any) -> Any:
-    z = x @ model
-    return (z**2).mean(), {name: report(z) for name, report in UNCLEAR.items()}
-
-
-@pytest.mark.parametrize("count", [4, 8])
-def test_training_refuses_all_that_is_unclear_at_once(count: int) -> None:
-    model, x = weights_and_samples()
-    with pytest.raises(wh.WhaleError) as raised:
-        wh.plan(unclear_loss, model, x, cluster="cpu:2", num_micro_batches=count)
-    text = str(raised.value)
-    assert [n for n in UNCLEAR if f"metrics[{n!r}]" not in text] == []
-    assert "wh.Aux(samples={...})" in text
-
-
-def test_fewer_samples_are_refused_if_a_value_is_unclear() -> None:
-    model, x = weights_and_samples()
-    plan = wh.plan(unclear_loss, model, x, cluster="cpu:1", num_micro_batches=1)
-    step = wh.compile(plan, unclear_loss, model, devices=jax.devices()[:1])
-    state = step.init_from(model)
-    np.testing.assert_array_equal(step.eval(state, x)["first"].shape, (4, 8))
-    with pytest.raises(wh.WhaleError) as raised:
-        step.eval(state, x[:13])
-    text = str(raised.value)
-    assert [n for n in UNCLEAR if f"metrics[{n!r}]" not in text] == []
-    assert "the batch has 13 samples, the plan is for 16" in text
-    assert "wh.Aux(means=..., sums=..., samples=...)" in text
-
-
-def scanned_samples(model: Any, x: Any) -> Any:
-    z = x @ model
-    total, running = jax.lax.scan(lambda c, row: (c + row, c * row), z[0], z)
-    mapped = jax.lax.map(lambda row: row.max(), z)
-    return (z**2).mean(), {"mapped": mapped, "running": running, "total": total}
-
-
-def test_scans_over_samples() -> None:
-    model, x = weights_and_samples()
-    plan = wh.plan(scanned_samples, model, x, cluster="cpu:1", num_micro_batches=1)
-    step = wh.compile(plan, scanned_samples, model, devices=jax.devices()[:1])
-    state = step.init_from(model)
-    with pytest.raises(wh.WhaleError, match="metrics\\['running'\\]") as raised:
-        step.eval(state, x[:13])
-    assert "metrics['total']" in str(raised.value)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_random_keys_are_no_values(count: int) -> None:
-    def loss(model: Any, x: Any, rng: Any) -> Any:
-        return (x @ model).mean(), {"key": rng}
-
-    model, x = weights_and_samples()
-    with pytest.raises(wh.WhaleError, match="metrics\\['key'\\] is a random key"):
-        wh.plan(loss, model, x, cluster="cpu:2", num_micro_batches=count)

@@ -38,12 +38,6 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
             return metric if weight is None else _weighed(metric, weight)
         if metric.how == "sum":
             return replace(metric, value=jax.tree.map(_summable, metric.value))
-        if metric.how == "same":
-            once = jax.tree.map(lambda x: _once(x, number, count), metric.value)
-            return replace(metric, value=once)
-        if metric.how == "average":
-            share = jax.tree.map(lambda x: wide(x) / count, metric.value)
-            return replace(metric, value=share)
         if metric.how == "mean":
             means = jax.tree.map(wide, jax.tree.map(jnp.asarray, metric.value))
             if weight is not None:
@@ -88,20 +82,10 @@ def _summable(metric: Any) -> Any:
     return metric.astype(jnp.int32) if narrow else metric
 
 
-def _once(metric: Any, number: Any, count: int) -> Any:
-    """What all micro-batches have alike, which the first alone reports."""
-    metric = _summable(metric)
-    if count == 1:
-        return metric
-    return jnp.where(number == 0, metric, jnp.zeros_like(metric))
-
-
 def _weighed(metric: Any, weight: Any) -> Any:
     if not jnp.issubdtype(metric.dtype, jnp.inexact):
         return metric
-    # A micro-batch without weight has perhaps divided by it.
-    part = metric * weight.astype(metric.dtype)
-    return jnp.where(weight != 0, part, jnp.zeros_like(part))
+    return metric * weight.astype(metric.dtype)
 
 
 def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
