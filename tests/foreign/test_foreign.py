@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.foreign import flax_models, huggingface, others  # noqa: F401
-from tests.foreign.harness import MODELS, Foreign, check
+
+for _package in ("transformers", "diffusers", "haiku", "equinox", "jraph"):
+    pytest.importorskip(_package, reason="needs the extra foreign")
+
+from tests.foreign import flax_models, huggingface, others  # noqa: E402, F401
+from tests.foreign.harness import MODELS, Foreign, check  # noqa: E402
 
 
 DEFAULT = {one.family: one.name for one in reversed(MODELS.values())}
