@@ -100,19 +100,19 @@ def is_array(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value with Python's own whole numbers in place of NumPy's.
+    """A value with Python's own numbers in place of NumPy's.
 
     JSON and the types of options know Python's alone. Tables and sequences are looked
     through; what is neither is returned as it is.
 
     Args:
-        value: of an option that was checked, or will be.
+        value: of an option or a field that was checked, or will be.
 
     >>> plain({"data": np.int64(2)}), plain(np.array([5, 3])), plain((np.int32(1), "a"))
     ({'data': 2}, [5, 3], (1, 'a'))
     """
-    if isinstance(value, np.integer):
-        return int(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         return value.tolist()
     if isinstance(value, dict):
@@ -277,7 +277,7 @@ def check_fields(
         if not _fits(value, hint):
             problems.refuse(name, value, expected)
         elif _holds_numpy(value):
-            object.__setattr__(instance, name, _own(value))
+            object.__setattr__(instance, name, plain(value))
     problems.raise_if_any()
 
 
@@ -289,13 +289,6 @@ def _holds_numpy(value: Any) -> bool:
     return any(issubclass(kind, np.generic) for kind in kinds) or (
         tuple in kinds and any(map(_holds_numpy, value))
     )
-
-
-def _own(value: Any) -> Any:
-    """The same with Python's numbers, which can be written to files."""
-    if isinstance(value, tuple):
-        return tuple(map(_own, value))
-    return value.item() if isinstance(value, np.generic) else value
 
 
 @functools.cache
