@@ -64,10 +64,9 @@ class Aux:
 
     Attributes:
         metrics: values to report, by name. With several micro-batches those with a
-            batch dimension are put together in the order of the global batch; of the
-            others, floating-point ones are averaged over the micro-batches (by weight,
-            beside a ``WeightedLoss``) and integers, such as counts, are added up.
-            Where a value's relation to the batch cannot be told, it is refused.
+            batch dimension are put together in the order of the global batch; means
+            over the samples are averaged, sums and counts added up, and what depends on
+            no sample stays as it is. All others are refused.
         means: such values that are averaged, whatever their shape.
         sums: such values that are added up over the micro-batches, whatever their type.
         samples: such values with a row for each sample, which are put together in the
@@ -97,8 +96,9 @@ class Merged:
 
     Attributes:
         value: of one, or of several.
-        how: ``"mean"``; ``"sum"``; ``"concat"`` along the samples, as the user says;
-            or ``"rows"``, the same where the program shows it.
+        how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
+            ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` of all; ``"concat"`` along the
+            samples, as the user says; or ``"rows"``, where the program shows it.
         axis: the dimension with the samples.
         outer: how often all samples are repeated in it.
         inner: how many elements in a row are of one sample.

@@ -10,14 +10,17 @@ graph alone, and is apart from tracing because only reports and checks need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.trace import Captured
 from whalejax.planner.graph import BatchReduction, Graph, Op
+
+
+if TYPE_CHECKING:  # Which reads this module itself.
+    from whalejax.capture.trace import Captured
 
 
 _LINEAR: Final = frozenset(
@@ -25,7 +28,8 @@ _LINEAR: Final = frozenset(
         "add add_any sub neg convert_element_type copy name reduce_sum reshape squeeze "
         "expand_dims broadcast_in_dim transpose scan while cond slice concatenate pad "
         "split rev real imag stop_gradient optimization_barrier sharding_constraint "
-        "reduce_precision device_put gather dynamic_slice dynamic_update_slice"
+        "reduce_precision device_put gather dynamic_slice dynamic_update_slice "
+        "stack unstack tile"
     ).split()
 )
 _LINEAR_IN_ONE: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
@@ -83,6 +87,19 @@ def batch_reductions(captured: Captured) -> tuple[BatchReduction, ...]:
     if follow.adds_up(captured.results[0]) and _no_mean(captured):
         found.append(BatchReduction(scope="", what="sum"))
     return tuple(dict.fromkeys(found))
+
+
+def statistics(graph: Graph, loss: Sequence[int], state: Sequence[int]) -> set[int]:
+    """Indices of operations whose statistics of the samples the loss depends on.
+
+    Args:
+        graph: of the loss.
+        loss, state: what it gives, and what it leaves of the model's state.
+    """
+    follow = _Follow(graph, [*loss, *state])
+    follow.run()
+    follow.finish(loss, state)
+    return {index for index, what in follow.found.items() if what == "statistic"}
 
 
 def _no_mean(captured: Captured) -> bool:

@@ -81,6 +81,13 @@ def reported_rows(graph: Graph, values: Sequence[int]) -> list[Rows | Unclear | 
     return [follow.said(value) for value in values]
 
 
+def rows_of(graph: Graph) -> set[int]:
+    """All tensors of which it is known in which one dimension the samples stand."""
+    follow = _Follow(graph)
+    follow.run()
+    return {t.id for t in graph.tensors if isinstance(follow.said(t.id), Rows)}
+
+
 class _Follow:
     """Follows each dimension of the inputs through the program."""
 
