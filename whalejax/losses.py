@@ -65,8 +65,10 @@ class Aux:
     Attributes:
         metrics: values to report, by name. With several micro-batches those with a
             batch dimension are put together in the order of the global batch; means
-            over the samples are averaged, sums and counts added up, and what depends on
-            no sample stays as it is. All others are refused.
+            over the samples are averaged, sums and counts added up, of maxima and
+            minima the largest and the least is taken, and what depends on no sample
+            stays as it is. Other floating-point scalars are averaged, which the plan
+            notes, and all else is refused.
         means: such values that are averaged, whatever their shape.
         sums: such values that are added up over the micro-batches, whatever their type.
         samples: such values with a row for each sample, which are put together in the

@@ -210,11 +210,9 @@ def check_reports(programs: Programs, plan: Plan) -> None:
     """
     if plan.runnable and (count := plan.num_micro_batches) > 1:
         captured = programs.traced.captured
-        traced = captured.graph.batch_size
-        size = traced * captured.graph.num_micro_batches // count
+        size = captured.graph.batch_size * captured.graph.num_micro_batches // count
         chosen = None if programs.graph.num_micro_batches == count else count
-        unclear = captured.apart().unclear
-        check_clear(unclear, size, traced=traced, chosen=chosen)
+        check_clear(captured.apart().unclear, size, chosen=chosen)
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:

@@ -37,6 +37,8 @@ def scanned(model: Any, x: Any) -> Any:
             "plain": {"z": z, "pred": z.argmax(-1), "turned": z.T},
             "tokens": z.reshape(-1, 2),
             "classes": x.mean(0),
+            "most": z.max(0),
+            "some": (z < 0).any(),
         },
         means={"widths": jnp.asarray([1, 2])},
         sums={"norm": {"two": (x**2).sum()}, "rows": jnp.int8(x.shape[0])},
@@ -53,7 +55,7 @@ def staged(model: Any, x: Any) -> Any:
         z = h @ model["head"]
         each = (z**2).sum(-1)
         reports = wh.Aux(
-            metrics={"z": z, "pred": z.argmax(-1)},
+            metrics={"z": z, "pred": z.argmax(-1), "least": z.min()},
             samples={"each": each},
             sums={"all": each.sum()},
         )
@@ -104,6 +106,8 @@ def test_sums_and_rows_of_all_samples(options: dict[str, Any]) -> None:
         tokens = z.reshape(-1, 2)
         np.testing.assert_allclose(found["tokens"], tokens, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found["classes"], x.mean(0), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found["most"], z.max(0), rtol=1e-5)
+        assert int(found["some"]) == 1
         np.testing.assert_allclose(found["widths"], [1, 2], rtol=1e-6)
 
 
@@ -126,6 +130,7 @@ def test_stages_with_programs_of_their_own() -> None:
         np.testing.assert_array_equal(found["pred"], z.argmax(-1))
         np.testing.assert_allclose(found["each"], each, rtol=1e-4)
         np.testing.assert_allclose(found["all"], each.sum(), rtol=1e-5)
+        np.testing.assert_allclose(found["least"], z.min(), rtol=1e-4)
 
 
 def test_wrong_reports_are_said() -> None:

@@ -75,7 +75,7 @@ def _placed(said: str, stands: Rows | Unclear | None) -> Rows | str:
     if said == "rows":
         unknown = "has rows of which it is not known where they stand"
         return stands.why if isinstance(stands, Unclear) else unknown
-    if said not in HOWS and isinstance(stands, Unclear) and not stands.sizes:
+    if said not in HOWS and isinstance(stands, Unclear):
         return stands.why
     return said
 

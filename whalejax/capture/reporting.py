@@ -182,15 +182,12 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
     )
 
 
-def check_clear(
-    unclear: Told, size: int, *, traced: int | None = None, chosen: int | None = None
-) -> None:
+def check_clear(unclear: Told, size: int, *, chosen: int | None = None) -> None:
     """Refuse what several micro-batches report and cannot be put together.
 
     Args:
         unclear: by name.
         size: samples of a micro-batch.
-        traced: of the one that was traced, if another.
         chosen: how many micro-batches the planner chose, if it did.
 
     Raises:
@@ -198,8 +195,7 @@ def check_clear(
     """
     problems = Problems()
     for name, value in unclear:
-        if not value.sizes or {size, traced or size}.intersection(value.sizes):
-            problems.add(_words(name, value))
+        problems.add(_words(name, value))
     planner = f"the planner chose num_micro_batches={chosen}, and " if chosen else ""
     problems.raise_if_any(
         WhaleError,
