@@ -168,7 +168,8 @@ def _with(trace: Trace, out_tree: Any, found: Mapping[int, Said]) -> Reports:
         own = isinstance(said, str) and said not in plain
         return Merged(leaf, str(said)) if own else leaf
 
-    unclear, averaged = [], []
+    unclear: list[tuple[str, Unclear]] = []
+    averaged: list[tuple[str, Unclear]] = []
     for name, n in _open_leaves(metrics).items():
         said, aval = found.get(n), avals(trace)[n]
         if isinstance(said, Unclear):
