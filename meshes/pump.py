@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import os
 import re
 import select
+import stat
 import sys
 import threading
 import time
@@ -56,11 +58,14 @@ class Log:
         self._say = say
         self._said = False
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = open(path, "wb", buffering=0, opener=_without_waiting)
         except OSError as error:
+            why = error.strerror
+            if error.errno == errno.ENXIO:
+                why = "it is a pipe or a socket, where writing may block"
             raise WhaleError(
                 f"--logs {path.parent}: {path.name} cannot be written "
-                f"({error.strerror}). Name another folder, or remove that file"
+                f"({why}). Name another folder, or remove that file"
             ) from error
 
     def write(self, data: bytes) -> None:
@@ -82,6 +87,20 @@ class Log:
         """Write no more."""
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file to write; a pipe, whether somebody reads it or not, is refused.
+
+    Raises:
+        OSError: ENXIO for a pipe, as the system itself says where nobody reads it.
+    """
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISFIFO(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), path)
+    os.set_blocking(number, True)
+    return number
 
 
 class Shown:

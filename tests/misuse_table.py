@@ -76,7 +76,7 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "runnable": SWITCH,
     "remat": ("none dict text?", "the planner chooses; the model knows what it names"),
     "offload": ("none list", "the planner chooses, or nothing"),
-    "sequence_parallel": ("none true", "it is a switch, or the planner's choice"),
+    "sequence_parallel": ("none true?", "the planner chooses; a model has a sequence"),
     "attention": (
         "none dict text?",
         "the planner chooses; the model knows what it has",
