@@ -22,6 +22,7 @@ from typing import Final
 
 from whalejax.meshes.launched import MARK, Blamed, Introduced, Joining, heard
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.streams import drop_stdout
 
 
 CHUNK_BYTES: Final = 1 << 16
@@ -104,7 +105,11 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 class Shown:
-    """The terminal, or what stands for it; what it cannot take is lost."""
+    """The terminal, or what stands for it; what it cannot take is lost.
+
+    Attributes:
+        lost: it took no more, and somebody was there to read.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Write to ``sys.stdout``.
@@ -113,6 +118,7 @@ class Shown:
             say: is given a line when nothing can be written any more.
         """
         self._say = say
+        self.lost = False
         self._over = False
         self._lost_bytes = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -135,6 +141,7 @@ class Shown:
                 self._write_to(number, coded)
         except (OSError, ValueError) as error:
             self._over = True
+            self.lost = not isinstance(error, BrokenPipeError)
             drop_stdout()
             why = getattr(error, "strerror", None) or error
             self._say(
@@ -161,24 +168,6 @@ def _takes(number: int, seconds: float) -> bool:
     found = select.poll()
     found.register(number, select.POLLOUT)
     return bool(found.poll(seconds * 1000))
-
-
-def drop_stdout() -> None:
-    """Send what stdout still holds nowhere: Python would fail over it at its end."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def hold_standard_streams() -> None:
-    """Open what of stdin, stdout and stderr is closed, so that no pipe or log gets
-    its number and what is printed does not end in it."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 class Pump:

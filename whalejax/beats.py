@@ -25,6 +25,7 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame, exit_seconds
+from whalejax.meshes.streams import say
 
 
 SILENT_SECONDS: Final = 30.0
@@ -301,8 +302,10 @@ class Beats:
         """
         if self._mine == 0:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # One that is closed or full keeps nobody from ending.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
         os._exit(status)
 
     def ended(self) -> set[int]:
@@ -359,11 +362,11 @@ class Beats:
     def _say_briefly(self, **more: Any) -> None:
         """Say a last word, to a service that may not listen any more."""
 
-        def say() -> None:
+        def speak() -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._say(**more)
 
-        last = threading.Thread(target=say, name="whalejax-last", daemon=True)
+        last = threading.Thread(target=speak, name="whalejax-last", daemon=True)
         last.start()
         last.join(2 * self._pause)
 
@@ -379,11 +382,7 @@ class Beats:
                 self._end(self._named(gone))
 
     def _end(self, said: str) -> None:
-        print(
-            f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}")
         self.leave(ENDS_FOR_ANOTHER)
 
     def _close(self) -> None:
@@ -400,7 +399,7 @@ class Beats:
             # It came where nothing of ours was looking on.
             said = self.missing()
             if said:
-                print(f"whalejax: {said}. {_REMEDY}", file=sys.stderr, flush=True)
+                say(f"whalejax: {said}. {_REMEDY}")
         failed = "" if error is None else f"{type(error).__name__}: {error}"
         if not failed and self._together:
             self._end_together()

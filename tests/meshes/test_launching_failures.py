@@ -242,7 +242,7 @@ def test_a_pipe_for_a_log_that_somebody_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-0.log")
     reader = os.open(tmp_path / "rank-0.log", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        with pytest.raises(WhaleError, match=r"rank-0\.log cannot be written \(it is a"):
+        with pytest.raises(WhaleError, match=r"rank-0\.log .* \(it is a pipe"):
             Log(tmp_path / "rank-0.log", print)
     finally:
         os.close(reader)
