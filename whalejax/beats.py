@@ -298,7 +298,8 @@ class Beats:
         With process 0 goes the service: the others must have seen why before.
 
         Args:
-            status: of the process.
+            status: of the process; below 0 it ends by that signal, as Python ends one
+                that Ctrl-C has interrupted.
         """
         if self._mine == 0:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
@@ -306,7 +307,9 @@ class Beats:
             # One that is closed or full keeps nobody from ending.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        os._exit(status)
+        if status < 0:
+            os.kill(os.getpid(), -status)  # whose handler is the system's own again
+        os._exit(128 - status if status < 0 else status)
 
     def ended(self) -> set[int]:
         """Other processes that have ended, and well."""
@@ -400,7 +403,9 @@ class Beats:
             said = self.missing()
             if said:
                 say(f"whalejax: {said}. {_REMEDY}")
-        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        failed = ""
+        if error is not None:
+            failed = f"{type(error).__name__}: {error}".removesuffix(": ")
         if not failed and self._together:
             self._end_together()
         self._over.set()
@@ -412,7 +417,8 @@ class Beats:
         else:
             self._say_briefly(failed=failed.splitlines()[0][:200])
         if failed:
-            self.leave(1)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.leave(-signal.SIGINT if interrupted else 1)
         if self._together:
             threading.Thread(target=self._cut_short, daemon=True).start()
 
