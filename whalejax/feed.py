@@ -317,8 +317,8 @@ _LOST = (
     "first_sample is None, which does not say where to begin: state.samples is None "
     "where jax.tree.map or another function has put the state together anew. Keep the "
     "number with dataclasses.replace(new, samples=state.samples), give int(state.step) "
-    "* batch_size if all steps took as many samples, or leave first_sample out to begin "
-    "at the first"
+    "* batch_size if all steps took as many samples, or leave first_sample out, which "
+    "begins at the first"
 )
 
 
