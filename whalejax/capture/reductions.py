@@ -22,10 +22,11 @@ from whalejax.planner.graph import BatchReduction, Graph, Op
 
 _LINEAR: Final = frozenset(
     (
-        "add add_any sub neg convert_element_type copy name reduce_sum reshape squeeze "
-        "expand_dims broadcast_in_dim transpose scan while cond slice concatenate pad "
-        "split rev real imag stop_gradient optimization_barrier sharding_constraint "
-        "reduce_precision device_put gather dynamic_slice dynamic_update_slice"
+        "add add_any sub neg convert_element_type copy name reduce_sum psum reshape "
+        "squeeze expand_dims broadcast_in_dim transpose scan while cond slice "
+        "concatenate pad split rev real imag stop_gradient optimization_barrier "
+        "sharding_constraint reduce_precision device_put gather dynamic_slice "
+        "dynamic_update_slice"
     ).split()
 )
 _LINEAR_IN_ONE: Final = frozenset(("mul", "dot_general", "conv_general_dilated"))
@@ -33,6 +34,7 @@ _LINEAR_IN_ONE: Final = frozenset(("mul", "dot_general", "conv_general_dilated")
 _PICKING: Final = frozenset(
     (
         *("reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"),
+        *("pmax", "pmin"),
         *("sort", "top_k", "slice", "dynamic_slice", "gather"),
     )
 )
@@ -53,7 +55,7 @@ _SHARING: Final = frozenset(
 )
 """Operations that leave samples divided by what they were divided by."""
 
-_ADDING: Final = frozenset(("reduce_sum", "dot_general"))
+_ADDING: Final = frozenset(("reduce_sum", "psum", "dot_general"))
 """Operations that add samples up, each one times a number."""
 
 Sources = frozenset[int]
