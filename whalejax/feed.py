@@ -122,15 +122,7 @@ class Feed:
             first_sample = None
         elif first_sample is None and not is_whole(first, 1):
             problems.add(_LOST)
-        problems.whole(
-            "first_sample", first_sample, none=True, what="the number of a sample"
-        )
-        if is_whole(first, 1) and first_sample is not None:
-            problems.add(
-                f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
-                "both say where to begin. Give one of them; "
-                "first_sample=state.samples is right with another batch size too"
-            )
+        _check_beginning(problems, first, first_sample)
         problems.whole("seed", seed, none=True)
         problems.whole("epochs", epochs, none=True)
         if step is not None and not _is_step(step):
@@ -311,6 +303,19 @@ class Feed:
         assert self._iterator is not None
         found = [*itertools.islice(self._iterator, self._size)]
         return found if len(found) == self._size else None
+
+
+def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:
+    """Refuse a sample to begin at that is no number, or that a step contradicts."""
+    problems.whole(
+        "first_sample", first_sample, none=True, what="the number of a sample"
+    )
+    if is_whole(first, 1) and first_sample is not None:
+        problems.add(
+            f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
+            "both say where to begin. Give one of them; "
+            "first_sample=state.samples is right with another batch size too"
+        )
 
 
 _LOST = (
