@@ -18,7 +18,7 @@ from whalejax.meshes.launch import Launch as Launch
 from whalejax.meshes.launch import free_port as free_port
 from whalejax.meshes.launch import is_here as is_here
 from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.pump import hold_standard_streams
+from whalejax.meshes.streams import hold_standard_streams
 
 
 def run(launch: Launch) -> int:
@@ -35,7 +35,8 @@ def run(launch: Launch) -> int:
 
     Returns:
         0 if all ended well; else the status of the first that did not, 128 and its
-        number where a signal ended it.
+        number where a signal ended it; 2 if all ended well and what is printed of them
+        could not be.
 
     Raises:
         WhaleError: a log or a process cannot be made, or the port is in use.

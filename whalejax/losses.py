@@ -54,7 +54,19 @@ class WeightedLoss:
 
     @property
     def mean(self) -> Any:
-        """The loss itself: total over weight."""
+        """The loss itself: total over weight.
+
+        A weight of 0 gives what arrays give: NaN where the total is 0 too, else inf.
+
+        >>> WeightedLoss(0.0, 0).mean
+        nan
+        """
+        import numpy as np
+
+        numbers = int, float, np.number
+        if isinstance(self.total, numbers) and isinstance(self.weight, numbers):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return float(np.divide(self.total, self.weight))
         return self.total / self.weight
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import devices_of
 from whalejax.meshes.problems import Problems
+from whalejax.meshes.streams import say
 from whalejax.option_checks import check_command
 from whalejax.options import (
     TrainCommand,
@@ -302,7 +302,7 @@ class _Session:
         if not self.options.quiet:
             self.console.print(text, markup=False)
         elif jax.process_index() == 0:
-            print(f"whalejax: {text}", file=sys.stderr)
+            say(f"whalejax: {text}")
 
     def _show(
         self, meter: Meter, unit: str, units_per_step: int, progress: loop.Progress

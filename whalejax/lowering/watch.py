@@ -7,6 +7,7 @@ is waited for, and ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any, Final
 from whalejax import beats
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.streams import say
 from whalejax.planner.issuing import Handing, words_of
 from whalejax.planner.schedules import Row
 
@@ -167,15 +169,14 @@ class Watch:
             "All processes are there and have begun as many steps: another one does "
             "something else than this one"
         )
-        print(
+        say(
             f"whalejax: {kind} has waited for {waited:.0f} s at {self._where()}; the "
             f"longest before took {longest:.1f} s. {who}. This process ends here. Look "
             "for the first error of the others, start all processes anew, and restore "
-            "the latest checkpoint",
-            file=sys.stderr,
-            flush=True,
+            "the latest checkpoint"
         )
-        faulthandler.dump_traceback(file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            faulthandler.dump_traceback(file=sys.stderr)
         beats.begun().leave(ENDS_FOR_ANOTHER)
 
 
