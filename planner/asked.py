@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.frames import SCHEDULES, Frames
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import PlanError
 from whalejax.planner.search import Request
 from whalejax.planner.variants import Array

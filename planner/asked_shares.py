@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import PlanError
 from whalejax.planner.scored import Request
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.decide import Analysed, Known, searches
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.parts import Division, Units, divided, divided_by_marks
 from whalejax.planner.plan import PlanError
 from whalejax.planner.refusals import refusal

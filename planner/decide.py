@@ -20,10 +20,11 @@ from whalejax.planner.between import (
     split_between,
     splits_between,
 )
-from whalejax.planner.dimensions import Dimensions, analyse
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.graph import ATTENTION, Graph
 from whalejax.planner.layout import replicas
+from whalejax.planner.model.dimensions import Dimensions, analyse
+from whalejax.planner.model.expert_regions import with_expert_regions
+from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan import (
     BatchLeaf,
     Chosen,
@@ -34,7 +35,6 @@ from whalejax.planner.plan import (
 from whalejax.planner.program import Program
 from whalejax.planner.ranking import TIE
 from whalejax.planner.refusals import refusal
-from whalejax.planner.regions import with_expert_regions
 from whalejax.planner.search import (
     PLANNED_AXES,
     Request,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whalejax.planner.graph import Graph
-from whalejax.planner.programs import Program
+from whalejax.planner.model.builder import Program
+from whalejax.planner.model.graph import Graph
 
 
 REGIONS = ("embed", "residual", "inner", "experts", "final", "head")

@@ -19,9 +19,9 @@ from whalejax.planner.display import SHOWN_ROWS, page_width
 from whalejax.planner.explain import gigabytes, mesh_words, milliseconds, spec_text
 from whalejax.planner.layout import shards
 from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
+from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.parameters import collective_words, collectives_of, homes
 from whalejax.planner.plan import LeafPlan, Plan, PlanError
-from whalejax.planner.roles import starred
 from whalejax.planner.terms import attention_words, precision_words, remat_words
 from whalejax.planner.traffic import by_sort
 

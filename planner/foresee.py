@@ -25,12 +25,12 @@ from whalejax.planner.decide import (
 )
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
-from whalejax.planner.graph import Graph
 from whalejax.planner.layer_cuts import cut_layers, stage_layers
-from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec, Table
 from whalejax.planner.leaves import LeafFacts, lay_out
 from whalejax.planner.mixed import share_notes, stage_kinds
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.outlook import Cases, usual_axes
 from whalejax.planner.plan import (
     BatchLeaf,

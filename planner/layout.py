@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whalejax.planner.dimensions import Layout
+from whalejax.planner.model.dimensions import Layout
 
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")

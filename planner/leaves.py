@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.choices import cut_roles
-from whalejax.planner.dimensions import Dimensions, Layout
-from whalejax.planner.fused import Fused, Reading, lying
-from whalejax.planner.graph import (
+from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
+from whalejax.planner.model.dimensions import Dimensions, Layout
+from whalejax.planner.model.expert_regions import weight_homes
+from whalejax.planner.model.fused_parameters import Fused, Reading, lying
+from whalejax.planner.model.graph import (
     CONVOLUTION,
     LINEAR,
     LOOKUPS,
@@ -25,11 +27,9 @@ from whalejax.planner.graph import (
     Graph,
     Tensor,
 )
-from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
 from whalejax.planner.precisions import read_bytes
-from whalejax.planner.regions import weight_homes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
 from whalejax.planner.decide import by_marks
 from whalejax.planner.explain import mesh_words
-from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.parts import Division
 from whalejax.planner.plan import (
     BatchLeaf,

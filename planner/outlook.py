@@ -28,10 +28,10 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.meshes.kinds import KEPT_BYTES
-from whalejax.planner.chain import FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans, span_rates
 from whalejax.planner.frames import ORDERS, SCHEDULES, Frames, agreeing
 from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
 from whalejax.planner.priced import Column, Columns
 from whalejax.planner.schedules import most_in_flight
 from whalejax.planner.stored import Storage

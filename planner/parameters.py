@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.planner.cost import Collective
 from whalejax.planner.layout import Spec, shards
-from whalejax.planner.roles import starred
+from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.update import combined_gradients
 
 

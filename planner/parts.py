@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import LOOKUPS, Graph
+from whalejax.planner.model.graph import LOOKUPS, Graph
 from whalejax.planner.plan import PlanError
 
 

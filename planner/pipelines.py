@@ -24,9 +24,9 @@ from whalejax.planner.decide import (
     decided_on,
 )
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.graph import Graph
 from whalejax.planner.layout import Spec, divisors, shards
 from whalejax.planner.memory import fold_kept, kept_bytes
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import (
     BatchLeaf,
     LeafPlan,

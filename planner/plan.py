@@ -34,8 +34,8 @@ from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.micro_batches import noted
+from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.pictured import Pictured
-from whalejax.planner.roles import starred
 from whalejax.planner.terms import Chosen as Chosen
 from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import LOOPS, Graph, Tensor
+from whalejax.planner.model.expert_regions import check_task_graphs
+from whalejax.planner.model.graph import LOOPS, Graph, Tensor
 from whalejax.planner.plan import PlanError
-from whalejax.planner.regions import check_task_graphs
 from whalejax.planner.terms import ALL, Chosen
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile, Level
-from whalejax.planner.chain import LAYER, Chain
 from whalejax.planner.cost import (
     Setting,
     flow_cost,
@@ -25,12 +24,13 @@ from whalejax.planner.cost import (
     hits_of,
     row_seconds,
 )
-from whalejax.planner.dimensions import Layout
-from whalejax.planner.fused import Fused, lying
-from whalejax.planner.layers import kind_of
 from whalejax.planner.layout import MESH_AXES, Spec
 from whalejax.planner.leaves import LeafFacts, LeafGroup, OptimizerBytes
 from whalejax.planner.memory import Kept, Residents, fold_kept, kept_bytes, residents
+from whalejax.planner.model.dimensions import Layout
+from whalejax.planner.model.fused_parameters import Fused, lying
+from whalejax.planner.model.layer_chain import LAYER, Chain
+from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.rows import Flow, Row, Rows
 from whalejax.planner.variants import Array, Variant
 from whalejax.planner.views import Views

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.moments import Course
 from whalejax.planner.views import Views
 from whalejax.planner.waiting import sliced_leaves, waiting_values

@@ -15,7 +15,7 @@ from whalejax.planner.explain import (
     milliseconds,
     whole_dimensions,
 )
-from whalejax.planner.roles import starred
+from whalejax.planner.model.logical_dimensions import starred
 
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import LOOPS, Graph, Op
-from whalejax.planner.layers import layer_starts, stacked_loop
+from whalejax.planner.model.expert_regions import check_task_graphs
+from whalejax.planner.model.graph import LOOPS, Graph, Op
+from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
 from whalejax.planner.plan import PlanError
-from whalejax.planner.regions import check_task_graphs
 from whalejax.planner.terms import ALL
 
 

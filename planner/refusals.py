@@ -18,7 +18,6 @@ from whalejax.planner.choices import (
     Choice,
     sharded_by_split,
 )
-from whalejax.planner.dimensions import roles_of
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.hosting import (
     NOTHING_IS_SLICED,
@@ -26,6 +25,7 @@ from whalejax.planner.hosting import (
     UPDATED_IN_OTHER_SHARDS,
 )
 from whalejax.planner.layout import divisors
+from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import NothingFits, PlanError
 from whalejax.planner.search import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.layer_cuts import cut_layers, fewest_layers
+from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.outlook import PLACES, Cases, Group
 from whalejax.planner.priced import Column
 from whalejax.planner.stored import HOLDERS

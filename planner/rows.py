@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.dimensions import Layout, roles_of
-from whalejax.planner.fused import Fused, Reading
+from whalejax.planner.model.dimensions import Layout, roles_of
+from whalejax.planner.model.fused_parameters import Fused, Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

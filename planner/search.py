@@ -35,8 +35,6 @@ from whalejax.planner.cost import (
     row_flops,
     row_hits,
 )
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import Graph
 from whalejax.planner.hosting import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.layout import Table, divisors, replicas, shards
 from whalejax.planner.leaves import (
@@ -49,13 +47,15 @@ from whalejax.planner.leaves import (
     sharded_share,
 )
 from whalejax.planner.memory import Residents, residents
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.expert_regions import weight_homes
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.moments import Moments, moments
 from whalejax.planner.peaks import largest_gather, peak_of
 from whalejax.planner.pins import pinned_axes
 from whalejax.planner.prices import Prices
 from whalejax.planner.program import Program
 from whalejax.planner.ranking import best_first
-from whalejax.planner.regions import weight_homes
 from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Request as Request
 from whalejax.planner.scored import Scored as Scored

@@ -18,7 +18,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.frames import Frames
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column
 from whalejax.planner.scored import Hosted

@@ -16,7 +16,7 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.balance import gain_words
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.placing import Placed, place
 from whalejax.planner.plan import PlanError
 from whalejax.planner.schedules import Schedule

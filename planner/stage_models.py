@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.parts import Division, Units, Value
 
 

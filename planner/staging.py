@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import BatchLeaf, Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.shared import check_devices

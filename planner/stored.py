@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.frames import agreeing
+from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.priced import Column, Columns, Stacked
 from whalejax.planner.variants import Array
 

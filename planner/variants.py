@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.chain import Chain, chain_of
 from whalejax.planner.choices import Options, sharded_by_split
-from whalejax.planner.dimensions import Dimensions
-from whalejax.planner.fused import reading
-from whalejax.planner.graph import Graph
-from whalejax.planner.layers import Layers
 from whalejax.planner.layout import Table
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.fused_parameters import reading
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.layer_chain import Chain, chain_of
+from whalejax.planner.model.repeated_layers import Layers
 
 
 Array = np.ndarray

@@ -12,10 +12,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from whalejax.planner.dimensions import Dimensions, Layout
-from whalejax.planner.fused import Fused, reading
-from whalejax.planner.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
-from whalejax.planner.normalizations import Dataflow, normalization_kernels
+from whalejax.planner.model.dimensions import Dimensions, Layout
+from whalejax.planner.model.fused_parameters import Fused, reading
+from whalejax.planner.model.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
+from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
 from whalejax.planner.rows import Flow, Product, Row, Rows, Slot, Use
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import TaskGraph
+from whalejax.planner.model.graph import TaskGraph
 from whalejax.planner.plan import PlanError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.graph import LOOPS, Graph, Op
+from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 MOST_READERS = 2

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.collectives import Spans
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.frames import SCHEDULES
@@ -21,6 +20,7 @@ from whalejax.planner.layer_cuts import (
     stage_layers,
     stage_pace,
 )
+from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.outlook import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column

@@ -31,8 +31,8 @@ from whalejax.planner.frames import (
     ringed,
     scheduled,
 )
-from whalejax.planner.graph import Graph
 from whalejax.planner.layer_cuts import cut_layers
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.outlook import Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, ideal

@@ -23,7 +23,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.graph import Mark, MarkKind
+from whalejax.planner.model.graph import Mark, MarkKind
 
 
 P = ParamSpec("P")

@@ -10,8 +10,8 @@ import numpy as np
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import BatchReduction
 from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.plan import Plan, PlanError
 
 

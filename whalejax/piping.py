@@ -21,8 +21,8 @@ from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import TooFewParts, Whole
 from whalejax.planner.decide import Known, check_marks, decide
 from whalejax.planner.foresee import foresee
-from whalejax.planner.graph import Graph
 from whalejax.planner.layout import divisors
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.parts import FlowsBackwards
 from whalejax.planner.pins import pinned_axes, pins_of

@@ -33,9 +33,9 @@ from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.graph import Graph
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.ordering import ordered
 from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import Plan, PlanError

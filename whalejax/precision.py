@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from whalejax.adapters import Adapter
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import PRECISIONS as PRECISIONS
 from whalejax.planner.terms import ALL

@@ -18,10 +18,10 @@ from whalejax.capture.reductions import batch_reductions
 from whalejax.capture.reporting import check_clear
 from whalejax.meshes.telling import tell
 from whalejax.planner.decide import Known
-from whalejax.planner.graph import BatchReduction, Graph
+from whalejax.planner.model.graph import BatchReduction, Graph
+from whalejax.planner.model.rebatch import resized
 from whalejax.planner.plan import Chosen, Plan, Remat
 from whalejax.planner.precisions import checked_precisions
-from whalejax.planner.resized import resized
 from whalejax.planner.space import Spaces
 from whalejax.planner.terms import ALL
 from whalejax.precision import at_precision

@@ -18,9 +18,9 @@ from whalejax import hlo, models
 from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.planner.choices import choices
-from whalejax.planner.dimensions import Dimensions, analyse
-from whalejax.planner.graph import Graph
-from whalejax.planner.regions import expert_roles
+from whalejax.planner.model.dimensions import Dimensions, analyse
+from whalejax.planner.model.expert_regions import expert_roles
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.views import build_rows
 
 

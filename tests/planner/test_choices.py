@@ -20,8 +20,8 @@ from whalejax.planner.choices import (
     idle_marks,
     sharded_by_split,
 )
-from whalejax.planner.dimensions import Dimensions, analyse
-from whalejax.planner.graph import Graph, Mark, Tensor
+from whalejax.planner.model.dimensions import Dimensions, analyse
+from whalejax.planner.model.graph import Graph, Mark, Tensor
 from whalejax.planner.pins import unplanned_pins, written
 from whalejax.planner.plan import PlanError
 from whalejax.planner.views import build_rows

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from whalejax.planner.decoder import REGIONS, Decoder, decoder_graph
-from whalejax.planner.dimensions import analyse
+from whalejax.planner.model.dimensions import analyse
 
 
 GPT = Decoder(

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.graphs import Program, Sizes, gpt, mlp
-from whalejax.planner.dimensions import Dimensions, analyse, starred
-from whalejax.planner.graph import Graph
-from whalejax.planner.regions import expert_roles
+from whalejax.planner.model.dimensions import Dimensions, analyse, starred
+from whalejax.planner.model.expert_regions import expert_roles
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.rows import Flow
 from whalejax.planner.views import build_rows
 

@@ -14,8 +14,11 @@ from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster
-from whalejax.planner import layers as layers_module
-from whalejax.planner.chain import (
+from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.model import repeated_layers as layers_module
+from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.layer_chain import (
     ENDS,
     EVERYWHERE,
     FIRST,
@@ -23,10 +26,7 @@ from whalejax.planner.chain import (
     LAYER,
     chain_of,
 )
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph
-from whalejax.planner.layers import find_layers
-from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.model.repeated_layers import find_layers
 from whalejax.planner.search import Request
 from whalejax.planner.wide import WideSearch
 from whalejax.precision import at_precision

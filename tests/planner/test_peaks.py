@@ -9,7 +9,7 @@ import pytest
 from tests.planner.graphs import Program
 from tests.planner.plans import plan_of
 from whalejax.meshes import cluster
-from whalejax.planner.graph import Graph, Stacked
+from whalejax.planner.model.graph import Graph, Stacked
 from whalejax.planner.plan import MemoryTerms
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import Mark, MarkKind, TaskGraph
+from whalejax.planner.model.graph import Mark, MarkKind, TaskGraph
 from whalejax.planner.plan import PlanError
 from whalejax.planner.virtual_devices import (
     check_devices,

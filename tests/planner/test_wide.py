@@ -28,10 +28,10 @@ from whalejax.planner.decoder import Decoder, decoder_graph
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.foresee import foresee
 from whalejax.planner.frames import ORDERS, Frames
-from whalejax.planner.graph import Graph
 from whalejax.planner.layer_cuts import cut_layers
 from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.leaves import OptimizerBytes
+from whalejax.planner.model.graph import Graph
 from whalejax.planner.outlook import Cases, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.schedules import most_in_flight, schedule

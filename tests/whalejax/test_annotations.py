@@ -17,7 +17,7 @@ from whalejax.annotations import (
     recording,
     scope_name,
 )
-from whalejax.planner.graph import Mark
+from whalejax.planner.model.graph import Mark
 
 
 MARKS = [

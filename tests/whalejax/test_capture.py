@@ -44,8 +44,8 @@ from whalejax import _compat
 from whalejax.adapters import adapt
 from whalejax.capture import Captured, capture
 from whalejax.capture.walk import inner_jaxprs, recursion
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph, Op
+from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.graph import Graph, Op
 
 
 pytestmark = pytest.mark.relaxed_promotion

@@ -21,7 +21,7 @@ from tests.whalejax.capture_zoo import (
     transformer_loss,
 )
 from whalejax.annotations import Annotation
-from whalejax.planner.graph import Graph, TaskGraph
+from whalejax.planner.model.graph import Graph, TaskGraph
 
 
 pytestmark = pytest.mark.relaxed_promotion

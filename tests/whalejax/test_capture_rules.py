@@ -21,8 +21,8 @@ from jax import lax
 
 from whalejax.adapters import adapt
 from whalejax.capture import capture
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph, Op
+from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.graph import Graph, Op
 
 
 Shape = tuple[int, ...]

@@ -27,7 +27,7 @@ from whalejax._compat import bind
 from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.capture.reductions import batch_reductions
-from whalejax.planner.last_tokens import gathered_bytes
+from whalejax.planner.model.last_tokens import gathered_bytes
 
 
 Array = jax.Array

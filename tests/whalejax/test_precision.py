@@ -28,7 +28,7 @@ from whalejax import _compat, hlo, models
 from whalejax.adapters import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.graph import ATTENTION
+from whalejax.planner.model.graph import ATTENTION
 from whalejax.precision import FIRST_SCALE
 from whalejax.replay import one_device_step
 

@@ -15,8 +15,8 @@ import whalejax as wh
 from whalejax import jobs, models, programs
 from whalejax.adapters import adapt
 from whalejax.capture import Captured, capture
-from whalejax.planner.graph import Graph
-from whalejax.planner.resized import resized
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.rebatch import resized
 
 
 VARIANTS: dict[str, Callable[[Captured], Captured]] = {

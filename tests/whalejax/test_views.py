@@ -18,7 +18,7 @@ from whalejax import hlo
 from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.capture.views import taken_apart
-from whalejax.planner.dimensions import analyse
+from whalejax.planner.model.dimensions import analyse
 
 
 BATCH, SEQ, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 8, 6, 16, 4, 2, 36, 10

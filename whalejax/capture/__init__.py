@@ -1,6 +1,6 @@
 """From a user's loss to plain data: tracing, walking, regions.
 
-The one place where a jaxpr is read. What leaves it is ``planner.graph.Graph``, which
+The one place where a jaxpr is read. What leaves it is ``planner.model.graph.Graph``, which
 holds no JAX type, and the jaxpr itself for lowering.
 """
 

@@ -20,7 +20,7 @@ from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import Walk
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.graph import (
+from whalejax.planner.model.graph import (
     LOOKUPS,
     Graph,
     Mark,

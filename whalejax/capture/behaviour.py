@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whalejax.planner.graph import Factor, FactorKind
+from whalejax.planner.model.graph import Factor, FactorKind
 
 
 Shape = tuple[int, ...]
@@ -51,17 +51,17 @@ class Behaviour:
 
     Attributes:
         factors: index letters.
-        reshape: see ``planner.graph.Op``.
-        elementwise: see ``planner.graph.Op``.
-        flops: see ``planner.graph.Op``.
-        matmul: see ``planner.graph.Op``.
+        reshape: see ``planner.model.graph.Op``.
+        elementwise: see ``planner.model.graph.Op``.
+        flops: see ``planner.model.graph.Op``.
+        matmul: see ``planner.model.graph.Op``.
         saves: (slot, operand) pairs: the backward pass reads the slot where that
             operand is differentiable.
         stops_gradient: no gradient passes it.
         parts: (dimension, count) where the operation cuts or joins operand 0 or
             result 0 into equal parts; the walk writes it as a reshape and a split.
         unknown: no rule is known.
-        share, zigzag: see ``planner.graph.Op``.
+        share, zigzag: see ``planner.model.graph.Op``.
     """
 
     factors: tuple[Factor, ...] = ()

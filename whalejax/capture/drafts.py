@@ -11,7 +11,7 @@ from typing import Any
 
 from whalejax.annotations import parse_scope
 from whalejax.capture.behaviour import Behaviour
-from whalejax.planner.graph import Factor, Mark, TensorKind
+from whalejax.planner.model.graph import Factor, Mark, TensorKind
 
 
 Position = tuple[int, ...]

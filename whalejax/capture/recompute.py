@@ -14,7 +14,7 @@ import jax
 
 from whalejax import _compat, rebuild
 from whalejax.capture.calls import makes_logits
-from whalejax.planner.graph import CONVOLUTION
+from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.recompute import Region, named_in
 
 

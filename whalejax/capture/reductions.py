@@ -17,7 +17,7 @@ import numpy as np
 
 from whalejax import _compat
 from whalejax.capture.trace import Captured
-from whalejax.planner.graph import BatchReduction, Graph, Op
+from whalejax.planner.model.graph import BatchReduction, Graph, Op
 
 
 _LINEAR: Final = frozenset(

@@ -17,7 +17,7 @@ from whalejax.capture.drafts import Value
 from whalejax.capture.samples import Rows, Unclear, reported_rows
 from whalejax.losses import Merged
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.graph import Graph
 
 
 Told = tuple[tuple[str, Unclear], ...]

@@ -14,7 +14,7 @@ import numpy as np
 from whalejax import _compat
 from whalejax.capture.attention import Attention, attention_of
 from whalejax.capture.behaviour import Behaviour, Member
-from whalejax.planner.graph import Factor, FactorKind
+from whalejax.planner.model.graph import Factor, FactorKind
 
 
 def attention_behaviour(jaxpr: Any) -> Behaviour:

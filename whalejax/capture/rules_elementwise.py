@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule
-from whalejax.planner.graph import Factor
+from whalejax.planner.model.graph import Factor
 
 
 _UNARY_LINEAR: Final = (

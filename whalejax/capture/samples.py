@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.atoms import groups, slots_of
-from whalejax.planner.graph import LOOKUPS, LOOPS, Graph, Op
+from whalejax.planner.model.graph import LOOKUPS, LOOPS, Graph, Op
+from whalejax.planner.model.reshape_factors import groups, slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

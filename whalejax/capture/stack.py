@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from whalejax import _compat
 from whalejax.adapters_leaves import dtype_of
 from whalejax.capture.counters import advances
-from whalejax.planner.layers import stacked_loop
+from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.plan import PlanError
 from whalejax.planner.shared import NO_LAYERS
 from whalejax.planner.waiting import FORMS

@@ -42,9 +42,13 @@ from whalejax.losses import check_rows
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.attended import ringed
 from whalejax.planner.decide import analyse_graph
-from whalejax.planner.fused import fused_dimensions, merging_reshapes, picks
-from whalejax.planner.graph import ATTENTION, Graph, Mark
-from whalejax.planner.last_tokens import gathered_bytes, last_tokens_cut
+from whalejax.planner.model.fused_parameters import (
+    fused_dimensions,
+    merging_reshapes,
+    picks,
+)
+from whalejax.planner.model.graph import ATTENTION, Graph, Mark
+from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
 from whalejax.planner.plan import Plan
 from whalejax.planner.precisions import precision_for
 from whalejax.planner.recompute import regions

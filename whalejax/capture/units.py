@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from whalejax import _compat
 from whalejax.capture.counters import advances
-from whalejax.planner.graph import CONVOLUTION
+from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.parts import Position, Unit, Units, Value
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.graph import LOOPS, Graph, Op
+from whalejax.planner.model.graph import LOOPS, Graph, Op
 
 
 Shape = tuple[int, ...]

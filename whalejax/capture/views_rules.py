@@ -18,7 +18,7 @@ from jax import lax
 from whalejax import _compat
 from whalejax.capture.rules_elementwise import SAME_SHAPE
 from whalejax.capture.view import Cuts, Shape, Spread, View, expanded, flat_of, recut
-from whalejax.planner.atoms import groups
+from whalejax.planner.model.reshape_factors import groups
 
 
 Rule = Callable[[Any, list[Any]], "list[Any] | None"]

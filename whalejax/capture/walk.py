@@ -34,7 +34,7 @@ from whalejax.capture.drafts import (
 )
 from whalejax.capture.rules import behaviour
 from whalejax.capture.rules_attention import attention_behaviour
-from whalejax.planner.graph import ATTENTION, Factor, Stacked, TensorKind
+from whalejax.planner.model.graph import ATTENTION, Factor, Stacked, TensorKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from whalejax.lowering.lookups import INDEXED
 from whalejax.planner.decide import Analysed
-from whalejax.planner.dimensions import Layout
-from whalejax.planner.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.layout import Spec, Table, spec_of
+from whalejax.planner.model.dimensions import Layout
+from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.shared import Shared, of_stage
 from whalejax.planner.waiting import waiting_values
 

@@ -34,7 +34,7 @@ from whalejax.lowering.spmd import Program, Sums, sums_of
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import Report, absent, is_here, placed, stages_mesh
 from whalejax.planner.decide import analyse_graph, analysed_for
-from whalejax.planner.dimensions import Dimensions
+from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.parts import Division, Value, divided, divided_by_marks
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.schedules import Schedule, schedule

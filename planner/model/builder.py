@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whalejax.planner.graph import (
+from whalejax.planner.model.graph import (
     Factor,
     Graph,
     Mark,

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.dimensions import Dimensions, analyse, roles_of
-from whalejax.planner.graph import Graph, Op, TaskGraph
+from whalejax.planner.model.dimensions import Dimensions, analyse, roles_of
+from whalejax.planner.model.graph import Graph, Op, TaskGraph
 from whalejax.planner.terms import ALL
 
 

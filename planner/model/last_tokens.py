@@ -6,9 +6,9 @@ part. Capture reads it to put such cuts off.
 
 from __future__ import annotations
 
-from whalejax.planner.atoms import slots_of
-from whalejax.planner.dimensions import analyse
-from whalejax.planner.graph import Graph
+from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.model.reshape_factors import slots_of
 
 
 MOST_CUT = 1 / 4

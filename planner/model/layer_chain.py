@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.dimensions import Dimensions, op_roles
-from whalejax.planner.graph import LOOPS, Graph, TaskGraph
-from whalejax.planner.layers import Layers
+from whalejax.planner.model.dimensions import Dimensions, op_roles
+from whalejax.planner.model.graph import LOOPS, Graph, TaskGraph
+from whalejax.planner.model.repeated_layers import Layers
 
 
 FIRST, LAYER, LAST = 0, 1, 2

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.atoms import Atoms, Union, slots_of
-from whalejax.planner.graph import Factor, Op, Tensor
+from whalejax.planner.model.graph import Factor, Op, Tensor
+from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from whalejax.planner.graph import Graph, Op
+from whalejax.planner.model.graph import Graph, Op
 
 
 _STEPS = 4

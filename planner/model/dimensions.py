@@ -1,6 +1,6 @@
 """Logical dimensions: which dimensions of all tensors are one and the same.
 
-The index letters of the operations (``planner.graph.Factor``) tie dimensions of
+The index letters of the operations (``planner.model.graph.Factor``) tie dimensions of
 different tensors together. Following the ties through the whole program leaves a
 handful of *classes*: batch, sequence, embed, heads and so on, found and not declared.
 Equal layers give equal classes; those fold into one *role*, and a plan speaks of roles.
@@ -22,12 +22,12 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whalejax.planner.atoms import Atoms, Union, slots_of
-from whalejax.planner.graph import Graph, Op, Tensor
-from whalejax.planner.roles import Role as Role
-from whalejax.planner.roles import fold
-from whalejax.planner.roles import starred as starred
-from whalejax.planner.sequence import with_whole_operations
+from whalejax.planner.model.graph import Graph, Op, Tensor
+from whalejax.planner.model.logical_dimensions import Role as Role
+from whalejax.planner.model.logical_dimensions import fold
+from whalejax.planner.model.logical_dimensions import starred as starred
+from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
+from whalejax.planner.model.sequence import with_whole_operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

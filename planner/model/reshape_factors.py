@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whalejax.planner.graph import Graph, Op
+from whalejax.planner.model.graph import Graph, Op
 
 
 def slots_of(op: Op) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from whalejax.planner.dimensions import Dimensions, analyse, roles_of
-from whalejax.planner.graph import Graph, Op, Stacked, Tensor
+from whalejax.planner.model.dimensions import Dimensions, analyse, roles_of
+from whalejax.planner.model.graph import Graph, Op, Stacked, Tensor
 
 
 _MAKES = ("broadcast_in_dim", "iota", "random_bits", "reshape")
