@@ -19,10 +19,10 @@ from whalejax.planner.believable_batch import check_batch, is_dtype
 from whalejax.planner.compiler_options import check_options
 from whalejax.planner.documents import PLAN_VERSION
 from whalejax.planner.errors import PlanError
-from whalejax.planner.layout import MESH_AXES, Spec
-from whalejax.planner.precisions import PRECISIONS
-from whalejax.planner.recompute import POLICIES
 from whalejax.planner.schedules import NAMES
+from whalejax.planner.sharding.layout import MESH_AXES, Spec
+from whalejax.planner.sharding.precision_regions import PRECISIONS
+from whalejax.planner.sharding.remat import POLICIES
 from whalejax.planner.taxonomy import SENT
 from whalejax.planner.terms import OFFLOADS
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.rings import ring
 from whalejax.planner.rows import Product
+from whalejax.planner.sharding.ring_rounds import ring
 
 
 AHEAD, BEHIND = 2, 5

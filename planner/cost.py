@@ -27,11 +27,11 @@ from whalejax.planner.collectives import (
     collective_seconds,
     runs_as,
 )
-from whalejax.planner.layout import Spec, Table, axis_roles, shards, spec_of
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.fused_parameters import lying
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
 from whalejax.planner.rows import Flow, Product, Row, Slot, Use
+from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 
 
 _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})

@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.between import (
-    SUFFIX,
-    Split,
-    shared_roles,
-    split_between,
-    splits_between,
-)
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.layout import replicas
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import ATTENTION, Graph
@@ -43,9 +35,17 @@ from whalejax.planner.search import (
     meshes,
     ranked,
 )
+from whalejax.planner.sharding.layout import replicas
+from whalejax.planner.sharding.sequence_parallel import (
+    SUFFIX,
+    Split,
+    shared_roles,
+    split_between,
+    splits_between,
+)
+from whalejax.planner.sharding.virtual_devices import check_devices, copies
 from whalejax.planner.shortlist import MANY, promising
 from whalejax.planner.terms import ALL
-from whalejax.planner.virtual_devices import check_devices, copies
 from whalejax.planner.written import written
 
 

@@ -17,11 +17,11 @@ from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.display import SHOWN_ROWS, page_width
 from whalejax.planner.explain import gigabytes, mesh_words, milliseconds, spec_text
-from whalejax.planner.layout import shards
 from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.parameters import collective_words, collectives_of, homes
 from whalejax.planner.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import attention_words, precision_words, remat_words
 from whalejax.planner.traffic import by_sort
 

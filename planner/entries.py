@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
 from whalejax.planner.explain import gigabytes, milliseconds
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 

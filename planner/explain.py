@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.meshes.checks import shown
-from whalejax.planner.layout import STAGE, Spec, shards
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
+from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.terms import chunk_words, own_words, precision_words
 
 

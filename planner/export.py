@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.planner.collectives import axis_parts
-from whalejax.planner.layout import MESH_AXES, STAGE
+from whalejax.planner.sharding.layout import MESH_AXES, STAGE
 
 
 if TYPE_CHECKING:
     from whalejax.planner.entries import LeafPlan
-    from whalejax.planner.layout import Spec
     from whalejax.planner.plan import Plan
+    from whalejax.planner.sharding.layout import Spec
 
 MAXTEXT = {
     "stage": "pipeline",

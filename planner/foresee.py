@@ -26,8 +26,6 @@ from whalejax.planner.decide import (
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.layer_cuts import cut_layers, stage_layers
-from whalejax.planner.layout import MESH_AXES, Spec, Table
-from whalejax.planner.leaves import LeafFacts, lay_out
 from whalejax.planner.mixed import share_notes, stage_kinds
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import kind_of
@@ -46,9 +44,11 @@ from whalejax.planner.plan import (
 from whalejax.planner.priced import Column
 from whalejax.planner.refusals import refusal
 from whalejax.planner.search import Request, Search
+from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
+from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
+from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
 from whalejax.planner.space import Spaces
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
-from whalejax.planner.waiting import hosts_known, sliced_leaves
 from whalejax.planner.weigh import handed_seconds, part_seconds
 from whalejax.planner.wide import Case, NoMeshError, WideSearch
 from whalejax.planner.written import (

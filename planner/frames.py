@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from whalejax.planner.layout import MESH_AXES, divisors
+from whalejax.planner.sharding.layout import MESH_AXES, divisors
 from whalejax.planner.variants import Array
 
 

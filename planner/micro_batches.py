@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from whalejax.planner.asked_shares import DATA
-from whalejax.planner.layout import STAGE
+from whalejax.planner.sharding.layout import STAGE
 
 
 if TYPE_CHECKING:

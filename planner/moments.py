@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.leaves import LeafFacts
 from whalejax.planner.memory import Kept
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.sharding.parameter_layout import LeafFacts
 from whalejax.planner.timeline import Entry, Span, Timeline, Works
 
 

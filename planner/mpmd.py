@@ -19,7 +19,6 @@ from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
 from whalejax.planner.decide import by_marks
 from whalejax.planner.explain import mesh_words
-from whalejax.planner.layout import divisors
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.parts import Division
 from whalejax.planner.plan import (
@@ -32,6 +31,7 @@ from whalejax.planner.plan import (
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.search import ranked
+from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.shared import STAGE
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stage_kinds import Allotted, notes

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from whalejax.planner.cost import Collective
-from whalejax.planner.layout import Spec, shards
 from whalejax.planner.model.logical_dimensions import starred
+from whalejax.planner.sharding.layout import Spec, shards
 from whalejax.planner.update import combined_gradients
 
 

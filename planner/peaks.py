@@ -15,11 +15,15 @@ import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost import Collective, Setting
-from whalejax.planner.layout import Table, shards
-from whalejax.planner.leaves import LeafFacts, LeafLayout, summed_over
 from whalejax.planner.memory import kept_bytes
 from whalejax.planner.moments import Moments
 from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.sharding.layout import Table, shards
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafLayout,
+    summed_over,
+)
 from whalejax.planner.terms import FETCHED
 from whalejax.planner.update import reduced_whole
 

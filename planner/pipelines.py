@@ -24,7 +24,6 @@ from whalejax.planner.decide import (
     decided_on,
 )
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.layout import Spec, divisors, shards
 from whalejax.planner.memory import fold_kept, kept_bytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import (
@@ -40,6 +39,7 @@ from whalejax.planner.rows import Row
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
+from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.shared import STAGE, Shared, devices_of_stage
 from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms

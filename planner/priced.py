@@ -24,14 +24,18 @@ from whalejax.planner.cost import (
     hits_of,
     row_seconds,
 )
-from whalejax.planner.layout import MESH_AXES, Spec
-from whalejax.planner.leaves import LeafFacts, LeafGroup, OptimizerBytes
 from whalejax.planner.memory import Kept, Residents, fold_kept, kept_bytes, residents
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.fused_parameters import Fused, lying
 from whalejax.planner.model.layer_chain import LAYER, Chain
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.rows import Flow, Row, Rows
+from whalejax.planner.sharding.layout import MESH_AXES, Spec
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafGroup,
+    OptimizerBytes,
+)
 from whalejax.planner.variants import Array, Variant
 from whalejax.planner.views import Views
 

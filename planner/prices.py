@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from whalejax.planner.cost import RowCost, Setting, flow_cost, hits_of, row_cost
-from whalejax.planner.layout import Table
 from whalejax.planner.rows import Flow, Row, Rows
+from whalejax.planner.sharding.layout import Table
 
 
 Place = tuple[int, frozenset[int]]

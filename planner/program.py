@@ -12,8 +12,8 @@ from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.moments import Course
+from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
 from whalejax.planner.views import Views
-from whalejax.planner.waiting import sliced_leaves, waiting_values
 
 
 class Program:

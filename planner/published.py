@@ -23,9 +23,9 @@ from whalejax.planner.csv_files import Table as Table
 from whalejax.planner.csv_files import read_table as read_table
 from whalejax.planner.decoder import Decoder
 from whalejax.planner.frameworks import Framework, Remat, framework
-from whalejax.planner.layout import largest_divisor
 from whalejax.planner.noted import devices_of, notes_of, stages_of
 from whalejax.planner.runs import Run, StageOf
+from whalejax.planner.sharding.layout import largest_divisor
 
 
 NARROW = 4

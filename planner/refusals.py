@@ -11,28 +11,28 @@ import math
 from collections.abc import Iterator
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.choices import (
-    NEEDS_AN_AXIS,
-    NO_EXPERTS,
-    NO_TENSOR,
-    Choice,
-    sharded_by_split,
-)
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.hosting import (
-    NOTHING_IS_SLICED,
-    NOTHING_WAITS,
-    UPDATED_IN_OTHER_SHARDS,
-)
-from whalejax.planner.layout import divisors
 from whalejax.planner.model.dimensions import roles_of
-from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import NothingFits, PlanError
 from whalejax.planner.search import (
     BATCH_DOES_NOT_DIVIDE,
     NO_SEQUENCE,
     SEQUENCE_DOES_NOT_DIVIDE,
     Search,
+)
+from whalejax.planner.sharding.host_offload import (
+    NOTHING_IS_SLICED,
+    NOTHING_WAITS,
+    UPDATED_IN_OTHER_SHARDS,
+)
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.sharding.metadata_constraints import pins_of
+from whalejax.planner.sharding.strategies import (
+    NEEDS_AN_AXIS,
+    NO_EXPERTS,
+    NO_TENSOR,
+    Choice,
+    sharded_by_split,
 )
 
 

@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from whalejax.planner.cost import Collective
-from whalejax.planner.layout import Table
-from whalejax.planner.leaves import LeafFacts, LeafLayout, OptimizerBytes
 from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.plan import LeafPlan
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafLayout,
+    OptimizerBytes,
+)
 from whalejax.planner.terms import (
     Chosen,
     MemoryTerms,

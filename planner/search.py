@@ -21,13 +21,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.between import Split, shared_roles
-from whalejax.planner.choices import (
-    NOTHING_TO_SPLIT,
-    Options,
-    choices,
-    sharded_by_split,
-)
 from whalejax.planner.cost import (
     Collective,
     RowCost,
@@ -35,9 +28,22 @@ from whalejax.planner.cost import (
     row_flops,
     row_hits,
 )
-from whalejax.planner.hosting import UPDATED_IN_OTHER_SHARDS, Hosting
-from whalejax.planner.layout import Table, divisors, replicas, shards
-from whalejax.planner.leaves import (
+from whalejax.planner.memory import Residents, residents
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.expert_regions import weight_homes
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.moments import Moments, moments
+from whalejax.planner.peaks import largest_gather, peak_of
+from whalejax.planner.prices import Prices
+from whalejax.planner.program import Program
+from whalejax.planner.ranking import best_first
+from whalejax.planner.rows import Rows
+from whalejax.planner.scored import Request as Request
+from whalejax.planner.scored import Scored as Scored
+from whalejax.planner.sharding.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
+from whalejax.planner.sharding.layout import Table, divisors, replicas, shards
+from whalejax.planner.sharding.metadata_constraints import pinned_axes
+from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
     batch_homes,
@@ -46,19 +52,13 @@ from whalejax.planner.leaves import (
     lay_out,
     sharded_share,
 )
-from whalejax.planner.memory import Residents, residents
-from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.expert_regions import weight_homes
-from whalejax.planner.model.graph import Graph
-from whalejax.planner.moments import Moments, moments
-from whalejax.planner.peaks import largest_gather, peak_of
-from whalejax.planner.pins import pinned_axes
-from whalejax.planner.prices import Prices
-from whalejax.planner.program import Program
-from whalejax.planner.ranking import best_first
-from whalejax.planner.rows import Rows
-from whalejax.planner.scored import Request as Request
-from whalejax.planner.scored import Scored as Scored
+from whalejax.planner.sharding.sequence_parallel import Split, shared_roles
+from whalejax.planner.sharding.strategies import (
+    NOTHING_TO_SPLIT,
+    Options,
+    choices,
+    sharded_by_split,
+)
 from whalejax.planner.step_time import step_time
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 

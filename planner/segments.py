@@ -21,13 +21,13 @@ from whalejax.planner.cost import (
     row_hits,
 )
 from whalejax.planner.decide import Analysed
-from whalejax.planner.layout import Table, shards
 from whalejax.planner.memory import Kept, kept_bytes, residents
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.parts import Division, Units
 from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
+from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.stages import Layer
 from whalejax.planner.views import build_rows
 

@@ -31,10 +31,10 @@ from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.decide import check_marks, unlike
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.layout import divisors
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
+from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.shortlist import Likely, likely_replicas
 from whalejax.planner.slices import (
     check_zero,

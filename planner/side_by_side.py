@@ -28,11 +28,11 @@ from whalejax.planner.cost import Collective
 from whalejax.planner.cuts import TooFewParts
 from whalejax.planner.decide import check_marks
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.layout import divisors
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Candidate, LeafPlan, NothingFits, Plan, PlanError
 from whalejax.planner.schedules import schedule
 from whalejax.planner.scored import Request
+from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import counts
 from whalejax.planner.simulate import simulate

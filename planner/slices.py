@@ -15,9 +15,9 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost import Collective
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.layout import extend_spec, shards
 from whalejax.planner.plan import LeafPlan, Plan, PlanError
 from whalejax.planner.scored import Request
+from whalejax.planner.sharding.layout import extend_spec, shards
 
 
 DATA = "data"

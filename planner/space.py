@@ -12,9 +12,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
-from whalejax.planner.choices import choices
 from whalejax.planner.frames import Bounds, Frames, frames_of
-from whalejax.planner.layout import divisors
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import Graph
@@ -23,6 +21,8 @@ from whalejax.planner.model.repeated_layers import find_layers
 from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column, Columns, Links, Pricer, ideal
 from whalejax.planner.search import Request
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.sharding.strategies import choices
 from whalejax.planner.stored import Storage
 from whalejax.planner.variants import Points, Variant, Variants
 from whalejax.planner.views import Views

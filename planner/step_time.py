@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.planner.cost import Collective, RowCost, Setting, as_run
-from whalejax.planner.leaves import LeafFacts, LeafLayout
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
 from whalejax.planner.terms import TimeTerms
 from whalejax.planner.update import (
     combined_gradients,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whalejax.planner.cuts import Laid
-from whalejax.planner.layout import shards
 from whalejax.planner.parts import Division
 from whalejax.planner.schedules import Schedule
+from whalejax.planner.sharding.layout import shards
 from whalejax.planner.simulate import Timeline
 from whalejax.planner.terms import TimeTerms
 

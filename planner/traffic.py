@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from whalejax.planner.collectives import axis_parts, collective_seconds
-from whalejax.planner.layout import STAGE
+from whalejax.planner.sharding.layout import STAGE
 
 
 if TYPE_CHECKING:

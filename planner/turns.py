@@ -14,12 +14,12 @@ from whalejax.planner.cost import (
     row_hits,
 )
 from whalejax.planner.decide import Analysed
-from whalejax.planner.layout import shards, spec_of
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.rows import Row
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
+from whalejax.planner.sharding.layout import shards, spec_of
 from whalejax.planner.shared import STAGE
 from whalejax.planner.terms import TimeTerms
 

@@ -15,9 +15,9 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import Collective, Setting, row_cost
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.entries import itemsize_bytes
-from whalejax.planner.layout import extend_spec, shards
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import LeafPlan, Plan
+from whalejax.planner.sharding.layout import extend_spec, shards
 from whalejax.planner.shared import STAGE, Shared
 from whalejax.planner.views import build_rows
 

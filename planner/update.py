@@ -18,8 +18,8 @@ from whalejax.planner.collectives import (
     runs_as,
 )
 from whalejax.planner.cost import Collective, Setting
-from whalejax.planner.layout import Spec, Table, shards
-from whalejax.planner.leaves import LeafFacts, LeafGroup, LeafLayout
+from whalejax.planner.sharding.layout import Spec, Table, shards
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,14 +38,14 @@ from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, ideal
 from whalejax.planner.promise import promise
 from whalejax.planner.ranking import TIE, Tally, best_first
-from whalejax.planner.recompute import policy_for
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.search import Request
+from whalejax.planner.sharding.offload_candidates import hosts_known
+from whalejax.planner.sharding.remat import policy_for
 from whalejax.planner.sieve import Sieve
 from whalejax.planner.space import INNER, Spaces, whole_batch
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.variants import Array, Variant
-from whalejax.planner.waiting import hosts_known
 from whalejax.planner.weigh import (
     Weighed,
     settle,

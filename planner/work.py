@@ -34,12 +34,12 @@ from whalejax.planner.decoder import (
     Decoder,
     decoder_graph,
 )
-from whalejax.planner.layout import Table
 from whalejax.planner.memory import Residents, kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.rows import Row, Rows
 from whalejax.planner.runs import Run
+from whalejax.planner.sharding.layout import Table
 from whalejax.planner.views import build_rows
 
 

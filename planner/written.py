@@ -12,16 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.choices import idle_marks
 from whalejax.planner.collectives import axis_parts, runs_as
 from whalejax.planner.explain import gigabytes, leaf_note
-from whalejax.planner.layout import Table
-from whalejax.planner.leaves import batch_homes, batch_specs
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.fused_parameters import computed_whole
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.sequence import whole_notes
-from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import (
     BatchLeaf,
     Candidate,
@@ -31,6 +27,10 @@ from whalejax.planner.plan import (
     RoleInfo,
 )
 from whalejax.planner.search import Request, Scored, Search
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.metadata_constraints import unplanned_pins
+from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
+from whalejax.planner.sharding.strategies import idle_marks
 from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 

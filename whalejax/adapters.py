@@ -43,7 +43,7 @@ from whalejax.arguments import is_function
 from whalejax.losses import LossResult, normalise
 from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.sharding.layout import MESH_AXES
 
 
 ModelKind = Literal["nnx", "linen", "pytree"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from whalejax.meshes.checks import is_array
 from whalejax.meshes.problems import Problems
-from whalejax.planner.layout import MESH_AXES
+from whalejax.planner.sharding.layout import MESH_AXES
 
 
 DimensionTexts = tuple[str | None, ...]

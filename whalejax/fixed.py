@@ -10,9 +10,9 @@ import numpy as np
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
-from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.sharding.layout import MESH_AXES
 
 
 EVEN: Literal["even"] = "even"

@@ -20,8 +20,8 @@ from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import WHOLE
 from whalejax.meshes.kinds import Platform
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.model.graph import TRANSCENDENTAL
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 
 
 def updates(

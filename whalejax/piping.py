@@ -21,15 +21,15 @@ from whalejax.planner.asked import Asked
 from whalejax.planner.cuts import TooFewParts, Whole
 from whalejax.planner.decide import Known, check_marks, decide
 from whalejax.planner.foresee import foresee
-from whalejax.planner.layout import divisors
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.parts import FlowsBackwards
-from whalejax.planner.pins import pinned_axes, pins_of
 from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.search import PLANNED_AXES
+from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
 from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines

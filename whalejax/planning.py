@@ -31,16 +31,16 @@ from whalejax.meshes.telling import tell
 from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
-from whalejax.planner.attended import check_rings, checked_attention
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.mixed import split_notes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.ordering import ordered
-from whalejax.planner.pins import unplanned_pins
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.recompute import POLICIES, checked_policies
 from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
+from whalejax.planner.sharding.device_order import ordered
+from whalejax.planner.sharding.layout import MESH_AXES
+from whalejax.planner.sharding.metadata_constraints import unplanned_pins
+from whalejax.planner.sharding.remat import POLICIES, checked_policies
 from whalejax.planner.terms import (
     ALL,
     Chosen,

@@ -22,7 +22,7 @@ from whalejax.adapters import Adapter
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Plan
-from whalejax.planner.precisions import PRECISIONS as PRECISIONS
+from whalejax.planner.sharding.precision_regions import PRECISIONS as PRECISIONS
 from whalejax.planner.terms import ALL
 
 

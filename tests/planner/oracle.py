@@ -19,10 +19,10 @@ from tests.planner.oracle_stage import Inner, compositions, shares_of
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
 from whalejax.planner.frames import CHUNKS, ORDERS
-from whalejax.planner.layout import spec_of
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.outlook import PLACES, Placement
 from whalejax.planner.schedules import schedule
+from whalejax.planner.sharding.layout import spec_of
 from whalejax.planner.simulate import simulate
 from whalejax.planner.stored import HOLDERS
 from whalejax.planner.terms import OFFLOADS

@@ -14,9 +14,9 @@ from whalejax.planner.cost import (
     row_hits,
     row_seconds,
 )
-from whalejax.planner.layout import MESH_AXES
 from whalejax.planner.memory import kept_bytes
 from whalejax.planner.priced import Links
+from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.variants import Variant
 from whalejax.planner.wide import WideSearch
 

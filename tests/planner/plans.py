@@ -8,10 +8,10 @@ from typing import Any
 from tests.planner.graphs import Sizes, gpt
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.decide import decide
-from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import BatchLeaf, Plan
 from whalejax.planner.search import Request, Search
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 
 
 WIDE = Sizes(

@@ -17,10 +17,10 @@ from tests.planner.test_dimensions import assert_disequal
 from whalejax import hlo, models
 from whalejax.adapters import adapt
 from whalejax.capture import capture
-from whalejax.planner.choices import choices
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.expert_regions import expert_roles
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.sharding.strategies import choices
 from whalejax.planner.views import build_rows
 
 

@@ -20,11 +20,17 @@ from whalejax.planner.cost import (
     row_cost,
     row_hits,
 )
-from whalejax.planner.layout import Table, extend_spec, local_bytes, shards, spec_of
-from whalejax.planner.leaves import LeafFacts, OptimizerBytes
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph, Mark
+from whalejax.planner.sharding.layout import (
+    Table,
+    extend_spec,
+    local_bytes,
+    shards,
+    spec_of,
+)
+from whalejax.planner.sharding.parameter_layout import LeafFacts, OptimizerBytes
 from whalejax.planner.views import build_rows
 
 

@@ -14,7 +14,6 @@ from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster
-from whalejax.planner.leaves import OptimizerBytes
 from whalejax.planner.model import repeated_layers as layers_module
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.graph import Graph
@@ -28,6 +27,7 @@ from whalejax.planner.model.layer_chain import (
 )
 from whalejax.planner.model.repeated_layers import find_layers
 from whalejax.planner.search import Request
+from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 from whalejax.planner.wide import WideSearch
 from whalejax.precision import at_precision
 

@@ -9,13 +9,17 @@ import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, search_of
-from whalejax.planner.between import Split, split_between, splits_between
 from whalejax.planner.cost import RowCost, flow_cost, row_cost, row_hits
-from whalejax.planner.layout import Table
-from whalejax.planner.leaves import lay_out
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.peaks import peak_of
 from whalejax.planner.search import Search
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import lay_out
+from whalejax.planner.sharding.sequence_parallel import (
+    Split,
+    split_between,
+    splits_between,
+)
 from whalejax.planner.views import build_rows
 
 

@@ -10,12 +10,12 @@ import pytest
 from tests.planner.graphs import Program, Sizes, gpt
 from tests.planner.plans import HUGE, WIDE, plan_of, search_of
 from whalejax.meshes import cluster
-from whalejax.planner.layout import shards
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.graph import Graph, Mark
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.ranking import TIE
 from whalejax.planner.search import Scored, Search, meshes, ranked
+from whalejax.planner.sharding.layout import shards
 
 
 def searched(graph: Graph, machine: str = "h100:8", **options: object) -> Search:

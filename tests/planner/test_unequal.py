@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.layout import shards
 from whalejax.planner.plan import LeafPlan
+from whalejax.planner.sharding.layout import shards
 from whalejax.planner.unequal import Dealt, exchanged, layers_of, stored_apart
 
 

@@ -11,13 +11,17 @@ from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.collectives import CollectiveKind
 from whalejax.planner.cost import Collective, Setting, row_seconds
-from whalejax.planner.leaves import LeafFacts, OptimizerBytes, lay_out
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.peaks import largest_gather
 from whalejax.planner.plan import MemoryTerms
 from whalejax.planner.rows import Row
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    OptimizerBytes,
+    lay_out,
+)
 from whalejax.planner.update import (
     CUT_TURNS,
     GATHER_TURNS,

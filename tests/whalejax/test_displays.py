@@ -25,9 +25,9 @@ from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
 from whalejax.meshes.build import build_mesh, partition_spec
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.layout import MESH_AXES, Spec
 from whalejax.planner.paced import paced, table_of
 from whalejax.planner.schedules import schedule
+from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.show import seconds_text
 
 

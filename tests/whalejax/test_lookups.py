@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from whalejax import _compat
 from whalejax.lowering.lookups import INDEXED, in_parts
 from whalejax.lowering.staged import in_stages
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 
 
 DATA, TENSOR, WHOLE = ("data",), ("tensor",), ()

@@ -15,7 +15,7 @@ import jax
 from whalejax import _compat, rebuild
 from whalejax.capture.calls import makes_logits
 from whalejax.planner.model.graph import CONVOLUTION
-from whalejax.planner.recompute import Region, named_in
+from whalejax.planner.sharding.remat import Region, named_in
 
 
 Position = tuple[int, ...]

@@ -19,8 +19,8 @@ from whalejax.adapters_leaves import dtype_of
 from whalejax.capture.counters import advances
 from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.plan import PlanError
+from whalejax.planner.sharding.offload_candidates import FORMS
 from whalejax.planner.shared import NO_LAYERS
-from whalejax.planner.waiting import FORMS
 
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.plan import Plan
-from whalejax.planner.recompute import POLICIES
+from whalejax.planner.sharding.remat import POLICIES
 
 
 _TIMES = (0.25, 0.5, 1, 2, 4)

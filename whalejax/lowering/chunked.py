@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from whalejax import _compat
 from whalejax.capture.blocks import Tags
 from whalejax.capture.logits import Logits
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 
 
 Constrained = Callable[[Any, Spec], Any]

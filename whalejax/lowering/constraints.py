@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from whalejax.lowering.lookups import INDEXED
 from whalejax.planner.decide import Analysed
-from whalejax.planner.layout import Spec, Table, spec_of
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
+from whalejax.planner.sharding.layout import Spec, Table, spec_of
+from whalejax.planner.sharding.offload_candidates import waiting_values
 from whalejax.planner.shared import Shared, of_stage
-from whalejax.planner.waiting import waiting_values
 
 
 if TYPE_CHECKING:

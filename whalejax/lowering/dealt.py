@@ -18,7 +18,7 @@ import numpy as np
 
 from whalejax.capture.stack import Stack
 from whalejax.lowering.spmd import Program
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.shared import STAGE, of_stage
 
 

@@ -27,7 +27,7 @@ from whalejax.lowering.lookups import in_whole
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
 from whalejax.meshes.build import partition_spec
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 
 
 GATHERED = "whalejax_gathered_parameter"

@@ -13,8 +13,8 @@ from typing import Any
 from whalejax import _compat
 from whalejax.capture.rules_matmul import pointwise
 from whalejax.lowering.lookups import Parts, on_each
-from whalejax.planner.layout import Spec
 from whalejax.planner.model.graph import CONVOLUTION
+from whalejax.planner.sharding.layout import Spec
 
 
 def is_grouped(equation: Any) -> bool:

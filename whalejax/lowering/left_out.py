@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from whalejax.planner.rings import Ring
+from whalejax.planner.sharding.ring_rounds import Ring
 
 
 class LeftOut:

@@ -22,7 +22,7 @@ from jax.lax import GatherScatterMode as Mode
 
 from whalejax import _compat
 from whalejax.meshes.build import partition_spec
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.shared import STAGE
 
 

@@ -26,8 +26,8 @@ from whalejax.capture.blocks import Tags
 from whalejax.lowering.left_out import LeftOut
 from whalejax.lowering.zigzag import dealt_out
 from whalejax.meshes.build import partition_spec
-from whalejax.planner.layout import Spec
-from whalejax.planner.rings import Ring, ring
+from whalejax.planner.sharding.layout import Spec
+from whalejax.planner.sharding.ring_rounds import Ring, ring
 
 
 def attend(

@@ -25,9 +25,9 @@ from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.reported import summands, wide
 from whalejax.lowering.streamed import Follower, flattened, streamable, streamed
 from whalejax.optimizers import owners_of, updates
-from whalejax.planner.layout import Spec
 from whalejax.planner.plan import PlanError
 from whalejax.planner.scored import Hosted
+from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.terms import moves_to_host
 
 

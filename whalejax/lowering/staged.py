@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode as Mode
 
 from whalejax.lowering.lookups import filling, in_parts, signed
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 
 
 def in_stages(

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from whalejax import _compat, rebuild
 from whalejax.capture.rules_elementwise import SAME_SHAPE
 from whalejax.meshes.build import partition_spec
-from whalejax.planner.layout import Spec
+from whalejax.planner.sharding.layout import Spec
 
 
 PIECE_BYTES = 16 << 20

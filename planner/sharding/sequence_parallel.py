@@ -14,9 +14,9 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.layout import Table
 from whalejax.planner.model.dimensions import Dimensions, op_roles
 from whalejax.planner.model.graph import Graph, Op, TaskGraph
+from whalejax.planner.sharding.layout import Table
 
 
 SUFFIX = " between"

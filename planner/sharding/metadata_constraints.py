@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.layout import STAGE
 from whalejax.planner.model.dimensions import Dimensions, Role
 from whalejax.planner.model.graph import Graph, TaskGraph, Tensor
 from whalejax.planner.model.repeated_layers import sliced_params
+from whalejax.planner.sharding.layout import STAGE
 from whalejax.planner.terms import NO_EFFECT
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whalejax.planner.ranks import Matrix, cost, place
+from whalejax.planner.sharding.rank_order import Matrix, cost, place
 
 
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.choices import cut_roles
-from whalejax.planner.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.fused_parameters import Fused, Reading, lying
@@ -27,9 +25,11 @@ from whalejax.planner.model.graph import (
     Graph,
     Tensor,
 )
-from whalejax.planner.pins import pins_of
 from whalejax.planner.plan import LeafPlan
-from whalejax.planner.precisions import read_bytes
+from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
+from whalejax.planner.sharding.metadata_constraints import pins_of
+from whalejax.planner.sharding.precision_regions import read_bytes
+from whalejax.planner.sharding.strategies import cut_roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

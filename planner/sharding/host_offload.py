@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost import RowCost
-from whalejax.planner.layout import shards
-from whalejax.planner.leaves import LeafFacts, LeafLayout
 from whalejax.planner.program import Program
 from whalejax.planner.rows import Row
 from whalejax.planner.scored import Hosted, Request
-from whalejax.planner.terms import OFFLOADS
-from whalejax.planner.waiting import (
+from whalejax.planner.sharding.layout import shards
+from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
     hosts_known,
 )
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.terms import OFFLOADS
 
 
 Offload = tuple[str, ...]
