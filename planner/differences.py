@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import shown
-from whalejax.planner.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.display import SHOWN_ROWS, page_width
 from whalejax.planner.explain import gigabytes, mesh_words, milliseconds, spec_text
 from whalejax.planner.lines import Line, check_lines, paragraph, plain, table

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from whalejax.planner.collectives import axis_parts
+from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.explain import (
     gigabytes,
     layout_text,

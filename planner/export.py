@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
-from whalejax.planner.collectives import axis_parts
+from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE
 
 

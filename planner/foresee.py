@@ -14,7 +14,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.decide import (
     Again,
     Analysed,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.planner.cost import Setting
+from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.sharding.layout import Spec, Table, shards, spec_of

@@ -28,7 +28,7 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.meshes.kinds import KEPT_BYTES
-from whalejax.planner.collectives import Spans, span_rates
+from whalejax.planner.cost.collectives import Spans, span_rates
 from whalejax.planner.frames import ORDERS, SCHEDULES, Frames, agreeing
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
 from whalejax.planner.priced import Column, Columns

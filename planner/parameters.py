@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.cost.optimizer_step import combined_gradients
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.sharding.layout import Spec, shards
-from whalejax.planner.update import combined_gradients
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.cost import Collective, Setting
+from whalejax.planner.cost.operation_cost import Collective, Setting
+from whalejax.planner.cost.optimizer_step import reduced_whole
 from whalejax.planner.memory import kept_bytes
 from whalejax.planner.moments import Moments
 from whalejax.planner.plan import MemoryTerms
@@ -25,7 +26,6 @@ from whalejax.planner.sharding.parameter_layout import (
     summed_over,
 )
 from whalejax.planner.terms import FETCHED
-from whalejax.planner.update import reduced_whole
 
 
 GATHER_COPIES = 2

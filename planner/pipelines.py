@@ -16,7 +16,15 @@ from typing import Any
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
-from whalejax.planner.cost import Collective, Setting, as_run, row_ahead, row_hits
+from whalejax.planner.cost.operation_cost import (
+    Collective,
+    Setting,
+    as_run,
+    row_ahead,
+    row_hits,
+)
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.cost.rows import Row
 from whalejax.planner.decide import (
     Again,
     Decided,
@@ -35,7 +43,6 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.rows import Row
 from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
@@ -53,7 +60,6 @@ from whalejax.planner.unequal import (
     stored_bytes,
     unequal_notes,
 )
-from whalejax.planner.views import build_rows
 from whalejax.planner.written import written
 
 

@@ -21,7 +21,7 @@ from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner import documents, plan_fields
 from whalejax.planner.compared import program_data
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.documents import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.entries import Beyond as Beyond

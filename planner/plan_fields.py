@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from whalejax.meshes.checks import Arguments, check_fields, is_number
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.errors import PlanError
 
 

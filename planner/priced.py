@@ -17,19 +17,20 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile, Level
-from whalejax.planner.cost import (
+from whalejax.planner.cost.operation_cost import (
     Setting,
     flow_cost,
     gradients_of,
     hits_of,
     row_seconds,
 )
+from whalejax.planner.cost.row_builder import Views
+from whalejax.planner.cost.rows import Flow, Row, Rows
 from whalejax.planner.memory import Kept, Residents, fold_kept, kept_bytes, residents
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.fused_parameters import Fused, lying
 from whalejax.planner.model.layer_chain import LAYER, Chain
 from whalejax.planner.model.repeated_layers import kind_of
-from whalejax.planner.rows import Flow, Row, Rows
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
@@ -37,7 +38,6 @@ from whalejax.planner.sharding.parameter_layout import (
     OptimizerBytes,
 )
 from whalejax.planner.variants import Array, Variant
-from whalejax.planner.views import Views
 
 
 REMATS = ("none", "dots", "named", "full")

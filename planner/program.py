@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 
 from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.cost.row_builder import Views
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.moments import Course
 from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
-from whalejax.planner.views import Views
 
 
 class Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.plan import LeafPlan
 from whalejax.planner.sharding.layout import Table

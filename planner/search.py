@@ -21,23 +21,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost import (
+from whalejax.planner.cost.operation_cost import (
     Collective,
     RowCost,
     Setting,
     row_flops,
     row_hits,
 )
+from whalejax.planner.cost.row_cost_cache import Prices
+from whalejax.planner.cost.rows import Rows
+from whalejax.planner.cost.step_time import step_time
 from whalejax.planner.memory import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.moments import Moments, moments
 from whalejax.planner.peaks import largest_gather, peak_of
-from whalejax.planner.prices import Prices
 from whalejax.planner.program import Program
 from whalejax.planner.ranking import best_first
-from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Request as Request
 from whalejax.planner.scored import Scored as Scored
 from whalejax.planner.sharding.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
@@ -59,7 +60,6 @@ from whalejax.planner.sharding.strategies import (
     choices,
     sharded_by_split,
 )
-from whalejax.planner.step_time import step_time
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 

@@ -13,23 +13,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from whalejax.planner.cost import (
+from whalejax.planner.cost.operation_cost import (
     Setting,
     as_run,
     flow_cost,
     row_cost,
     row_hits,
 )
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.cost.rows import Rows
 from whalejax.planner.decide import Analysed
 from whalejax.planner.memory import Kept, kept_bytes, residents
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.parts import Division, Units
-from whalejax.planner.rows import Rows
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.stages import Layer
-from whalejax.planner.views import build_rows
 
 
 class Folded:

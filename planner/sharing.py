@@ -27,8 +27,8 @@ from whalejax.planner.balance import (
     shares,
     speed_bound,
 )
-from whalejax.planner.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.decide import check_marks, unlike
 from whalejax.planner.errors import Unobeyed
 from whalejax.planner.model.graph import Graph

@@ -23,8 +23,8 @@ from whalejax.planner.balance import (
     largest_remainder,
     speed_bound,
 )
-from whalejax.planner.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.cuts import TooFewParts
 from whalejax.planner.decide import check_marks
 from whalejax.planner.explain import gigabytes

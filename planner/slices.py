@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import LeafPlan, Plan, PlanError
 from whalejax.planner.scored import Request

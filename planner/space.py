@@ -12,6 +12,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
+from whalejax.planner.cost.row_builder import Views
 from whalejax.planner.frames import Bounds, Frames, frames_of
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.expert_regions import with_expert_regions
@@ -25,7 +26,6 @@ from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.strategies import choices
 from whalejax.planner.stored import Storage
 from whalejax.planner.variants import Points, Variant, Variants
-from whalejax.planner.views import Views
 from whalejax.planner.wires import Wires
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from whalejax.planner.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.sharding.layout import STAGE
 
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost import (
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.cost.operation_cost import (
     as_run,
     row_ahead,
     row_hits,
 )
+from whalejax.planner.cost.rows import Row
 from whalejax.planner.decide import Analysed
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.rows import Row
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.sharding.layout import shards, spec_of

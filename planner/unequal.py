@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost import Collective, Setting, row_cost
+from whalejax.planner.cost.operation_cost import Collective, Setting, row_cost
+from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.entries import itemsize_bytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import LeafPlan, Plan
 from whalejax.planner.sharding.layout import extend_spec, shards
 from whalejax.planner.shared import STAGE, Shared
-from whalejax.planner.views import build_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

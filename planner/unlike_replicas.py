@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.balance import Device, check_pieces, makespan
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import NothingFits, Plan, PlanError
 from whalejax.planner.slices import Slices

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.planner.collectives import Spans
+from whalejax.planner.cost.collectives import Spans
 from whalejax.planner.estimate import OUTER
 from whalejax.planner.frames import SCHEDULES
 from whalejax.planner.layer_cuts import (

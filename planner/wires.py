@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.collectives import Spans, spans_of
+from whalejax.planner.cost.collectives import Spans, spans_of
 from whalejax.planner.frames import ORDERS
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.variants import Array

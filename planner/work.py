@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, cluster
-from whalejax.planner.collectives import CollectiveKind
-from whalejax.planner.cost import (
+from whalejax.planner.cost.collectives import CollectiveKind
+from whalejax.planner.cost.operation_cost import (
     Collective,
     Setting,
     flow_cost,
@@ -26,6 +26,8 @@ from whalejax.planner.cost import (
     memory_traffic,
     row_hits,
 )
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.cost.rows import Row, Rows
 from whalejax.planner.decoder import (
     DROPOUT,
     IN_PLACE,
@@ -37,10 +39,8 @@ from whalejax.planner.decoder import (
 from whalejax.planner.memory import Residents, kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.rows import Row, Rows
 from whalejax.planner.runs import Run
 from whalejax.planner.sharding.layout import Table
-from whalejax.planner.views import build_rows
 
 
 EMBED, LAYER, HEAD = 0, 1, 2

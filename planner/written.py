@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.collectives import axis_parts, runs_as
+from whalejax.planner.cost.collectives import axis_parts, runs_as
 from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.fused_parameters import computed_whole

@@ -32,7 +32,7 @@ from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.meshes.cluster import Level, Node  # noqa: E402
 from whalejax.meshes.fitted import constants  # noqa: E402
 from whalejax.planner.balance import Device, balance  # noqa: E402
-from whalejax.planner.collectives import axis_parts, collective_seconds  # noqa: E402
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds  # noqa: E402
 from whalejax.planner.placing import place  # noqa: E402
 from whalejax.planner.schedules import schedule  # noqa: E402
 from whalejax.planner.simulate import simulate  # noqa: E402

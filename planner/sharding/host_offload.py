@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost import RowCost
+from whalejax.planner.cost.operation_cost import RowCost
+from whalejax.planner.cost.rows import Row
 from whalejax.planner.program import Program
-from whalejax.planner.rows import Row
 from whalejax.planner.scored import Hosted, Request
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.sharding.offload_candidates import (

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
+from whalejax.planner.cost.rows import Rows
 from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.expert_regions import expert_roles, weight_homes
 from whalejax.planner.model.graph import Graph, Mark, TaskGraph
 from whalejax.planner.model.sequence import attended, meeting_in_values
 from whalejax.planner.plan import PlanError
-from whalejax.planner.rows import Rows
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import (
     Limits,

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.planner.oracle_stage import Inner, compositions, shares_of
 from whalejax.meshes.fitted import WHOLE, constants
-from whalejax.planner.collectives import axis_parts, collective_seconds, runs_as
+from whalejax.planner.cost.collectives import axis_parts, collective_seconds, runs_as
 from whalejax.planner.frames import CHUNKS, ORDERS
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.outlook import PLACES, Placement

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from whalejax.planner.cost import (
+from whalejax.planner.cost.operation_cost import (
     Setting,
     flow_cost,
     gradients_of,

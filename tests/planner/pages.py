@@ -16,7 +16,7 @@ from unittest import mock
 
 from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
-from whalejax.planner.cost import Collective
+from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.display import plan_lines
 from whalejax.planner.entries import BatchLeaf, Candidate, LeafPlan, RegionTable
 from whalejax.planner.entries import RoleInfo as Role

@@ -17,11 +17,11 @@ from tests.planner.test_dimensions import assert_disequal
 from whalejax import hlo, models
 from whalejax.adapters import adapt
 from whalejax.capture import capture
+from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.expert_regions import expert_roles
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.strategies import choices
-from whalejax.planner.views import build_rows
 
 
 pytestmark = pytest.mark.relaxed_promotion

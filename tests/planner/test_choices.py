@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.graphs import Program, gpt, mlp
+from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph, Mark, Tensor
 from whalejax.planner.plan import PlanError
@@ -24,7 +25,6 @@ from whalejax.planner.sharding.strategies import (
     idle_marks,
     sharded_by_split,
 )
-from whalejax.planner.views import build_rows
 
 
 def mark(kind: str, **attributes: str) -> Mark:

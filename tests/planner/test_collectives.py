@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import Level
-from whalejax.planner.collectives import (
+from whalejax.planner.cost.collectives import (
     CollectiveKind,
     axis_parts,
     collective_seconds,

@@ -12,7 +12,7 @@ from tests.planner.graphs import Program, Sizes, gpt
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import COMPILERS
 from whalejax.meshes.kinds import Platform
-from whalejax.planner.cost import (
+from whalejax.planner.cost.operation_cost import (
     Collective,
     Setting,
     as_run,
@@ -20,6 +20,7 @@ from whalejax.planner.cost import (
     row_cost,
     row_hits,
 )
+from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph, Mark
@@ -31,7 +32,6 @@ from whalejax.planner.sharding.layout import (
     spec_of,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts, OptimizerBytes
-from whalejax.planner.views import build_rows
 
 
 Z = Sizes()

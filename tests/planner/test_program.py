@@ -9,7 +9,8 @@ import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, search_of
-from whalejax.planner.cost import RowCost, flow_cost, row_cost, row_hits
+from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, row_hits
+from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.peaks import peak_of
 from whalejax.planner.search import Search
@@ -20,7 +21,6 @@ from whalejax.planner.sharding.sequence_parallel import (
     split_between,
     splits_between,
 )
-from whalejax.planner.views import build_rows
 
 
 LAYERS = 3

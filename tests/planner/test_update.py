@@ -9,26 +9,26 @@ import pytest
 from tests.planner.graphs import Program
 from tests.planner.plans import adam, plan_of
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.collectives import CollectiveKind
-from whalejax.planner.cost import Collective, Setting, row_seconds
-from whalejax.planner.model.dimensions import analyse
-from whalejax.planner.model.fused_parameters import reading
-from whalejax.planner.model.graph import Graph
-from whalejax.planner.peaks import largest_gather
-from whalejax.planner.plan import MemoryTerms
-from whalejax.planner.rows import Row
-from whalejax.planner.sharding.parameter_layout import (
-    LeafFacts,
-    OptimizerBytes,
-    lay_out,
-)
-from whalejax.planner.update import (
+from whalejax.planner.cost.collectives import CollectiveKind
+from whalejax.planner.cost.operation_cost import Collective, Setting, row_seconds
+from whalejax.planner.cost.optimizer_step import (
     CUT_TURNS,
     GATHER_TURNS,
     turning_seconds,
     update_seconds,
 )
-from whalejax.planner.views import build_rows
+from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.cost.rows import Row
+from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.fused_parameters import reading
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.peaks import largest_gather
+from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    OptimizerBytes,
+    lay_out,
+)
 
 
 DEVICES = 4

@@ -16,7 +16,7 @@ from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.balance import pieces_at, smallest_pace
-from whalejax.planner.collectives import (
+from whalejax.planner.cost.collectives import (
     axis_parts,
     collective_seconds,
     runs_as,

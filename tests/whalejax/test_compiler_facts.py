@@ -13,7 +13,7 @@ import pytest
 
 from whalejax.meshes import cluster
 from whalejax.meshes.topology import KEEPS_SCATTERS
-from whalejax.planner.collectives import axis_parts, runs_as
+from whalejax.planner.cost.collectives import axis_parts, runs_as
 
 
 pytestmark = pytest.mark.skipif(

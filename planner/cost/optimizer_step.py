@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile
-from whalejax.planner.collectives import (
+from whalejax.planner.cost.collectives import (
     CollectiveKind,
     axis_parts,
     runs_as,
 )
-from whalejax.planner.cost import Collective, Setting
+from whalejax.planner.cost.operation_cost import Collective, Setting
 from whalejax.planner.sharding.layout import Spec, Table, shards
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 

@@ -20,17 +20,17 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
-from whalejax.planner.blocks import AHEAD, BEHIND, block_seconds
-from whalejax.planner.collectives import (
+from whalejax.planner.cost.blocked_attention import AHEAD, BEHIND, block_seconds
+from whalejax.planner.cost.collectives import (
     CollectiveKind,
     axis_parts,
     collective_seconds,
     runs_as,
 )
+from whalejax.planner.cost.rows import Flow, Product, Row, Slot, Use
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.fused_parameters import lying
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
-from whalejax.planner.rows import Flow, Product, Row, Slot, Use
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
 
 

@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from whalejax.meshes.fitted import WHOLE, constants
-from whalejax.planner.cost import Collective, RowCost, Setting, as_run
-from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
-from whalejax.planner.terms import TimeTerms
-from whalejax.planner.update import (
+from whalejax.planner.cost.operation_cost import Collective, RowCost, Setting, as_run
+from whalejax.planner.cost.optimizer_step import (
     combined_gradients,
     storage_collectives,
     turning_seconds,
     update_seconds,
     whole_shares,
 )
+from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.terms import TimeTerms
 
 
 def step_time(

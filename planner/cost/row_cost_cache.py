@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from whalejax.planner.cost import RowCost, Setting, flow_cost, hits_of, row_cost
-from whalejax.planner.rows import Flow, Row, Rows
+from whalejax.planner.cost.operation_cost import (
+    RowCost,
+    Setting,
+    flow_cost,
+    hits_of,
+    row_cost,
+)
+from whalejax.planner.cost.rows import Flow, Row, Rows
 from whalejax.planner.sharding.layout import Table
 
 
