@@ -32,7 +32,7 @@ from whalejax.planner.decide import (
     decided_on,
 )
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.memory import fold_kept, kept_bytes
+from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import (
     BatchLeaf,

@@ -26,7 +26,13 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost.row_builder import Views
 from whalejax.planner.cost.rows import Flow, Row, Rows
-from whalejax.planner.memory import Kept, Residents, fold_kept, kept_bytes, residents
+from whalejax.planner.memory.saved_tensors import (
+    Kept,
+    Residents,
+    fold_kept,
+    kept_bytes,
+    residents,
+)
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.fused_parameters import Fused, lying
 from whalejax.planner.model.layer_chain import LAYER, Chain

@@ -10,9 +10,9 @@ import functools
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.row_builder import Views
+from whalejax.planner.memory.live_sets import Course
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.moments import Course
 from whalejax.planner.sharding.offload_candidates import sliced_leaves, waiting_values
 
 

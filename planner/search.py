@@ -31,12 +31,12 @@ from whalejax.planner.cost.operation_cost import (
 from whalejax.planner.cost.row_cost_cache import Prices
 from whalejax.planner.cost.rows import Rows
 from whalejax.planner.cost.step_time import step_time
-from whalejax.planner.memory import Residents, residents
+from whalejax.planner.memory.live_sets import Moments, moments
+from whalejax.planner.memory.peak import largest_gather, peak_of
+from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.moments import Moments, moments
-from whalejax.planner.peaks import largest_gather, peak_of
 from whalejax.planner.program import Program
 from whalejax.planner.ranking import best_first
 from whalejax.planner.scored import Request as Request

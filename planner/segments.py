@@ -23,7 +23,7 @@ from whalejax.planner.cost.operation_cost import (
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost.rows import Rows
 from whalejax.planner.decide import Analysed
-from whalejax.planner.memory import Kept, kept_bytes, residents
+from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.parts import Division, Units
 from whalejax.planner.scored import Scored

@@ -13,7 +13,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.memory import CHEAP, SPREAD
+from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.graph import Graph, Op
 from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.plan import PlanError

@@ -36,7 +36,7 @@ from whalejax.planner.decoder import (
     Decoder,
     decoder_graph,
 )
-from whalejax.planner.memory import Residents, kept_bytes, residents
+from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.runs import Run

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.planner.memory import CHEAP
+from whalejax.planner.memory.saved_tensors import CHEAP
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
     row_seconds,
 )
-from whalejax.planner.memory import kept_bytes
+from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.priced import Links
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.variants import Variant

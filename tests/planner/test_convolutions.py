@@ -12,7 +12,7 @@ from tests.planner.test_captured_dimensions import captured
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.cost.operation_cost import Setting, row_seconds
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.memory import kept_bytes, residents
+from whalejax.planner.memory.saved_tensors import kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.sharding.layout import Table

@@ -19,10 +19,10 @@ from whalejax.planner.cost.optimizer_step import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost.rows import Row
+from whalejax.planner.memory.peak import largest_gather
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.peaks import largest_gather
 from whalejax.planner.plan import MemoryTerms
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory import CHEAP, SPREAD
+from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
 from whalejax.planner.terms import FETCHED
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.memory import Kept
+from whalejax.planner.memory.liveness import Entry, Span, Timeline, Works
+from whalejax.planner.memory.saved_tensors import Kept
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import CONVOLUTION, Graph
 from whalejax.planner.model.repeated_layers import sliced_params
 from whalejax.planner.sharding.parameter_layout import LeafFacts
-from whalejax.planner.timeline import Entry, Span, Timeline, Works
 
 
 Counts = Mapping[int, float]

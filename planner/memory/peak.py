@@ -16,8 +16,8 @@ import numpy as np
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.cost.operation_cost import Collective, Setting
 from whalejax.planner.cost.optimizer_step import reduced_whole
-from whalejax.planner.memory import kept_bytes
-from whalejax.planner.moments import Moments
+from whalejax.planner.memory.live_sets import Moments
+from whalejax.planner.memory.saved_tensors import kept_bytes
 from whalejax.planner.plan import MemoryTerms
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.sharding.parameter_layout import (
