@@ -19,7 +19,7 @@ from whalejax.planner.believable_batch import check_batch, is_dtype
 from whalejax.planner.compiler_options import check_options
 from whalejax.planner.documents import PLAN_VERSION
 from whalejax.planner.errors import PlanError
-from whalejax.planner.schedules import NAMES
+from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.sharding.precision_regions import PRECISIONS
 from whalejax.planner.sharding.remat import POLICIES

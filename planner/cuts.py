@@ -8,15 +8,7 @@ from dataclasses import dataclass, field, replace
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.decide import Analysed, Known, searches
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.parts import Division, Units, divided, divided_by_marks
-from whalejax.planner.plan import PlanError
-from whalejax.planner.refusals import refusal
-from whalejax.planner.schedules import Schedule
-from whalejax.planner.scored import Request, Scored
-from whalejax.planner.search import Search
-from whalejax.planner.segments import Folded, Segments
-from whalejax.planner.shared import STAGE
-from whalejax.planner.stage_kinds import (
+from whalejax.planner.pipeline.heterogeneous_stages import (
     Allotted,
     Ground,
     allot,
@@ -24,9 +16,22 @@ from whalejax.planner.stage_kinds import (
     grounds,
     unlike,
 )
-from whalejax.planner.stage_models import places_of, stage_graph
-from whalejax.planner.stages import Stage, cut
-from whalejax.planner.turns import handed_seconds
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.partition import Stage, cut
+from whalejax.planner.pipeline.program_cut import (
+    Division,
+    Units,
+    divided,
+    divided_by_marks,
+)
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
+from whalejax.planner.pipeline.stage_time import handed_seconds
+from whalejax.planner.plan import PlanError
+from whalejax.planner.refusals import refusal
+from whalejax.planner.scored import Request, Scored
+from whalejax.planner.search import Search
+from whalejax.planner.segments import Folded, Segments
 
 
 ROOM = 1000

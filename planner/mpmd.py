@@ -20,7 +20,25 @@ from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
 from whalejax.planner.decide import by_marks
 from whalejax.planner.explain import mesh_words
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.parts import Division
+from whalejax.planner.pipeline.checks_and_notes import (
+    batch_of,
+    candidates,
+    check_stages,
+    too_large,
+)
+from whalejax.planner.pipeline.heterogeneous_stages import Allotted, notes
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.program_cut import Division
+from whalejax.planner.pipeline.schedules import Schedule, schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.stage_graph import places_of, tensors_of
+from whalejax.planner.pipeline.stage_time import (
+    handed_bytes,
+    handed_seconds,
+    times,
+    turn_of,
+)
+from whalejax.planner.pipeline.tied_parameters import copied_bytes, exposed
 from whalejax.planner.plan import (
     BatchLeaf,
     Pace,
@@ -28,18 +46,10 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.search import ranked
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.shared import STAGE
-from whalejax.planner.simulate import simulate
-from whalejax.planner.stage_kinds import Allotted, notes
-from whalejax.planner.stage_models import places_of, tensors_of
-from whalejax.planner.staging import batch_of, candidates, check_stages, too_large
 from whalejax.planner.terms import Remat, TimeTerms
-from whalejax.planner.tied import copied_bytes, exposed
-from whalejax.planner.turns import handed_bytes, handed_seconds, times, turn_of
 from whalejax.planner.written import written
 
 

@@ -31,8 +31,8 @@ from whalejax.meshes.kinds import KEPT_BYTES
 from whalejax.planner.cost.collectives import Spans, span_rates
 from whalejax.planner.frames import ORDERS, SCHEDULES, Frames, agreeing
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
+from whalejax.planner.pipeline.schedules import most_in_flight
 from whalejax.planner.priced import Column, Columns
-from whalejax.planner.schedules import most_in_flight
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
 from whalejax.planner.stored import Storage

@@ -34,6 +34,25 @@ from whalejax.planner.decide import (
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.checks_and_notes import candidates, check_stages
+from whalejax.planner.pipeline.layer_stack import STAGE, Shared, devices_of_stage
+from whalejax.planner.pipeline.schedules import Schedule, schedule
+from whalejax.planner.pipeline.stage_time import (
+    Turn,
+    handed_bytes,
+    less,
+    times,
+    turn_of,
+)
+from whalejax.planner.pipeline.uneven_layers import (
+    Dealt,
+    exchanged,
+    parts,
+    seconds_of,
+    stored_apart,
+    stored_bytes,
+    unequal_notes,
+)
 from whalejax.planner.plan import (
     BatchLeaf,
     LeafPlan,
@@ -43,23 +62,10 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.schedules import Schedule, schedule
 from whalejax.planner.scored import Request, Scored
 from whalejax.planner.search import Search
 from whalejax.planner.sharding.layout import Spec, divisors, shards
-from whalejax.planner.shared import STAGE, Shared, devices_of_stage
-from whalejax.planner.staging import candidates, check_stages
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
-from whalejax.planner.turns import Turn, handed_bytes, less, times, turn_of
-from whalejax.planner.unequal import (
-    Dealt,
-    exchanged,
-    parts,
-    seconds_of,
-    stored_apart,
-    stored_bytes,
-    unequal_notes,
-)
 from whalejax.planner.written import written
 
 

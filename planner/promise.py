@@ -14,8 +14,8 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.frames import CHUNKS, Frames
 from whalejax.planner.outlook import PHASES, PLACES, Model, Placement
+from whalejax.planner.pipeline.simulate import any_cut_share
 from whalejax.planner.priced import Column
-from whalejax.planner.simulate import any_cut_share
 from whalejax.planner.variants import Array
 
 

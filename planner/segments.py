@@ -25,11 +25,11 @@ from whalejax.planner.cost.rows import Rows
 from whalejax.planner.decide import Analysed
 from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
 from whalejax.planner.model.graph import Graph, TaskGraph
-from whalejax.planner.parts import Division, Units
+from whalejax.planner.pipeline.partition import Layer
+from whalejax.planner.pipeline.program_cut import Division, Units
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.sharding.layout import Table, shards
-from whalejax.planner.stages import Layer
 
 
 class Folded:

@@ -29,13 +29,13 @@ from whalejax.planner.cuts import TooFewParts
 from whalejax.planner.decide import check_marks
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan import Candidate, LeafPlan, NothingFits, Plan, PlanError
-from whalejax.planner.schedules import schedule
 from whalejax.planner.scored import Request
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import counts
-from whalejax.planner.simulate import simulate
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 

@@ -22,11 +22,11 @@ from whalejax.planner.layer_cuts import (
 )
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.outlook import PHASES, PLACES, TERMS, Cases, Group
+from whalejax.planner.pipeline.schedules import written
+from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
 from whalejax.planner.plan import MemoryTerms, TimeTerms
 from whalejax.planner.priced import Column
 from whalejax.planner.room import memory_of, mixed, share_of
-from whalejax.planner.schedules import written
-from whalejax.planner.simulate import Compiled, any_cut_share, compiled
 from whalejax.planner.stored import HOLDERS
 from whalejax.planner.variants import Array
 

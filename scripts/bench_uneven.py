@@ -52,7 +52,7 @@ from whalejax import jobs, models  # noqa: E402
 from whalejax.lowering import one_stage  # noqa: E402
 from whalejax.lowering.counted import Turns  # noqa: E402
 from whalejax.lowering.dealt import places_of  # noqa: E402
-from whalejax.planner.unequal import with_layers  # noqa: E402
+from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
 
 MICRO_BATCHES = 8

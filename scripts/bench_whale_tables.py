@@ -33,10 +33,10 @@ from whalejax.meshes.cluster import Level, Node  # noqa: E402
 from whalejax.meshes.fitted import constants  # noqa: E402
 from whalejax.planner.balance import Device, balance  # noqa: E402
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds  # noqa: E402
-from whalejax.planner.placing import place  # noqa: E402
-from whalejax.planner.schedules import schedule  # noqa: E402
-from whalejax.planner.simulate import simulate  # noqa: E402
-from whalejax.planner.stages import Layer, Stage  # noqa: E402
+from whalejax.planner.pipeline.partition import Layer, Stage  # noqa: E402
+from whalejax.planner.pipeline.schedules import schedule  # noqa: E402
+from whalejax.planner.pipeline.simulate import simulate  # noqa: E402
+from whalejax.planner.pipeline.stage_placement import place  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,17 +23,23 @@ from whalejax.planner.decide import Known, check_marks, decide
 from whalejax.planner.foresee import foresee
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
-from whalejax.planner.parts import FlowsBackwards
+from whalejax.planner.pipeline.checks_and_notes import (
+    beside,
+    evened,
+    lopsided,
+    merged,
+    uncut,
+)
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.program_cut import FlowsBackwards
 from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.search import PLANNED_AXES
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
-from whalejax.planner.shared import STAGE
 from whalejax.planner.sharing import decide_shares
 from whalejax.planner.side_by_side import decide_pipelines
-from whalejax.planner.staging import beside, evened, lopsided, merged, uncut
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs

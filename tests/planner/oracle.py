@@ -21,9 +21,9 @@ from whalejax.planner.cost.collectives import axis_parts, collective_seconds, ru
 from whalejax.planner.frames import CHUNKS, ORDERS
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.outlook import PLACES, Placement
-from whalejax.planner.schedules import schedule
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.sharding.layout import spec_of
-from whalejax.planner.simulate import simulate
 from whalejax.planner.stored import HOLDERS
 from whalejax.planner.terms import OFFLOADS
 from whalejax.planner.wide import WideSearch

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from whalejax.planner.parts import Unit, Units, Value, divided, divided_by_marks
+from whalejax.planner.pipeline.program_cut import (
+    Unit,
+    Units,
+    Value,
+    divided,
+    divided_by_marks,
+)
 from whalejax.planner.plan import PlanError
 
 

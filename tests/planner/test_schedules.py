@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import (
+from whalejax.planner.pipeline.schedules import (
     NAMES,
     Row,
     Schedule,
@@ -19,6 +18,7 @@ from whalejax.planner.schedules import (
     problems_of,
     schedule,
 )
+from whalejax.planner.plan import PlanError
 
 
 Rows = tuple[Row, ...]

@@ -31,12 +31,12 @@ from whalejax.planner.frames import ORDERS, Frames
 from whalejax.planner.layer_cuts import cut_layers
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.outlook import Cases, Placement
+from whalejax.planner.pipeline.schedules import most_in_flight, schedule
+from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many
 from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import most_in_flight, schedule
 from whalejax.planner.search import Request, Search
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
-from whalejax.planner.simulate import any_cut_share, simulate, simulate_many
 from whalejax.planner.weigh import Weighed, settle, weigh
 from whalejax.planner.wide import WideSearch
 

@@ -25,8 +25,8 @@ from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
 from whalejax.meshes.build import build_mesh, partition_spec
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.paced import paced, table_of
-from whalejax.planner.schedules import schedule
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.timed_schedule import paced, table_of
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.show import seconds_text
 

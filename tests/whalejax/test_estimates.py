@@ -17,8 +17,8 @@ from whalejax import cli, models
 from whalejax.annotations import SCHEDULES
 from whalejax.jobs import abstract_model
 from whalejax.planner import frames
+from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan import PLAN_VERSION
-from whalejax.planner.schedules import NAMES
 
 
 # Adam promotes its count.

@@ -28,7 +28,7 @@ from tests.equality import (
 )
 from whalejax import hlo, jobs, models
 from whalejax.lowering.pipelined import turns_of
-from whalejax.planner.schedules import schedule
+from whalejax.planner.pipeline.schedules import schedule
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

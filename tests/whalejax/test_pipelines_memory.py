@@ -12,7 +12,7 @@ from whalejax import models
 from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.shared import Shared
+from whalejax.planner.pipeline.layer_stack import Shared
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -18,9 +18,9 @@ from whalejax import _compat
 from whalejax.adapters_leaves import dtype_of
 from whalejax.capture.counters import advances
 from whalejax.planner.model.repeated_layers import stacked_loop
+from whalejax.planner.pipeline.layer_stack import NO_LAYERS
 from whalejax.planner.plan import PlanError
 from whalejax.planner.sharding.offload_candidates import FORMS
-from whalejax.planner.shared import NO_LAYERS
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
 from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.paced import Paced, paced_beside
+from whalejax.planner.pipeline.timed_schedule import Paced, paced_beside
 from whalejax.planner.plan import Plan
 
 

@@ -27,7 +27,7 @@ from whalejax.lowering.ways import (
     wrapped,
     zeros_on,
 )
-from whalejax.planner.shared import STAGE
+from whalejax.planner.pipeline.layer_stack import STAGE
 
 
 Coming = Callable[[], list[Any]]

@@ -18,8 +18,8 @@ import numpy as np
 
 from whalejax.capture.stack import Stack
 from whalejax.lowering.spmd import Program
+from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
 from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.shared import STAGE, of_stage
 
 
 def rows_of(layers: Sequence[int]) -> np.ndarray:

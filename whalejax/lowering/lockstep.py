@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.planner.schedules import Schedule
-from whalejax.planner.shared import STAGE
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.schedules import Schedule
 
 
 def turns_of(table: Schedule) -> np.ndarray:

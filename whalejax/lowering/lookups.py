@@ -22,8 +22,8 @@ from jax.lax import GatherScatterMode as Mode
 
 from whalejax import _compat
 from whalejax.meshes.build import partition_spec
+from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.shared import STAGE
 
 
 SCATTERS = frozenset(

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.crossing import Aside, Coming, Way
 from whalejax.lowering.evaluate import named
-from whalejax.planner.issuing import Handing, issue_order
-from whalejax.planner.parts import Value
-from whalejax.planner.schedules import Action, Row, Schedule
+from whalejax.planner.pipeline.program_cut import Value
+from whalejax.planner.pipeline.schedules import Action, Row, Schedule
+from whalejax.planner.pipeline.transfer_order import Handing, issue_order
 
 
 if TYPE_CHECKING:

@@ -35,10 +35,15 @@ from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import Report, absent, is_here, placed, stages_mesh
 from whalejax.planner.decide import analyse_graph, analysed_for
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.parts import Division, Value, divided, divided_by_marks
+from whalejax.planner.pipeline.program_cut import (
+    Division,
+    Value,
+    divided,
+    divided_by_marks,
+)
+from whalejax.planner.pipeline.schedules import Schedule, schedule
+from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.schedules import Schedule, schedule
-from whalejax.planner.stage_models import places_of, stage_graph
 from whalejax.runner import (
     Evaluation,
     Metrics,

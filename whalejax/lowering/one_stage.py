@@ -18,7 +18,7 @@ from whalejax.lowering.counted import Turns, counted
 from whalejax.lowering.lockstep import chosen
 from whalejax.lowering.reported import wide
 from whalejax.lowering.spmd import Program, Sums, sums_of
-from whalejax.planner.shared import STAGE, of_stage
+from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
 
 
 Carry = tuple[Any, ...]

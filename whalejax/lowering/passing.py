@@ -19,9 +19,9 @@ from whalejax.lowering.pieces import Site
 from whalejax.lowering.places import ABSENT
 from whalejax.lowering.spmd import Sums
 from whalejax.lowering.ways import seen_on
-from whalejax.planner.issuing import Handing
-from whalejax.planner.parts import Value
-from whalejax.planner.schedules import Action, Row
+from whalejax.planner.pipeline.program_cut import Value
+from whalejax.planner.pipeline.schedules import Action, Row
+from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.state import TrainState
 
 

@@ -31,8 +31,8 @@ from whalejax.lowering.lockstep import (
 from whalejax.lowering.one_stage import Carry, OneStage, layer_counts
 from whalejax.lowering.spmd import Program, Sums, micro_batches
 from whalejax.lowering.stashed import STASHES
-from whalejax.planner.schedules import Schedule, schedule
-from whalejax.planner.shared import STAGE
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.schedules import Schedule, schedule
 
 
 def pipelined_gradients(

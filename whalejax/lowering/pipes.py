@@ -43,9 +43,9 @@ from whalejax.lowering.ways import (
     wrapped,
 )
 from whalejax.planner.balance import dealt
-from whalejax.planner.issuing import Handing
+from whalejax.planner.pipeline.schedules import Row, schedule
+from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.schedules import Row, schedule
 from whalejax.runner import Evaluation, Metrics
 from whalejax.state import Origin, TrainState, bare, consuming
 

@@ -21,7 +21,7 @@ from whalejax.cutting import Operand, Step, Steps
 from whalejax.lowering.evaluate import evaluate, named
 from whalejax.lowering.reported import wide
 from whalejax.lowering.spmd import Program, sums_of
-from whalejax.planner.parts import Part, Position, Units, Value
+from whalejax.planner.pipeline.program_cut import Part, Position, Units, Value
 from whalejax.planner.sharding.layout import Spec
 
 

@@ -19,7 +19,7 @@ from whalejax import _compat
 from whalejax.cutting import Fixed, Operand
 from whalejax.lowering.pieces import Piece, Site
 from whalejax.lowering.ways import laid, results_of
-from whalejax.planner.schedules import Action
+from whalejax.planner.pipeline.schedules import Action
 
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from whalejax.lowering.ways import (
     shards_on,
     zeros_on,
 )
-from whalejax.planner.shared import STAGE
+from whalejax.planner.pipeline.layer_stack import STAGE
 
 
 def spread(array: Any, mesh: Mesh) -> Any:

@@ -19,8 +19,8 @@ from typing import Any, Final
 from whalejax import beats
 from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.issuing import Handing, words_of
-from whalejax.planner.schedules import Row
+from whalejax.planner.pipeline.schedules import Row
+from whalejax.planner.pipeline.transfer_order import Handing, words_of
 
 
 LEAST_SECONDS: Final = 300.0

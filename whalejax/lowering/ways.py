@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters_leaves import is_key
+from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan import Plan
-from whalejax.planner.shared import STAGE
 
 
 def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:

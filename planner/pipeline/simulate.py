@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import (
+from whalejax.planner.pipeline.schedules import (
     Action,
     Columns,
     Key,
@@ -24,6 +23,7 @@ from whalejax.planner.schedules import (
     columns_of,
     numbered,
 )
+from whalejax.planner.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def simulate(
         PlanError: times for another number of places, or for actions that the
             schedule does not have; all problems are listed.
 
-    >>> from whalejax.planner.schedules import schedule
+    >>> from whalejax.planner.pipeline.schedules import schedule
     >>> simulate(schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0]).step_seconds
     12.0
     >>> one = [1.0] * 4
@@ -189,7 +189,7 @@ def compiled(table: Schedule, columns: Columns | None = None) -> Compiled:
         table: a legal schedule.
         columns: its rows, where the table has none.
 
-    >>> from whalejax.planner.schedules import schedule
+    >>> from whalejax.planner.pipeline.schedules import schedule
     >>> steps = compiled(schedule("gpipe", 2, 3))
     >>> one = np.ones((2, 1))
     >>> steps.step_seconds(one, 2 * one, np.zeros(1))

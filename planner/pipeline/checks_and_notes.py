@@ -8,10 +8,10 @@ from typing import Protocol
 
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import check_devices
+from whalejax.planner.pipeline.stage_graph import places_of
 from whalejax.planner.plan import BatchLeaf, Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
-from whalejax.planner.shared import check_devices
-from whalejax.planner.stage_models import places_of
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.written import KEPT_CANDIDATES
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.schedules import Action, Key, Row, Schedule
+from whalejax.planner.pipeline.schedules import Action, Key, Row, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.problems import Problems
+from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def stages_under(table: Schedule, stages: Sequence[Stage]) -> tuple[Stage, ...]:
         PlanError: the table is of another number of stages, or interleaves parts of
             the model, which no cut of a chain describes.
 
-    >>> from whalejax.planner.schedules import schedule
+    >>> from whalejax.planner.pipeline.schedules import schedule
     >>> [s.in_flight for s in stages_under(schedule("1f1b", 3, 8), [Stage()] * 3)]
     [3, 2, 1]
     """

@@ -17,9 +17,9 @@ from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.decide import analyse_graph
 from whalejax.planner.entries import itemsize_bytes
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE, Shared
 from whalejax.planner.plan import LeafPlan, Plan
 from whalejax.planner.sharding.layout import extend_spec, shards
-from whalejax.planner.shared import STAGE, Shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

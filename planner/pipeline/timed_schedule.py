@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whalejax.planner.balance import dealt
+from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
+from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan import Pace, Plan, PlanError
-from whalejax.planner.schedules import Action, Row, Schedule, schedule
-from whalejax.planner.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

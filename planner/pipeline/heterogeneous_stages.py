@@ -17,12 +17,12 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.balance import gain_words
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.placing import Placed, place
+from whalejax.planner.pipeline.layer_stack import devices_of_stage
+from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.stage_placement import Placed, place
 from whalejax.planner.plan import PlanError
-from whalejax.planner.schedules import Schedule
-from whalejax.planner.shared import devices_of_stage
-from whalejax.planner.simulate import simulate
-from whalejax.planner.stages import Cut, Layer, Stage, cut, interval_seconds
 from whalejax.planner.timed import corrections, timing_note, weights_hash
 
 

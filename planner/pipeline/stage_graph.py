@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.parts import Division, Units, Value
+from whalejax.planner.pipeline.program_cut import Division, Units, Value
 
 
 def stage_graph(

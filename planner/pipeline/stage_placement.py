@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whalejax.planner.stages import Cut, Layer, Stage, cut, interval_seconds
+from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

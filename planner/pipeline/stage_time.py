@@ -17,10 +17,10 @@ from whalejax.planner.cost.rows import Row
 from whalejax.planner.decide import Analysed
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.scored import Scored
 from whalejax.planner.search import Search
 from whalejax.planner.sharding.layout import shards, spec_of
-from whalejax.planner.shared import STAGE
 from whalejax.planner.terms import TimeTerms
 
 
