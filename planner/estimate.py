@@ -20,7 +20,7 @@ import numpy as np
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
 from whalejax.meshes.topology import detour
-from whalejax.planner.balance import even_shares
+from whalejax.planner.balance.shares import even_shares
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.runs import Run

@@ -14,6 +14,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked import Asked
+from whalejax.planner.balance.share_notes import share_notes, stage_kinds
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.decide import (
     Again,
@@ -26,7 +27,6 @@ from whalejax.planner.decide import (
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.layer_cuts import cut_layers, stage_layers
-from whalejax.planner.mixed import share_notes, stage_kinds
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.outlook import Cases, usual_axes

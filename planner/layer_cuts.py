@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whalejax.planner.balance import pieces_at, smallest_pace
+from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.frames import CHUNKS
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
 from whalejax.planner.outlook import PHASES, PLACES, Cases, Group

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from whalejax.planner.balance import pieces_at, smallest_pace
+from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.frames import Frames
 from whalejax.planner.layer_cuts import pace_of
 from whalejax.planner.outlook import Cases, Model, Placement

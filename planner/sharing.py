@@ -18,7 +18,18 @@ from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.asked_shares import DATA, check_shares, said_of
-from whalejax.planner.balance import (
+from whalejax.planner.balance.measured_speed import (
+    corrections,
+    timing_note,
+    weights_hash,
+)
+from whalejax.planner.balance.replicas import (
+    Case,
+    Replicas,
+    device_kinds,
+    nothing_fits,
+)
+from whalejax.planner.balance.shares import (
     dealt,
     even_shares,
     gain_words,
@@ -26,6 +37,12 @@ from whalejax.planner.balance import (
     makespan,
     shares,
     speed_bound,
+)
+from whalejax.planner.balance.zero1_slices import (
+    check_zero,
+    sliceable,
+    sliced,
+    with_slices,
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.operation_cost import Collective
@@ -36,20 +53,7 @@ from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.scored import Request
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.shortlist import Likely, likely_replicas
-from whalejax.planner.slices import (
-    check_zero,
-    sliceable,
-    sliced,
-    with_slices,
-)
 from whalejax.planner.terms import TimeTerms
-from whalejax.planner.timed import corrections, timing_note, weights_hash
-from whalejax.planner.unlike_replicas import (
-    Case,
-    Replicas,
-    device_kinds,
-    nothing_fits,
-)
 
 
 Decide = Callable[..., Plan]

@@ -17,13 +17,13 @@ from typing import ClassVar, Final, TypeVar
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.balance.zero1_slices import sliceable
 from whalejax.planner.frames import Frames
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column
 from whalejax.planner.scored import Hosted
 from whalejax.planner.search import PLANNED_AXES, Request
-from whalejax.planner.slices import sliceable
 from whalejax.planner.terms import OFFLOADS, Chosen
 from whalejax.planner.weigh import Weighed
 from whalejax.planner.wide import NoMeshError, WideSearch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.asked_shares import DATA, check_shares, said_of
-from whalejax.planner.balance import (
+from whalejax.planner.balance.shares import (
     even_shares,
     gain_words,
     idle_note,

@@ -31,8 +31,8 @@ from whalejax.meshes.telling import tell
 from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
+from whalejax.planner.balance.share_notes import split_notes
 from whalejax.planner.errors import Unobeyed
-from whalejax.planner.mixed import split_notes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.planner.search import PLANNED_AXES, Request

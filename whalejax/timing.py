@@ -14,8 +14,8 @@ from whalejax.jobs import abstract_model, make_plan
 from whalejax.losses import Job
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.kinds import TimedModel
+from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan import Plan
-from whalejax.planner.timed import weights_hash
 from whalejax.train import compile as compile_step
 
 

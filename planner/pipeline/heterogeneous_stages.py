@@ -15,7 +15,12 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.balance import gain_words
+from whalejax.planner.balance.measured_speed import (
+    corrections,
+    timing_note,
+    weights_hash,
+)
+from whalejax.planner.balance.shares import gain_words
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import devices_of_stage
 from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
@@ -23,7 +28,6 @@ from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_placement import Placed, place
 from whalejax.planner.plan import PlanError
-from whalejax.planner.timed import corrections, timing_note, weights_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from whalejax.planner.balance import dealt
+from whalejax.planner.balance.shares import dealt
 from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan import Pace, Plan, PlanError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
 from whalejax.meshes import Cluster, cluster
-from whalejax.planner.balance import pieces_at, smallest_pace
+from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.cost.collectives import (
     axis_parts,
     collective_seconds,

@@ -18,8 +18,8 @@ import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
 from whalejax.meshes.kinds import TimedModel
+from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.timed import weights_hash
 from whalejax.planner.traffic import traffic
 
 

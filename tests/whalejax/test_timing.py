@@ -13,7 +13,7 @@ import pytest
 import whalejax as wh
 from whalejax import cli
 from whalejax.meshes import TimedModel
-from whalejax.planner.timed import corrections, weights_hash
+from whalejax.planner.balance.measured_speed import corrections, weights_hash
 from whalejax.timing import timing_words
 
 

@@ -19,8 +19,8 @@ from tests import cases
 from whalejax import jobs, models, piping
 from whalejax.losses import Job
 from whalejax.planner import sharing
-from whalejax.planner.rebalance import Rebalance
-from whalejax.planner.unlike_replicas import most_shares
+from whalejax.planner.balance.online import Rebalance
+from whalejax.planner.balance.replicas import most_shares
 from whalejax.portions import checked_shares
 
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.lowering.spmd import Program
 from whalejax.lowering.stopwatch import Stopwatch
-from whalejax.planner.balance import dealt
+from whalejax.planner.balance.online import Rebalance
+from whalejax.planner.balance.replicas import most_shares
+from whalejax.planner.balance.shares import dealt
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.rebalance import Rebalance
-from whalejax.planner.unlike_replicas import most_shares
 from whalejax.portions import PortionLayout, checked_shares
 
 

@@ -42,7 +42,7 @@ from whalejax.lowering.ways import (
     stages_mesh,
     wrapped,
 )
-from whalejax.planner.balance import dealt
+from whalejax.planner.balance.shares import dealt
 from whalejax.planner.pipeline.schedules import Row, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.planner.plan import Plan, PlanError

@@ -31,7 +31,7 @@ from whalejax.lowering.spmd import Program
 from whalejax.lowering.statistics import slopes
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import is_here, joined, placed, seen_on
-from whalejax.planner.balance import dealt
+from whalejax.planner.balance.shares import dealt
 from whalejax.planner.decide import analysed_for
 from whalejax.planner.plan import Plan, PlanError
 from whalejax.runner import (

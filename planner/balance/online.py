@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from whalejax.planner.balance import makespan, shares
+from whalejax.planner.balance.shares import makespan, shares
 
 
 WINDOW: Final = 16

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from whalejax.planner.balance import (
+from whalejax.planner.balance.shares import (
     Balance,
     Device,
     even_shares,

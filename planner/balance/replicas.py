@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.balance import Device, check_pieces, makespan
+from whalejax.planner.balance.shares import Device, check_pieces, makespan
+from whalejax.planner.balance.zero1_slices import Slices
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan import NothingFits, Plan, PlanError
-from whalejax.planner.slices import Slices
 from whalejax.planner.terms import MemoryTerms
 
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whalejax.planner.balance import (
+from whalejax.planner.balance.shares import (
     Device,
     balance,
     largest_remainder,

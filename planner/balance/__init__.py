@@ -1,0 +1,1 @@
+"""Shares of a batch that follow the speed of unlike devices."""
