@@ -33,9 +33,9 @@ from whalejax.planner.entries import RegionTable as RegionTable
 from whalejax.planner.entries import RoleInfo as RoleInfo
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
-from whalejax.planner.micro_batches import noted
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.pictured import Pictured
+from whalejax.planner.search.micro_batches import noted
 from whalejax.planner.terms import Chosen as Chosen
 from whalejax.planner.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.terms import Remat as Remat
@@ -263,7 +263,7 @@ class Plan(Pictured):
             PlanError: there is no such node, or every device takes a part of each
                 micro-batch.
         """
-        from whalejax.planner.sharing import slices_of
+        from whalejax.planner.search.plan_uneven_replicas import slices_of
 
         return slices_of(self, node)
 

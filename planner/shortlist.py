@@ -22,8 +22,8 @@ from whalejax.planner.frames import Frames
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column
-from whalejax.planner.scored import Hosted
-from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.search.enumerate import PLANNED_AXES, Request
+from whalejax.planner.search.request import Hosted
 from whalejax.planner.terms import OFFLOADS, Chosen
 from whalejax.planner.weigh import Weighed
 from whalejax.planner.wide import NoMeshError, WideSearch

@@ -18,9 +18,9 @@ from whalejax.planner.affordable import ACTIVATIONS, Options, alike, paying
 from whalejax.planner.frames import CHUNKS, Frames
 from whalejax.planner.layer_cuts import cut_layers
 from whalejax.planner.outlook import Cases, Model, Placement
-from whalejax.planner.ranking import Tally
 from whalejax.planner.replicas import Replicas
 from whalejax.planner.room import fits_of, keeps_of
+from whalejax.planner.search.ranking import Tally
 from whalejax.planner.variants import Array
 from whalejax.planner.weigh import least_step
 

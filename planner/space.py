@@ -11,7 +11,6 @@ from collections import deque
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.asked import Asked
 from whalejax.planner.cost.row_builder import Views
 from whalejax.planner.frames import Bounds, Frames, frames_of
 from whalejax.planner.model.dimensions import analyse
@@ -21,7 +20,8 @@ from whalejax.planner.model.rebatch import resized
 from whalejax.planner.model.repeated_layers import find_layers
 from whalejax.planner.outlook import Placement
 from whalejax.planner.priced import Column, Columns, Links, Pricer, ideal
-from whalejax.planner.search import Request
+from whalejax.planner.search.enumerate import Request
+from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.strategies import choices
 from whalejax.planner.stored import Storage

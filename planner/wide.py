@@ -21,7 +21,6 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.affordable import Options, weigh_options
-from whalejax.planner.asked import Asked
 from whalejax.planner.frames import (
     CHUNKS,
     Bounds,
@@ -37,9 +36,10 @@ from whalejax.planner.outlook import Cases, Model, Placement
 from whalejax.planner.plan import PlanError
 from whalejax.planner.priced import Column, ideal
 from whalejax.planner.promise import promise
-from whalejax.planner.ranking import TIE, Tally, best_first
 from whalejax.planner.replicas import Replicas
-from whalejax.planner.search import Request
+from whalejax.planner.search.enumerate import Request
+from whalejax.planner.search.ranking import TIE, Tally, best_first
+from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.offload_candidates import hosts_known
 from whalejax.planner.sharding.remat import policy_for
 from whalejax.planner.sieve import Sieve

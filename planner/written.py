@@ -26,7 +26,7 @@ from whalejax.planner.plan import (
     RegionTable,
     RoleInfo,
 )
-from whalejax.planner.search import Request, Scored, Search
+from whalejax.planner.search.enumerate import Request, Scored, Search
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
@@ -35,7 +35,7 @@ from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.decide import Analysed
+    from whalejax.planner.search.plan_spmd import Analysed
 
 
 FROZEN_SHARE = 0.01

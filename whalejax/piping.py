@@ -17,12 +17,7 @@ from whalejax.capture.units import units_of
 from whalejax.fixed import EVEN, Uneven, check_mesh
 from whalejax.meshes import Cluster
 from whalejax.meshes.problems import warn
-from whalejax.planner.asked import Asked
-from whalejax.planner.cuts import TooFewParts, Whole
-from whalejax.planner.decide import Known, check_marks, decide
-from whalejax.planner.foresee import foresee
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.pipeline.checks_and_notes import (
     beside,
     evened,
@@ -32,14 +27,19 @@ from whalejax.planner.pipeline.checks_and_notes import (
 )
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import FlowsBackwards
-from whalejax.planner.pipelines import LOCKSTEP, decide_stages
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.scored import Request
-from whalejax.planner.search import PLANNED_AXES
+from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.plan_estimate_only import foresee
+from whalejax.planner.search.plan_pipeline_mpmd import SCHEDULES, decide_mpmd
+from whalejax.planner.search.plan_pipeline_spmd import LOCKSTEP, decide_stages
+from whalejax.planner.search.plan_spmd import Known, check_marks, decide
+from whalejax.planner.search.plan_uneven_pipelines import decide_pipelines
+from whalejax.planner.search.plan_uneven_replicas import decide_shares
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.stage_cuts import TooFewParts, Whole
+from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
-from whalejax.planner.sharing import decide_shares
-from whalejax.planner.side_by_side import decide_pipelines
 from whalejax.planner.terms import Remat
 from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs

@@ -35,7 +35,7 @@ from whalejax.planner.balance.share_notes import split_notes
 from whalejax.planner.errors import Unobeyed
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.search import PLANNED_AXES, Request
+from whalejax.planner.search.enumerate import PLANNED_AXES, Request
 from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
 from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES

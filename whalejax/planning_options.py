@@ -16,7 +16,7 @@ import optax
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.problems import Problems
 from whalejax.planner.plan import PlanError
-from whalejax.planner.scored import Hosted
+from whalejax.planner.search.request import Hosted
 from whalejax.planner.terms import OFFLOADS
 from whalejax.precision import PRECISIONS
 

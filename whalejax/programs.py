@@ -17,10 +17,10 @@ from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
 from whalejax.capture.reporting import check_clear
 from whalejax.meshes.telling import tell
-from whalejax.planner.decide import Known
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.rebatch import resized
 from whalejax.planner.plan import Chosen, Plan, Remat
+from whalejax.planner.search.plan_spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
 from whalejax.planner.space import Spaces
 from whalejax.planner.terms import ALL

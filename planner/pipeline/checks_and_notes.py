@@ -11,7 +11,7 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import check_devices
 from whalejax.planner.pipeline.stage_graph import places_of
 from whalejax.planner.plan import BatchLeaf, Candidate, NothingFits, Plan, PlanError
-from whalejax.planner.scored import Request
+from whalejax.planner.search.request import Request
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 from whalejax.planner.written import KEPT_CANDIDATES
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whalejax.planner.cuts import Laid
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import Timeline
+from whalejax.planner.search.stage_cuts import Laid
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import TimeTerms
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import Collective, Setting, row_cost
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.decide import analyse_graph
 from whalejax.planner.entries import itemsize_bytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared
 from whalejax.planner.plan import LeafPlan, Plan
+from whalejax.planner.search.plan_spmd import analyse_graph
 from whalejax.planner.sharding.layout import extend_spec, shards
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import RowCost
 from whalejax.planner.cost.rows import Row
-from whalejax.planner.program import Program
-from whalejax.planner.scored import Hosted, Request
+from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,

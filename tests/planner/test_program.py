@@ -13,7 +13,7 @@ from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, r
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.memory.peak import peak_of
 from whalejax.planner.model.dimensions import analyse
-from whalejax.planner.search import Search
+from whalejax.planner.search.enumerate import Search
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import lay_out
 from whalejax.planner.sharding.sequence_parallel import (

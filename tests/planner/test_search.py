@@ -13,8 +13,8 @@ from whalejax.meshes import cluster
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.graph import Graph, Mark
 from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.ranking import TIE
-from whalejax.planner.search import Scored, Search, meshes, ranked
+from whalejax.planner.search.enumerate import Scored, Search, meshes, ranked
+from whalejax.planner.search.ranking import TIE
 from whalejax.planner.sharding.layout import shards
 
 

@@ -14,14 +14,14 @@ import whalejax as wh
 from whalejax import jobs, models
 from whalejax.planner import shortlist
 from whalejax.planner.plan import Plan
-from whalejax.planner.ranking import TIE
-from whalejax.planner.search import PLANNED_AXES, Search
+from whalejax.planner.search.enumerate import PLANNED_AXES, Search
+from whalejax.planner.search.ranking import TIE
 
 
 # Where host memory may serve, optimizers are traced, which promote.
 pytestmark = pytest.mark.relaxed_promotion
 
-decide: Any = importlib.import_module("whalejax.planner.decide")
+decide: Any = importlib.import_module("whalejax.planner.search.plan_spmd")
 
 
 def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) -> Plan:

@@ -14,7 +14,7 @@ from whalejax import hlo, models
 from whalejax.adapters import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.decide import analyse_graph, analysed_for
+from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
 from whalejax.planner.sharding.sequence_parallel import SUFFIX
 
 

@@ -18,9 +18,9 @@ import whalejax as wh
 from tests import cases
 from whalejax import jobs, models, piping
 from whalejax.losses import Job
-from whalejax.planner import sharing
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
+from whalejax.planner.search import plan_uneven_replicas
 from whalejax.portions import checked_shares
 
 
@@ -354,13 +354,13 @@ def test_promising_replicas_are_no_worse_than_all(
         annotated=False,
     )
     weighed: list[int] = []
-    kept = sharing._weigh
+    kept = plan_uneven_replicas._weigh
 
     def counted(*args: Any) -> Any:
         weighed[-1] += 1
         return kept(*args)
 
-    monkeypatch.setattr(sharing, "_weigh", counted)
+    monkeypatch.setattr(plan_uneven_replicas, "_weigh", counted)
 
     def ask() -> wh.Plan:
         weighed.append(0)
@@ -375,7 +375,7 @@ def test_promising_replicas_are_no_worse_than_all(
         )
 
     some = ask()
-    monkeypatch.setattr(sharing, "MANY_DEVICES", math.inf)
+    monkeypatch.setattr(plan_uneven_replicas, "MANY_DEVICES", math.inf)
     every = ask()
     assert some.shares and every.shares
     assert some.time.step_seconds <= every.time.step_seconds * 1.001

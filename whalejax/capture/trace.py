@@ -40,7 +40,6 @@ from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.losses import check_rows
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.decide import analyse_graph
 from whalejax.planner.model.fused_parameters import (
     fused_dimensions,
     merging_reshapes,
@@ -49,6 +48,7 @@ from whalejax.planner.model.fused_parameters import (
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark
 from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
 from whalejax.planner.plan import Plan
+from whalejax.planner.search.plan_spmd import analyse_graph
 from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.precision_regions import precision_for
 from whalejax.planner.sharding.remat import regions

@@ -33,7 +33,6 @@ from whalejax.lowering.reported import wide
 from whalejax.lowering.spmd import Program, Sums, sums_of
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import Report, absent, is_here, placed, stages_mesh
-from whalejax.planner.decide import analyse_graph, analysed_for
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.pipeline.program_cut import (
     Division,
@@ -44,6 +43,7 @@ from whalejax.planner.pipeline.program_cut import (
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
 from whalejax.runner import (
     Evaluation,
     Metrics,

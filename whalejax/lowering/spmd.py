@@ -26,7 +26,7 @@ from whalejax.lowering.reported import summands, wide
 from whalejax.lowering.streamed import Follower, flattened, streamable, streamed
 from whalejax.optimizers import owners_of, updates
 from whalejax.planner.plan import PlanError
-from whalejax.planner.scored import Hosted
+from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.terms import moves_to_host
 

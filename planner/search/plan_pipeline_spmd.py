@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.asked import Asked
 from whalejax.planner.cost.operation_cost import (
     Collective,
     Setting,
@@ -25,12 +24,6 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost.rows import Row
-from whalejax.planner.decide import (
-    Again,
-    Decided,
-    by_marks,
-    decided_on,
-)
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.graph import Graph
@@ -62,8 +55,15 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.scored import Request, Scored
-from whalejax.planner.search import Search
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.plan_spmd import (
+    Again,
+    Decided,
+    by_marks,
+    decided_on,
+)
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.written import written

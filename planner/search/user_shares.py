@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import PlanError
-from whalejax.planner.scored import Request
+from whalejax.planner.search.request import Request
 
 
 DATA = "data"

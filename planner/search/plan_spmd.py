@@ -24,10 +24,8 @@ from whalejax.planner.plan import (
     PlanError,
     Remat,
 )
-from whalejax.planner.program import Program
-from whalejax.planner.ranking import TIE
-from whalejax.planner.refusals import refusal
-from whalejax.planner.search import (
+from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.enumerate import (
     PLANNED_AXES,
     Request,
     Scored,
@@ -35,6 +33,8 @@ from whalejax.planner.search import (
     meshes,
     ranked,
 )
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.ranking import TIE
 from whalejax.planner.sharding.layout import replicas
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,

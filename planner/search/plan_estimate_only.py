@@ -13,17 +13,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.asked import Asked
 from whalejax.planner.balance.share_notes import share_notes, stage_kinds
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.decide import (
-    Again,
-    Analysed,
-    Known,
-    analyse_graph,
-    by_marks,
-    decide,
-)
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.frames import ORDERS, SCHEDULES
 from whalejax.planner.layer_cuts import cut_layers, stage_layers
@@ -42,8 +33,17 @@ from whalejax.planner.plan import (
     Stages,
 )
 from whalejax.planner.priced import Column
-from whalejax.planner.refusals import refusal
-from whalejax.planner.search import Request, Search
+from whalejax.planner.search.enumerate import Request, Search
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.plan_spmd import (
+    Again,
+    Analysed,
+    Known,
+    analyse_graph,
+    by_marks,
+    decide,
+)
+from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out

@@ -15,9 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.asked import Asked
-from whalejax.planner.cuts import Cut, Cuts, Laid, Whole, laid_out
-from whalejax.planner.decide import by_marks
 from whalejax.planner.explain import mesh_words
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.checks_and_notes import (
@@ -46,8 +43,11 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.scored import Request
-from whalejax.planner.search import ranked
+from whalejax.planner.search.enumerate import ranked
+from whalejax.planner.search.plan_spmd import by_marks
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.stage_cuts import Cut, Cuts, Laid, Whole, laid_out
+from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.terms import Remat, TimeTerms
 from whalejax.planner.written import written

@@ -22,13 +22,13 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost.rows import Rows
-from whalejax.planner.decide import Analysed
 from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.pipeline.partition import Layer
 from whalejax.planner.pipeline.program_cut import Division, Units
-from whalejax.planner.scored import Scored
-from whalejax.planner.search import Search
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.plan_spmd import Analysed
+from whalejax.planner.search.request import Scored
 from whalejax.planner.sharding.layout import Table, shards
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from whalejax.planner.asked_shares import DATA
+from whalejax.planner.search.user_shares import DATA
 from whalejax.planner.sharding.layout import STAGE
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.decide import Analysed, Known, searches
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.heterogeneous_stages import (
     Allotted,
@@ -28,10 +27,11 @@ from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.pipeline.stage_time import handed_seconds
 from whalejax.planner.plan import PlanError
-from whalejax.planner.refusals import refusal
-from whalejax.planner.scored import Request, Scored
-from whalejax.planner.search import Search
-from whalejax.planner.segments import Folded, Segments
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.infeasible import refusal
+from whalejax.planner.search.plan_spmd import Analysed, Known, searches
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.segment_costs import Folded, Segments
 
 
 ROOM = 1000

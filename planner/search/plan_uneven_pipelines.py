@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.asked_shares import DATA, check_shares, said_of
 from whalejax.planner.balance.shares import (
     even_shares,
     gain_words,
@@ -25,17 +24,18 @@ from whalejax.planner.balance.shares import (
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.cuts import TooFewParts
-from whalejax.planner.decide import check_marks
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan import Candidate, LeafPlan, NothingFits, Plan, PlanError
-from whalejax.planner.scored import Request
+from whalejax.planner.search.plan_spmd import check_marks
+from whalejax.planner.search.plan_uneven_replicas import counts
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.stage_cuts import TooFewParts
+from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.sharing import counts
 from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 

@@ -37,10 +37,10 @@ from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.program import Program
-from whalejax.planner.ranking import best_first
-from whalejax.planner.scored import Request as Request
-from whalejax.planner.scored import Scored as Scored
+from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.ranking import best_first
+from whalejax.planner.search.request import Request as Request
+from whalejax.planner.search.request import Scored as Scored
 from whalejax.planner.sharding.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.sharding.layout import Table, divisors, replicas, shards
 from whalejax.planner.sharding.metadata_constraints import pinned_axes

@@ -17,7 +17,6 @@ from typing import Any
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.kinds import DeviceKind
-from whalejax.planner.asked_shares import DATA, check_shares, said_of
 from whalejax.planner.balance.measured_speed import (
     corrections,
     timing_note,
@@ -46,11 +45,12 @@ from whalejax.planner.balance.zero1_slices import (
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.decide import check_marks, unlike
 from whalejax.planner.errors import Unobeyed
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
-from whalejax.planner.scored import Request
+from whalejax.planner.search.plan_spmd import check_marks, unlike
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.shortlist import Likely, likely_replicas
 from whalejax.planner.terms import TimeTerms

@@ -9,7 +9,7 @@ from whalejax.meshes.problems import Problems
 from whalejax.planner.frames import SCHEDULES, Frames
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import PlanError
-from whalejax.planner.search import Request
+from whalejax.planner.search.enumerate import Request
 from whalejax.planner.variants import Array
 
 
