@@ -17,11 +17,16 @@ from whalejax.planner.balance.shares import (
     gain_words,
     shares,
 )
-from whalejax.planner.frames import Frames
-from whalejax.planner.layer_cuts import ends, pace_of, stage_layers, stage_pace
-from whalejax.planner.outlook import Cases, Model, Placement
 from whalejax.planner.plan import Plan
-from whalejax.planner.replicas import Replicas
+from whalejax.planner.search.batched.cases import Cases, Model, Placement
+from whalejax.planner.search.batched.mesh_grid import Frames
+from whalejax.planner.search.batched.partition import (
+    ends,
+    pace_of,
+    stage_layers,
+    stage_pace,
+)
+from whalejax.planner.search.batched.replicas import Replicas
 
 
 def share_notes(model: Model, frames: Frames, placement: Placement) -> Iterator[str]:

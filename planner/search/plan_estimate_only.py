@@ -16,11 +16,8 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.balance.share_notes import share_notes, stage_kinds
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
-from whalejax.planner.frames import ORDERS, SCHEDULES
-from whalejax.planner.layer_cuts import cut_layers, stage_layers
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import kind_of
-from whalejax.planner.outlook import Cases, usual_axes
 from whalejax.planner.plan import (
     BatchLeaf,
     Beyond,
@@ -32,7 +29,17 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
-from whalejax.planner.priced import Column
+from whalejax.planner.search.batched.branch_and_bound import (
+    Case,
+    NoMeshError,
+    WideSearch,
+)
+from whalejax.planner.search.batched.cases import Cases, usual_axes
+from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.mesh_grid import ORDERS, SCHEDULES
+from whalejax.planner.search.batched.partition import cut_layers, stage_layers
+from whalejax.planner.search.batched.space import Spaces
+from whalejax.planner.search.batched.step_time import handed_seconds, part_seconds
 from whalejax.planner.search.enumerate import Request, Search
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.plan_spmd import (
@@ -47,10 +54,7 @@ from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
-from whalejax.planner.space import Spaces
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
-from whalejax.planner.weigh import handed_seconds, part_seconds
-from whalejax.planner.wide import Case, NoMeshError, WideSearch
 from whalejax.planner.written import (
     KEPT_CANDIDATES,
     batch_layouts,

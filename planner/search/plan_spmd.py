@@ -25,6 +25,7 @@ from whalejax.planner.plan import (
     Remat,
 )
 from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.batched.prefilter import MANY, promising
 from whalejax.planner.search.enumerate import (
     PLANNED_AXES,
     Request,
@@ -44,7 +45,6 @@ from whalejax.planner.sharding.sequence_parallel import (
     splits_between,
 )
 from whalejax.planner.sharding.virtual_devices import check_devices, copies
-from whalejax.planner.shortlist import MANY, promising
 from whalejax.planner.terms import ALL
 from whalejax.planner.written import written
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.frames import SCHEDULES, Frames
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan import PlanError
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import SCHEDULES, Frames
 from whalejax.planner.search.enumerate import Request
-from whalejax.planner.variants import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

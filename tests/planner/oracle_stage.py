@@ -15,10 +15,10 @@ from whalejax.planner.cost.operation_cost import (
     row_seconds,
 )
 from whalejax.planner.memory.saved_tensors import kept_bytes
-from whalejax.planner.priced import Links
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.batched.cells import Links
+from whalejax.planner.search.batched.layout_variants import Variant
 from whalejax.planner.sharding.layout import MESH_AXES
-from whalejax.planner.variants import Variant
-from whalejax.planner.wide import WideSearch
 
 
 class Inner:

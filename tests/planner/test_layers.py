@@ -26,9 +26,9 @@ from whalejax.planner.model.layer_chain import (
     chain_of,
 )
 from whalejax.planner.model.repeated_layers import find_layers
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.enumerate import Request
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
-from whalejax.planner.wide import WideSearch
 from whalejax.precision import at_precision
 
 

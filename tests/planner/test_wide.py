@@ -25,20 +25,20 @@ from whalejax.planner.cost.collectives import (
 )
 from whalejax.planner.decoder import Decoder, decoder_graph
 from whalejax.planner.estimate import OUTER
-from whalejax.planner.frames import ORDERS, Frames
-from whalejax.planner.layer_cuts import cut_layers
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.outlook import Cases, Placement
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
 from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many
 from whalejax.planner.plan import PlanError
+from whalejax.planner.search.batched.branch_and_bound import WideSearch
+from whalejax.planner.search.batched.cases import Cases, Placement
+from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames
+from whalejax.planner.search.batched.partition import cut_layers
+from whalejax.planner.search.batched.step_time import Weighed, settle, weigh
 from whalejax.planner.search.enumerate import Request, Search
 from whalejax.planner.search.plan_estimate_only import foresee
 from whalejax.planner.search.plan_spmd import analyse_graph
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
-from whalejax.planner.weigh import Weighed, settle, weigh
-from whalejax.planner.wide import WideSearch
 
 
 MOST_CHOICES = 9000

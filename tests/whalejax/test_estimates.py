@@ -16,9 +16,9 @@ import whalejax as wh
 from whalejax import cli, models
 from whalejax.annotations import SCHEDULES
 from whalejax.jobs import abstract_model
-from whalejax.planner import frames
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan import PLAN_VERSION
+from whalejax.planner.search.batched import mesh_grid
 
 
 # Adam promotes its count.
@@ -210,7 +210,7 @@ def test_a_schedule_that_plans_do_not_weigh_is_refused() -> None:
 
 
 def test_what_may_be_asked_is_weighed_or_refused() -> None:
-    assert set(SCHEDULES) == {"auto", "zb-h1", *frames.SCHEDULES}
+    assert set(SCHEDULES) == {"auto", "zb-h1", *mesh_grid.SCHEDULES}
     assert set(SCHEDULES) < {"auto", *NAMES}
 
 

@@ -14,21 +14,21 @@ import numpy as np
 
 from whalejax.planner.cost.collectives import Spans
 from whalejax.planner.estimate import OUTER
-from whalejax.planner.frames import SCHEDULES
-from whalejax.planner.layer_cuts import (
+from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
+from whalejax.planner.pipeline.schedules import written
+from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
+from whalejax.planner.plan import MemoryTerms, TimeTerms
+from whalejax.planner.search.batched.cases import PHASES, PLACES, TERMS, Cases, Group
+from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import SCHEDULES
+from whalejax.planner.search.batched.parameter_bytes import HOLDERS
+from whalejax.planner.search.batched.partition import (
     ends,
     stage_layers,
     stage_pace,
 )
-from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.outlook import PHASES, PLACES, TERMS, Cases, Group
-from whalejax.planner.pipeline.schedules import written
-from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
-from whalejax.planner.plan import MemoryTerms, TimeTerms
-from whalejax.planner.priced import Column
-from whalejax.planner.room import memory_of, mixed, share_of
-from whalejax.planner.stored import HOLDERS
-from whalejax.planner.variants import Array
+from whalejax.planner.search.batched.peak import memory_of, mixed, share_of
 
 
 @dataclass(slots=True, kw_only=True)

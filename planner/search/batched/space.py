@@ -12,21 +12,21 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.row_builder import Views
-from whalejax.planner.frames import Bounds, Frames, frames_of
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized
 from whalejax.planner.model.repeated_layers import find_layers
-from whalejax.planner.outlook import Placement
-from whalejax.planner.priced import Column, Columns, Links, Pricer, ideal
+from whalejax.planner.search.batched.cases import Placement
+from whalejax.planner.search.batched.cells import Column, Columns, Links, Pricer, ideal
+from whalejax.planner.search.batched.layout_variants import Points, Variant, Variants
+from whalejax.planner.search.batched.link_rates import Wires
+from whalejax.planner.search.batched.mesh_grid import Bounds, Frames, frames_of
+from whalejax.planner.search.batched.parameter_bytes import Storage
 from whalejax.planner.search.enumerate import Request
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.strategies import choices
-from whalejax.planner.stored import Storage
-from whalejax.planner.variants import Points, Variant, Variants
-from whalejax.planner.wires import Wires
 
 
 INNER = ("expert", "context", "tensor")

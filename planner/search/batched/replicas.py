@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from whalejax.planner.balance.shares import pieces_at, smallest_pace
-from whalejax.planner.frames import Frames
-from whalejax.planner.layer_cuts import pace_of
-from whalejax.planner.outlook import Cases, Model, Placement
-from whalejax.planner.variants import Array
-from whalejax.planner.weigh import (
+from whalejax.planner.search.batched.cases import Cases, Model, Placement
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import Frames
+from whalejax.planner.search.batched.partition import pace_of
+from whalejax.planner.search.batched.step_time import (
     Weighed,
     least_after,
     least_fill,

@@ -29,16 +29,21 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.fitted import WHOLE, constants
 from whalejax.meshes.kinds import KEPT_BYTES
 from whalejax.planner.cost.collectives import Spans, span_rates
-from whalejax.planner.frames import ORDERS, SCHEDULES, Frames, agreeing
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import most_in_flight
-from whalejax.planner.priced import Column, Columns
+from whalejax.planner.search.batched.cells import Column, Columns
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.link_rates import Rates, Wires
+from whalejax.planner.search.batched.mesh_grid import (
+    ORDERS,
+    SCHEDULES,
+    Frames,
+    agreeing,
+)
+from whalejax.planner.search.batched.parameter_bytes import Storage
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
-from whalejax.planner.stored import Storage
 from whalejax.planner.terms import OFFLOADS
-from whalejax.planner.variants import Array
-from whalejax.planner.wires import Rates, Wires
 
 
 PLACES = (FIRST, LAYER, LAST)

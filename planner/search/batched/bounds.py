@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from whalejax.planner.affordable import ACTIVATIONS, Options, alike, paying
-from whalejax.planner.frames import CHUNKS, Frames
-from whalejax.planner.layer_cuts import cut_layers
-from whalejax.planner.outlook import Cases, Model, Placement
-from whalejax.planner.replicas import Replicas
-from whalejax.planner.room import fits_of, keeps_of
+from whalejax.planner.search.batched.cases import Cases, Model, Placement
+from whalejax.planner.search.batched.fits import ACTIVATIONS, Options, alike, paying
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import CHUNKS, Frames
+from whalejax.planner.search.batched.partition import cut_layers
+from whalejax.planner.search.batched.peak import fits_of, keeps_of
+from whalejax.planner.search.batched.replicas import Replicas
+from whalejax.planner.search.batched.step_time import least_step
 from whalejax.planner.search.ranking import Tally
-from whalejax.planner.variants import Array
-from whalejax.planner.weigh import least_step
 
 
 SAMPLE, WORTH = 64, 0.8

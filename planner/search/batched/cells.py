@@ -37,13 +37,13 @@ from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.fused_parameters import Fused, lying
 from whalejax.planner.model.layer_chain import LAYER, Chain
 from whalejax.planner.model.repeated_layers import kind_of
+from whalejax.planner.search.batched.layout_variants import Array, Variant
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafGroup,
     OptimizerBytes,
 )
-from whalejax.planner.variants import Array, Variant
 
 
 REMATS = ("none", "dots", "named", "full")

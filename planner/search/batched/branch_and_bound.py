@@ -20,8 +20,14 @@ from typing import ClassVar
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.affordable import Options, weigh_options
-from whalejax.planner.frames import (
+from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan import PlanError
+from whalejax.planner.search.batched.bounds import Sieve
+from whalejax.planner.search.batched.cases import Cases, Model, Placement
+from whalejax.planner.search.batched.cells import Column, ideal
+from whalejax.planner.search.batched.fits import Options, weigh_options
+from whalejax.planner.search.batched.layout_variants import Array, Variant
+from whalejax.planner.search.batched.mesh_grid import (
     CHUNKS,
     Bounds,
     Frames,
@@ -30,27 +36,21 @@ from whalejax.planner.frames import (
     ringed,
     scheduled,
 )
-from whalejax.planner.layer_cuts import cut_layers
-from whalejax.planner.model.graph import Graph
-from whalejax.planner.outlook import Cases, Model, Placement
-from whalejax.planner.plan import PlanError
-from whalejax.planner.priced import Column, ideal
-from whalejax.planner.promise import promise
-from whalejax.planner.replicas import Replicas
+from whalejax.planner.search.batched.partition import cut_layers
+from whalejax.planner.search.batched.quick_bounds import promise
+from whalejax.planner.search.batched.replicas import Replicas
+from whalejax.planner.search.batched.space import INNER, Spaces, whole_batch
+from whalejax.planner.search.batched.step_time import (
+    Weighed,
+    settle,
+    weigh,
+)
 from whalejax.planner.search.enumerate import Request
 from whalejax.planner.search.ranking import TIE, Tally, best_first
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.offload_candidates import hosts_known
 from whalejax.planner.sharding.remat import policy_for
-from whalejax.planner.sieve import Sieve
-from whalejax.planner.space import INNER, Spaces, whole_batch
 from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
-from whalejax.planner.variants import Array, Variant
-from whalejax.planner.weigh import (
-    Weighed,
-    settle,
-    weigh,
-)
 
 
 FIRST_BLOCK, LAST_BLOCK = 128, 16384

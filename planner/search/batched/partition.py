@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from whalejax.planner.balance.shares import pieces_at, smallest_pace
-from whalejax.planner.frames import CHUNKS
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
-from whalejax.planner.outlook import PHASES, PLACES, Cases, Group
-from whalejax.planner.variants import Array
+from whalejax.planner.search.batched.cases import PHASES, PLACES, Cases, Group
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import CHUNKS
 
 
 def pace_of(cases: Cases) -> Array:

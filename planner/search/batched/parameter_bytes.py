@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.planner.frames import agreeing
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.priced import Column, Columns, Stacked
-from whalejax.planner.variants import Array
+from whalejax.planner.search.batched.cells import Column, Columns, Stacked
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import agreeing
 
 
 HOLDERS = (FIRST, LAYER, LAST, ENDS, EVERYWHERE)

@@ -8,9 +8,9 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import Spans, spans_of
-from whalejax.planner.frames import ORDERS
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import ORDERS
 from whalejax.planner.sharding.layout import MESH_AXES
-from whalejax.planner.variants import Array
 
 
 _INNERMOST = np.array([[MESH_AXES.index(a) for a in reversed(o)] for o in ORDERS])

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.sharding.layout import MESH_AXES, divisors
-from whalejax.planner.variants import Array
 
 
 SCHEDULES = ("1f1b", "1f1b-ahead", "gpipe", "interleaved")

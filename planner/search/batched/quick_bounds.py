@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.frames import CHUNKS, Frames
-from whalejax.planner.outlook import PHASES, PLACES, Model, Placement
 from whalejax.planner.pipeline.simulate import any_cut_share
-from whalejax.planner.priced import Column
-from whalejax.planner.variants import Array
+from whalejax.planner.search.batched.cases import PHASES, PLACES, Model, Placement
+from whalejax.planner.search.batched.cells import Column
+from whalejax.planner.search.batched.layout_variants import Array
+from whalejax.planner.search.batched.mesh_grid import CHUNKS, Frames
 
 
 def promise(
