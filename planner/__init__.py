@@ -5,7 +5,7 @@ if __name__ == "planner":
 
 from whalejax.planner.model.graph import Graph as Graph
 from whalejax.planner.model.graph import TaskGraph as TaskGraph
-from whalejax.planner.plan import Plan as Plan
-from whalejax.planner.plan import PlanError as PlanError
+from whalejax.planner.plan.plan import Plan as Plan
+from whalejax.planner.plan.plan import PlanError as PlanError
 from whalejax.planner.search.enumerate import Request as Request
 from whalejax.planner.search.plan_spmd import decide as decide

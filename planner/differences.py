@@ -20,9 +20,9 @@ from whalejax.planner.explain import gigabytes, mesh_words, milliseconds, spec_t
 from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.parameters import collective_words, collectives_of, homes
-from whalejax.planner.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.plan.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.plan.terms import attention_words, precision_words, remat_words
 from whalejax.planner.sharding.layout import shards
-from whalejax.planner.terms import attention_words, precision_words, remat_words
 from whalejax.planner.traffic import by_sort
 
 

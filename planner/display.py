@@ -27,13 +27,13 @@ from whalejax.planner.explain import (
 )
 from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.parameters import parameter_rows
-from whalejax.planner.terms import NO_EFFECT, OBEYED
+from whalejax.planner.plan.terms import NO_EFFECT, OBEYED
 from whalejax.planner.traffic import INSIDE, mesh_of, traffic
 
 
 if TYPE_CHECKING:
     from whalejax.meshes.cluster import Cluster
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 BAR_CELLS = 24

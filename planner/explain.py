@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from whalejax.meshes.checks import shown
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan.terms import chunk_words, own_words, precision_words
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
-from whalejax.planner.terms import chunk_words, own_words, precision_words
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import LeafPlan, Plan
+    from whalejax.planner.plan.plan import LeafPlan, Plan
 
 
 def gigabytes(nbytes: float) -> str:

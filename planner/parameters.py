@@ -16,7 +16,7 @@ from whalejax.planner.sharding.layout import Spec, shards
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import LeafPlan, Plan
+    from whalejax.planner.plan.plan import LeafPlan, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from whalejax.planner.model.logical_dimensions import starred
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Candidate, Plan
+    from whalejax.planner.plan.plan import Candidate, Plan
 
 
 def explain(plan: Plan) -> str:

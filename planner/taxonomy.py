@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.lines import Line, indented, plain
-from whalejax.planner.terms import attention_words
+from whalejax.planner.plan.terms import attention_words
 from whalejax.planner.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 _KINDS = {

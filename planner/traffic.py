@@ -16,7 +16,7 @@ from whalejax.planner.sharding.layout import STAGE
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 Home = tuple[int | None, int]

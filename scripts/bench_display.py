@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 from whalejax import jobs, models  # noqa: E402
-from whalejax.planner.plan import Plan  # noqa: E402
+from whalejax.planner.plan.plan import Plan  # noqa: E402
 from whalejax.planning import plan as find_plan  # noqa: E402
 
 

@@ -52,7 +52,7 @@ from whalejax.capture import capture  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.optimizers import optimizer_bytes  # noqa: E402
-from whalejax.planner.plan import Plan, PlanError  # noqa: E402
+from whalejax.planner.plan.plan import Plan, PlanError  # noqa: E402
 from whalejax.planner.search.batched.branch_and_bound import WideSearch  # noqa: E402
 from whalejax.planner.search.enumerate import Request  # noqa: E402
 from whalejax.planner.search.plan_estimate_only import foresee  # noqa: E402

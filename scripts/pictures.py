@@ -24,7 +24,7 @@ import jax  # noqa: E402
 from tests import browser  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
 from whalejax.display.page import page  # noqa: E402
-from whalejax.planner.plan import Plan  # noqa: E402
+from whalejax.planner.plan.plan import Plan  # noqa: E402
 from whalejax.searching import search  # noqa: E402
 
 

@@ -40,9 +40,9 @@ Target = Callable[[random.Random, Path], str]
 def plans() -> Target:
     """Plan files: what was changed and not hashed anew is never believed."""
     from tests.planner.plans import example
-    from whalejax.planner.documents import document_hash
-    from whalejax.planner.plan import Plan
-    from whalejax.planner.serial import decode
+    from whalejax.planner.plan.json_codec import decode
+    from whalejax.planner.plan.plan import Plan
+    from whalejax.planner.plan.plan_file import document_hash
 
     plan = example()
     document = json.loads(json.dumps(plan.document()))

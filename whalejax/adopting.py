@@ -20,7 +20,7 @@ from whalejax import _compat
 from whalejax.adapters_leaves import is_key, is_leaf
 from whalejax.meshes.checks import is_whole, plain, shown
 from whalejax.meshes.problems import Problems
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.precision import LossScale
 from whalejax.state import Origin, TrainState, bare, check_alive, following
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.capture.batch import aval_of
-from whalejax.planner.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
 
 
 _LEAF = "leaf"

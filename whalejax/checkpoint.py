@@ -48,7 +48,7 @@ from whalejax.state import check_alive
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 _SCALE: Final = "loss_scale"

@@ -21,7 +21,7 @@ from whalejax.meshes.reading import read_text
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 FORMAT: Final = 1

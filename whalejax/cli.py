@@ -196,7 +196,7 @@ def _plan(command: PlanCommand) -> None:
 
 def _show(command: ShowCommand) -> None:
     from whalejax import show
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
     from whalejax.progress import make_console
 
     if command.json and command.describe:
@@ -238,7 +238,7 @@ def _search(command: SearchCommand) -> None:
 
 
 def _why(command: WhyCommand) -> None:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
     plan = Plan.load(command.plan)
     if not command.json:
@@ -256,7 +256,7 @@ def _why(command: WhyCommand) -> None:
 
 def _diff(command: DiffCommand) -> None:
     from whalejax import show
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
     from whalejax.progress import make_console
 
     found = Plan.load(command.before).diff(Plan.load(command.after))
@@ -270,7 +270,7 @@ def _diff(command: DiffCommand) -> None:
 def _settings(command: TrainCommand) -> tuple[str, ...]:
     """Options of the model to train; those of its plan, unless others are given."""
     from whalejax.plan_source import check_source
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
     path, found = command.plan, tuple[str, ...]()
     if command.set or path is None or not path.is_file():
@@ -311,7 +311,7 @@ def _check_output(output: Path | None) -> None:
 def _verify(command: VerifyCommand) -> int:
     from whalejax import jobs
     from whalejax.plan_source import check_source
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
     from whalejax.progress import Working, make_console
     from whalejax.verification import gpu, report
 

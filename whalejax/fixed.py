@@ -11,7 +11,7 @@ import numpy as np
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
 from whalejax.planner.model.graph import BatchReduction
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.sharding.layout import MESH_AXES
 
 

@@ -17,7 +17,7 @@ from whalejax.meshes.problems import WhaleError
 from whalejax.planner.display import page_width
 from whalejax.planner.explain import gigabytes, layout_text, milliseconds
 from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
-from whalejax.planner.plan import Candidate, NothingFits, Plan, PlanError
+from whalejax.planner.plan.plan import Candidate, NothingFits, Plan, PlanError
 
 
 if TYPE_CHECKING:

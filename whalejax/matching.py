@@ -31,7 +31,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems, warn
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,9 @@ from whalejax.planner.pipeline.checks_and_notes import (
 )
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import FlowsBackwards
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.build import KEPT_CANDIDATES
+from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.plan.terms import Remat
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.plan_estimate_only import foresee
 from whalejax.planner.search.plan_pipeline_mpmd import SCHEDULES, decide_mpmd
@@ -40,8 +42,6 @@ from whalejax.planner.search.stage_cuts import TooFewParts, Whole
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
-from whalejax.planner.terms import Remat
-from whalejax.planner.written import KEPT_CANDIDATES
 from whalejax.programs import Programs
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from whalejax.meshes.problems import Problems
 from whalejax.options import named_values
-from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.errors import PlanError
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 SMALL: Final = 1024

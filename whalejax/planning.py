@@ -32,20 +32,20 @@ from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider
 from whalejax.planner.balance.share_notes import split_notes
-from whalejax.planner.errors import Unobeyed
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.errors import Unobeyed
+from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.plan.terms import (
+    ALL,
+    Chosen,
+    Remat,
+)
 from whalejax.planner.search.enumerate import PLANNED_AXES, Request
 from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
 from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.remat import POLICIES, checked_policies
-from whalejax.planner.terms import (
-    ALL,
-    Chosen,
-    Remat,
-)
 from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note, check_reports

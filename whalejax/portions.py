@@ -19,7 +19,7 @@ from whalejax.adapters_leaves import is_key
 from whalejax.matching import BatchLayout
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.problems import Problems
-from whalejax.planner.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
 
 
 def checked_shares(

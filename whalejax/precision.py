@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from whalejax.adapters import Adapter
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.terms import ALL
 from whalejax.planner.sharding.precision_regions import PRECISIONS as PRECISIONS
-from whalejax.planner.terms import ALL
 
 
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}

@@ -19,11 +19,11 @@ from whalejax.capture.reporting import check_clear
 from whalejax.meshes.telling import tell
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.rebatch import resized
-from whalejax.planner.plan import Chosen, Plan, Remat
+from whalejax.planner.plan.plan import Chosen, Plan, Remat
+from whalejax.planner.plan.terms import ALL
 from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.plan_spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
-from whalejax.planner.terms import ALL
 from whalejax.precision import at_precision
 
 

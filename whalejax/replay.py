@@ -18,7 +18,7 @@ from whalejax.jobs import make_plan
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 from whalejax.state import TrainState
 from whalejax.train import TrainStep
 from whalejax.train import compile as compile_step

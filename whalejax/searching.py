@@ -21,7 +21,7 @@ from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.telling import tell
 from whalejax.meshes.texts import visible
-from whalejax.planner.plan import Candidate, Plan, PlanError
+from whalejax.planner.plan.plan import Candidate, Plan, PlanError
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE

@@ -32,7 +32,7 @@ from whalejax.options import (
     mesh_sizes,
     share_counts,
 )
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 from whalejax.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.report import Report, units_of, words_of
 from whalejax.resuming import batches_from, held, resumed

@@ -19,7 +19,7 @@ from whalejax.planner.explain import milliseconds as seconds_text
 from whalejax.planner.lines import Line
 from whalejax.planner.parameters import ParameterRow as ParameterRow
 from whalejax.planner.parameters import parameter_rows as parameter_rows
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 
 
 __all__ = ["Lines", "plan_table", "print_plan", "seconds_text"]

@@ -15,7 +15,7 @@ from whalejax.losses import Job
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 from whalejax.train import compile as compile_step
 
 

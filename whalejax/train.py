@@ -40,7 +40,7 @@ from whalejax.matching import (
 )
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.precision import at_precision
 from whalejax.ragged import check_mean, passes, real_samples, repeated, together
 from whalejax.runner import OneProgram, Runner, abstract_state

@@ -13,9 +13,9 @@ import numpy as np
 
 from whalejax.meshes.checks import is_number, is_printable, shown
 from whalejax.meshes.problems import Problems
-from whalejax.planner.compiler_options import check_options
-from whalejax.planner.plan import Plan, PlanError
-from whalejax.planner.terms import Chosen
+from whalejax.planner.plan.compiler_options import check_options
+from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.plan.terms import Chosen
 
 
 def checked_options(options: Any) -> dict[str, bool | int | float | str]:

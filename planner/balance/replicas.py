@@ -12,8 +12,8 @@ from whalejax.planner.balance.shares import Device, check_pieces, makespan
 from whalejax.planner.balance.zero1_slices import Slices
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.plan import NothingFits, Plan, PlanError
-from whalejax.planner.terms import MemoryTerms
+from whalejax.planner.plan.plan import NothingFits, Plan, PlanError
+from whalejax.planner.plan.terms import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

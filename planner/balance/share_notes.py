@@ -17,7 +17,7 @@ from whalejax.planner.balance.shares import (
     gain_words,
     shares,
 )
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.mesh_grid import Frames
 from whalejax.planner.search.batched.partition import (

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes
-from whalejax.planner.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.plan.plan import LeafPlan, Plan, PlanError
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import extend_spec, shards
 

@@ -14,8 +14,8 @@ from whalejax.planner.cost.optimizer_step import (
     update_seconds,
     whole_shares,
 )
+from whalejax.planner.plan.terms import TimeTerms
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
-from whalejax.planner.terms import TimeTerms
 
 
 def step_time(

@@ -10,10 +10,16 @@ from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import check_devices
 from whalejax.planner.pipeline.stage_graph import places_of
-from whalejax.planner.plan import BatchLeaf, Candidate, NothingFits, Plan, PlanError
+from whalejax.planner.plan.build import KEPT_CANDIDATES
+from whalejax.planner.plan.plan import (
+    BatchLeaf,
+    Candidate,
+    NothingFits,
+    Plan,
+    PlanError,
+)
+from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.search.request import Request
-from whalejax.planner.terms import MemoryTerms, TimeTerms
-from whalejax.planner.written import KEPT_CANDIDATES
 
 
 UNEVEN = 1.5

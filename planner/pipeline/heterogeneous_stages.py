@@ -27,7 +27,7 @@ from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_placement import Placed, place
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

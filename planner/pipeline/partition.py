@@ -15,7 +15,7 @@ import numpy as np
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.pipeline.schedules import Schedule
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.model.graph import LOOKUPS, Graph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 Position = tuple[int, ...]

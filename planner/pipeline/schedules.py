@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 Action = Literal["forward", "backward", "weight"]

@@ -23,7 +23,7 @@ from whalejax.planner.pipeline.schedules import (
     columns_of,
     numbered,
 )
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.plan import Pace, Plan, PlanError
+from whalejax.planner.plan.plan import Pace, Plan, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
+from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.search.analysis_cache import Program
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
@@ -60,7 +61,6 @@ from whalejax.planner.sharding.strategies import (
     choices,
     sharded_by_split,
 )
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")

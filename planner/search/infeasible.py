@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from whalejax.meshes.problems import Problems
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.dimensions import roles_of
-from whalejax.planner.plan import NothingFits, PlanError
+from whalejax.planner.plan.plan import NothingFits, PlanError
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     NO_SEQUENCE,

@@ -18,7 +18,7 @@ from whalejax.planner.sharding.layout import STAGE
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 def samples_at_a_time(plan: Plan) -> float:

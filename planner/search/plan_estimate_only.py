@@ -18,7 +18,13 @@ from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import kind_of
-from whalejax.planner.plan import (
+from whalejax.planner.plan.build import (
+    KEPT_CANDIDATES,
+    batch_layouts,
+    region_tables,
+    role_infos,
+)
+from whalejax.planner.plan.plan import (
     BatchLeaf,
     Beyond,
     Candidate,
@@ -29,6 +35,7 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
+from whalejax.planner.plan.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.search.batched.branch_and_bound import (
     Case,
     NoMeshError,
@@ -54,13 +61,6 @@ from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
-from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
-from whalejax.planner.written import (
-    KEPT_CANDIDATES,
-    batch_layouts,
-    region_tables,
-    role_infos,
-)
 
 
 def foresee(

@@ -36,21 +36,21 @@ from whalejax.planner.pipeline.stage_time import (
     turn_of,
 )
 from whalejax.planner.pipeline.tied_parameters import copied_bytes, exposed
-from whalejax.planner.plan import (
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import (
     BatchLeaf,
     Pace,
     Plan,
     PlanError,
     Stages,
 )
+from whalejax.planner.plan.terms import Remat, TimeTerms
 from whalejax.planner.search.enumerate import ranked
 from whalejax.planner.search.plan_spmd import by_marks
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.stage_cuts import Cut, Cuts, Laid, Whole, laid_out
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.terms import Remat, TimeTerms
-from whalejax.planner.written import written
 
 
 SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")

@@ -46,7 +46,8 @@ from whalejax.planner.pipeline.uneven_layers import (
     stored_bytes,
     unequal_notes,
 )
-from whalejax.planner.plan import (
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import (
     BatchLeaf,
     LeafPlan,
     NothingFits,
@@ -55,6 +56,7 @@ from whalejax.planner.plan import (
     PlanError,
     Stages,
 )
+from whalejax.planner.plan.terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.plan_spmd import (
     Again,
@@ -65,8 +67,6 @@ from whalejax.planner.search.plan_spmd import (
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import Spec, divisors, shards
-from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
-from whalejax.planner.written import written
 
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}

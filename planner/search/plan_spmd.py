@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.errors import Unobeyed
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import ATTENTION, Graph
-from whalejax.planner.plan import (
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.errors import Unobeyed
+from whalejax.planner.plan.plan import (
     BatchLeaf,
     Chosen,
     Plan,
     PlanError,
     Remat,
 )
+from whalejax.planner.plan.terms import ALL
 from whalejax.planner.search.analysis_cache import Program
 from whalejax.planner.search.batched.prefilter import MANY, promising
 from whalejax.planner.search.enumerate import (
@@ -45,8 +47,6 @@ from whalejax.planner.sharding.sequence_parallel import (
     splits_between,
 )
 from whalejax.planner.sharding.virtual_devices import check_devices, copies
-from whalejax.planner.terms import ALL
-from whalejax.planner.written import written
 
 
 def analysed_for(plan: Plan, graph: Graph) -> Analysed:

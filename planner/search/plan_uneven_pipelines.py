@@ -29,14 +29,14 @@ from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.plan import Candidate, LeafPlan, NothingFits, Plan, PlanError
+from whalejax.planner.plan.plan import Candidate, LeafPlan, NothingFits, Plan, PlanError
+from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.search.plan_spmd import check_marks
 from whalejax.planner.search.plan_uneven_replicas import counts
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.stage_cuts import TooFewParts
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 Decide = Callable[[Cluster, Request], Plan]

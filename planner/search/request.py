@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.model.graph import BatchReduction
-from whalejax.planner.plan import LeafPlan
-from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.parameter_layout import (
-    LeafFacts,
-    LeafLayout,
-    OptimizerBytes,
-)
-from whalejax.planner.terms import (
+from whalejax.planner.plan.plan import LeafPlan
+from whalejax.planner.plan.terms import (
     Chosen,
     MemoryTerms,
     Remat,
     TimeTerms,
     chunk_words,
     own_words,
+)
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafLayout,
+    OptimizerBytes,
 )
 
 

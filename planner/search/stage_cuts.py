@@ -26,7 +26,7 @@ from whalejax.planner.pipeline.program_cut import (
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.pipeline.stage_time import handed_seconds
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.plan_spmd import Analysed, Known, searches

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import SCHEDULES, Frames
 from whalejax.planner.search.enumerate import Request

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.request import Request
 
 

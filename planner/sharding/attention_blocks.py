@@ -13,9 +13,9 @@ from whalejax.meshes.problems import Problems
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import ATTENTION, Graph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.plan.terms import ALL, Chosen
 from whalejax.planner.search.plan_spmd import analyse_graph
-from whalejax.planner.terms import ALL, Chosen
 
 
 KINDS = ("gather", "ring")

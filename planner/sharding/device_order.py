@@ -17,7 +17,7 @@ from whalejax.planner.sharding.rank_order import Matrix, cost, place
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 MOST_DEVICES = 256

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import RowCost
 from whalejax.planner.cost.rows import Row
+from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.analysis_cache import Program
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.sharding.layout import shards
@@ -24,7 +25,6 @@ from whalejax.planner.sharding.offload_candidates import (
     hosts_known,
 )
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
-from whalejax.planner.terms import OFFLOADS
 
 
 Offload = tuple[str, ...]

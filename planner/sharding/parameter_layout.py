@@ -25,7 +25,7 @@ from whalejax.planner.model.graph import (
     Graph,
     Tensor,
 )
-from whalejax.planner.plan import LeafPlan
+from whalejax.planner.plan.plan import LeafPlan
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
 from whalejax.planner.sharding.precision_regions import read_bytes

@@ -13,8 +13,8 @@ from typing import Final
 from whalejax.meshes.problems import Problems
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Tensor
-from whalejax.planner.plan import PlanError
-from whalejax.planner.terms import ALL, Chosen
+from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.plan.terms import ALL, Chosen
 
 
 PRECISIONS: Final = ("f32", "bf16", "f16")

@@ -18,8 +18,8 @@ from whalejax.meshes.problems import Problems
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
-from whalejax.planner.plan import PlanError
-from whalejax.planner.terms import ALL
+from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.plan.terms import ALL
 
 
 POLICIES = ("none", "dots", "named", "full")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.model.graph import TaskGraph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 _Key = tuple[int, ...]

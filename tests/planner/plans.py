@@ -8,7 +8,7 @@ from typing import Any
 from tests.planner.graphs import Sizes, gpt
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import BatchLeaf, Plan
+from whalejax.planner.plan.plan import BatchLeaf, Plan
 from whalejax.planner.search.enumerate import Request, Search
 from whalejax.planner.search.plan_spmd import decide
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes

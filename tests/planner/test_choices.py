@@ -13,7 +13,7 @@ from tests.planner.graphs import Program, gpt, mlp
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph, Mark, Tensor
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins, written
 from whalejax.planner.sharding.strategies import (
     NEEDS_AN_AXIS,

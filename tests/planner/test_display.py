@@ -31,7 +31,7 @@ from whalejax.planner.parameters import (
     homes,
     parameter_rows,
 )
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 
 
 made = functools.cache(pages)

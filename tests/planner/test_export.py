@@ -9,7 +9,7 @@ import pytest
 
 from tests.planner.graphs import Sizes, gpt
 from tests.planner.test_search import plan_of
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 
 
 SIZES = Sizes(batch=64, seq=64, embed=512, key=64, value=64, mlp=2048)

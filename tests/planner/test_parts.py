@@ -14,7 +14,7 @@ from whalejax.planner.pipeline.program_cut import (
     divided,
     divided_by_marks,
 )
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 def inputs(*numbers: int) -> list[Value]:

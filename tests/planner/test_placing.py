@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.planner.test_stages import brute_force
 from whalejax.planner.pipeline.partition import Layer, Stage
 from whalejax.planner.pipeline.stage_placement import in_order, memory_order, place
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 KINDS = (

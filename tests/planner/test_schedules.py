@@ -18,7 +18,7 @@ from whalejax.planner.pipeline.schedules import (
     problems_of,
     schedule,
 )
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 Rows = tuple[Row, ...]

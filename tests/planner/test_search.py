@@ -12,7 +12,7 @@ from tests.planner.plans import HUGE, WIDE, plan_of, search_of
 from whalejax.meshes import cluster
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.graph import Graph, Mark
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.enumerate import Scored, Search, meshes, ranked
 from whalejax.planner.search.ranking import TIE
 from whalejax.planner.sharding.layout import shards

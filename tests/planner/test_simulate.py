@@ -15,7 +15,7 @@ from whalejax.planner.pipeline.simulate import (
     simulate,
     simulate_many,
 )
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 PLAIN = ("gpipe", "1f1b", "1f1b-ahead", "gpipe-lockstep", "1f1b-lockstep")

@@ -20,7 +20,7 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
 )
 from whalejax.planner.pipeline.partition import Layer
 from whalejax.planner.pipeline.schedules import schedule
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 KINDS = ("rtx3090", "v100-32", "a100-40")

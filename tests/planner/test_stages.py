@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from whalejax.planner.pipeline.partition import Layer, Stage, cut, stages_under
 from whalejax.planner.pipeline.schedules import NAMES, schedule
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 
 
 NUMBERS = st.integers(0, 9).map(float)

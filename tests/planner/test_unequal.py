@@ -15,7 +15,7 @@ from whalejax.planner.pipeline.uneven_layers import (
     layers_of,
     stored_apart,
 )
-from whalejax.planner.plan import LeafPlan
+from whalejax.planner.plan.plan import LeafPlan
 from whalejax.planner.sharding.layout import shards
 
 

@@ -23,7 +23,7 @@ from whalejax.planner.memory.peak import largest_gather
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import MemoryTerms
+from whalejax.planner.plan.plan import MemoryTerms
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     OptimizerBytes,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from whalejax.meshes.problems import Problems
 from whalejax.planner.model.graph import Mark, MarkKind, TaskGraph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.sharding.virtual_devices import (
     check_devices,
     copies,

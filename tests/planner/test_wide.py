@@ -28,7 +28,7 @@ from whalejax.planner.estimate import OUTER
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
 from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames

@@ -23,7 +23,7 @@ from whalejax.options import (
     by_task_graph,
     named_values,
 )
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 
 
 # Adam promotes its count.

@@ -17,7 +17,7 @@ import whalejax as wh
 from tests.planner import pages
 from tests.whalejax.runs import ROOT
 from whalejax import cli
-from whalejax.planner.plan import PLAN_VERSION
+from whalejax.planner.plan.plan import PLAN_VERSION
 
 
 # Adam promotes its count.

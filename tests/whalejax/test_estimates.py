@@ -17,7 +17,7 @@ from whalejax import cli, models
 from whalejax.annotations import SCHEDULES
 from whalejax.jobs import abstract_model
 from whalejax.planner.pipeline.schedules import NAMES
-from whalejax.planner.plan import PLAN_VERSION
+from whalejax.planner.plan.plan import PLAN_VERSION
 from whalejax.planner.search.batched import mesh_grid
 
 

@@ -27,10 +27,10 @@ from whalejax.adapters import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import capture
 from whalejax.optimizers import optimizer_bytes
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.enumerate import Request, Search
 from whalejax.planner.search.plan_spmd import Analysed, analyse_graph
-from whalejax.planner.written import written
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

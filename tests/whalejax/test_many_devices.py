@@ -12,7 +12,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched import prefilter
 from whalejax.planner.search.enumerate import PLANNED_AXES, Search
 from whalejax.planner.search.ranking import TIE

@@ -28,7 +28,7 @@ from tests.stages import scheduled
 from whalejax import models
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.passing import Pass
-from whalejax.planner.plan import Stages
+from whalejax.planner.plan.plan import Stages
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

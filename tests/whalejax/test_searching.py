@@ -14,7 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax.found import Found, price_text
-from whalejax.planner.plan import NothingFits
+from whalejax.planner.plan.plan import NothingFits
 from whalejax.searching import mesh_of
 
 

@@ -19,7 +19,7 @@ from whalejax.adapters_leaves import dtype_of
 from whalejax.capture.counters import advances
 from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.pipeline.layer_stack import NO_LAYERS
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.sharding.offload_candidates import FORMS
 
 

@@ -47,12 +47,12 @@ from whalejax.planner.model.fused_parameters import (
 )
 from whalejax.planner.model.graph import ATTENTION, Graph, Mark
 from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.terms import ALL, precision_words
 from whalejax.planner.search.plan_spmd import analyse_graph
 from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.precision_regions import precision_for
 from whalejax.planner.sharding.remat import regions
-from whalejax.planner.terms import ALL, precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from whalejax.planner.display import (
 from whalejax.planner.explain import gigabytes, layout_text, shape_text, spec_text
 from whalejax.planner.explain import milliseconds as seconds_text
 from whalejax.planner.parameters import ParameterRow, parameter_rows
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 
 
 UNFOLDED_ROWS = 300

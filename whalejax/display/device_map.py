@@ -14,7 +14,7 @@ from whalejax.display.page import Picture, cell, table
 from whalejax.meshes.checks import shown
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import shape_text, spec_text
-from whalejax.planner.plan import LeafPlan, Plan
+from whalejax.planner.plan.plan import LeafPlan, Plan
 from whalejax.planner.sharding.layout import Spec
 
 

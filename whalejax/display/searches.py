@@ -26,7 +26,7 @@ from whalejax.found import price_text
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.explain import gigabytes
 from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 
 
 if TYPE_CHECKING:

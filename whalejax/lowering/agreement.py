@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 import whalejax
 from whalejax import _compat_processes, beats
 from whalejax.lowering.fingerprints import fingerprint
-from whalejax.planner.compared import told, told_apart
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.fingerprint import told, told_apart
+from whalejax.planner.plan.plan import PlanError
 
 
 if TYPE_CHECKING:
     from whalejax.lowering.spmd import Program
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 WAIT_SECONDS: Final = 300.0

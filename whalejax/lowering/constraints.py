@@ -25,7 +25,7 @@ from whalejax.planner.sharding.offload_candidates import waiting_values
 
 if TYPE_CHECKING:
     from whalejax.capture import Captured
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 Position = tuple[int, ...]

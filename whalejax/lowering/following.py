@@ -20,7 +20,7 @@ from whalejax.lowering.stopwatch import Stopwatch
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.balance.shares import dealt
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.portions import PortionLayout, checked_shares
 
 

@@ -42,7 +42,7 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
 from whalejax.runner import (
     Evaluation,

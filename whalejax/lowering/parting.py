@@ -21,7 +21,7 @@ from whalejax.capture.steady import Steady
 from whalejax.cutting import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd import stepping
 from whalejax.optimizers import kin_of
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 
 
 Owner = int | None

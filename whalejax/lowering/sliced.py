@@ -30,7 +30,7 @@ from whalejax.lowering.spmd import Program, followers, stepping
 from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated, flattened
 from whalejax.meshes.build import partition_spec
 from whalejax.optimizers import owners_of
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.runner import Metrics, finished
 from whalejax.state import TrainState
 

@@ -25,16 +25,16 @@ from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.reported import summands, wide
 from whalejax.lowering.streamed import Follower, flattened, streamable, streamed
 from whalejax.optimizers import owners_of, updates
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.plan.terms import moves_to_host
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.terms import moves_to_host
 
 
 if TYPE_CHECKING:
     from whalejax.adapters import Adapter
     from whalejax.capture import Captured
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from whalejax.lowering.statistics import slopes
 from whalejax.lowering.watch import Watch
 from whalejax.lowering.ways import is_here, joined, placed, seen_on
 from whalejax.planner.balance.shares import dealt
-from whalejax.planner.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.plan_spmd import analysed_for
 from whalejax.runner import (
     Evaluation,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.adapters_leaves import is_key
 from whalejax.planner.pipeline.layer_stack import STAGE
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 
 
 def stages_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.planner.plan import Plan
+from whalejax.planner.plan.plan import Plan
 from whalejax.verification.processes import Answer
 from whalejax.verification.targets import Target
 

@@ -123,7 +123,7 @@ def _apply(settings: dict[str, Any]) -> None:
 def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
     import jax
 
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
     from whalejax.train import step_of
 
     plan = Plan.from_document(request.plan)

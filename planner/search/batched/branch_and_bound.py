@@ -21,7 +21,8 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan import PlanError
+from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.plan.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
@@ -50,7 +51,6 @@ from whalejax.planner.search.ranking import TIE, Tally, best_first
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.offload_candidates import hosts_known
 from whalejax.planner.sharding.remat import policy_for
-from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 
 
 FIRST_BLOCK, LAST_BLOCK = 128, 16384

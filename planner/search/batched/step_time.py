@@ -17,7 +17,7 @@ from whalejax.planner.estimate import OUTER
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
 from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
-from whalejax.planner.plan import MemoryTerms, TimeTerms
+from whalejax.planner.plan.plan import MemoryTerms, TimeTerms
 from whalejax.planner.search.batched.cases import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.layout_variants import Array

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.planner.serial import encode
+from whalejax.planner.plan.json_codec import encode
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 _NOT_THE_PROGRAM = (

@@ -16,7 +16,7 @@ from whalejax.meshes.texts import quoted
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 _DTYPE: Final = re.compile(

@@ -18,7 +18,7 @@ from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.fused_parameters import computed_whole
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.sequence import whole_notes
-from whalejax.planner.plan import (
+from whalejax.planner.plan.plan import (
     BatchLeaf,
     Candidate,
     LeafPlan,
@@ -26,12 +26,12 @@ from whalejax.planner.plan import (
     RegionTable,
     RoleInfo,
 )
+from whalejax.planner.plan.terms import OBEYED, UNCOUNTED_MOVES
 from whalejax.planner.search.enumerate import Request, Scored, Search
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
-from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 
 
 if TYPE_CHECKING:

@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner import documents, plan_fields
-from whalejax.planner.compared import program_data
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.documents import PLAN_VERSION as PLAN_VERSION
-from whalejax.planner.entries import BatchLeaf as BatchLeaf
-from whalejax.planner.entries import Beyond as Beyond
-from whalejax.planner.entries import Candidate as Candidate
-from whalejax.planner.entries import Candidates
-from whalejax.planner.entries import LeafPlan as LeafPlan
-from whalejax.planner.entries import Pace as Pace
-from whalejax.planner.entries import RegionTable as RegionTable
-from whalejax.planner.entries import RoleInfo as RoleInfo
-from whalejax.planner.errors import NothingFits as NothingFits
-from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.pictured import Pictured
+from whalejax.planner.plan import fields, plan_file
+from whalejax.planner.plan.entries import BatchLeaf as BatchLeaf
+from whalejax.planner.plan.entries import Beyond as Beyond
+from whalejax.planner.plan.entries import Candidate as Candidate
+from whalejax.planner.plan.entries import Candidates
+from whalejax.planner.plan.entries import LeafPlan as LeafPlan
+from whalejax.planner.plan.entries import Pace as Pace
+from whalejax.planner.plan.entries import RegionTable as RegionTable
+from whalejax.planner.plan.entries import RoleInfo as RoleInfo
+from whalejax.planner.plan.errors import NothingFits as NothingFits
+from whalejax.planner.plan.errors import PlanError as PlanError
+from whalejax.planner.plan.fingerprint import program_data
+from whalejax.planner.plan.plan_file import PLAN_VERSION as PLAN_VERSION
+from whalejax.planner.plan.terms import Chosen as Chosen
+from whalejax.planner.plan.terms import MemoryTerms as MemoryTerms
+from whalejax.planner.plan.terms import Remat as Remat
+from whalejax.planner.plan.terms import TimeTerms as TimeTerms
 from whalejax.planner.search.micro_batches import noted
-from whalejax.planner.terms import Chosen as Chosen
-from whalejax.planner.terms import MemoryTerms as MemoryTerms
-from whalejax.planner.terms import Remat as Remat
-from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Plan(Pictured):
     )
 
     def __post_init__(self) -> None:
-        plan_fields.check_plan(self)
+        fields.check_plan(self)
 
     @property
     def hash(self) -> str:
@@ -280,7 +280,7 @@ class Plan(Pictured):
         Stages in lockstep that keep only what they were given compute forward again
         before they compute backward.
         """
-        plan_fields.check_collective(collective)
+        fields.check_collective(collective)
         stages, phase = self.stages, collective.phase
         if stages is None or not stages.turns or phase == "update":
             # Where ranks take unlike shares: on the one that takes most.
@@ -507,7 +507,7 @@ class Plan(Pictured):
 
     def document(self) -> dict[str, Any]:
         """The plan as plain JSON data, with hashes for checking."""
-        return documents.document_of(self)
+        return plan_file.document_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file appears whole or not at all.
@@ -515,8 +515,8 @@ class Plan(Pictured):
         Raises:
             PlanError: the file cannot be written there.
         """
-        plan_fields.check_path("Plan.save", path)
-        documents.write(self, path)
+        fields.check_path("Plan.save", path)
+        plan_file.write(self, path)
 
     @classmethod
     def from_document(cls, document: dict[str, Any], name: str = "the plan") -> Plan:
@@ -529,8 +529,8 @@ class Plan(Pictured):
         Raises:
             PlanError: it is no plan, is damaged, was edited, or has another format.
         """
-        plan_fields.check_document(document, name)
-        return documents.from_document(cls, document, name)
+        fields.check_document(document, name)
+        return plan_file.from_document(cls, document, name)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -540,5 +540,5 @@ class Plan(Pictured):
             PlanError: the file is no plan, is damaged, was edited, or has another
                 format.
         """
-        plan_fields.check_path("Plan.load", path)
-        return documents.read(cls, path)
+        fields.check_path("Plan.load", path)
+        return plan_file.read(cls, path)

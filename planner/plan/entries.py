@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
 from whalejax.planner.explain import gigabytes, milliseconds
+from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.sharding.layout import Spec
-from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 @functools.cache

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.reading import Unreadable, check_depth, parse_json, read_text
 from whalejax.meshes.texts import quoted
-from whalejax.planner.errors import PlanError
-from whalejax.planner.serial import DataError, decode, encode
+from whalejax.planner.plan.errors import PlanError
+from whalejax.planner.plan.json_codec import DataError, decode, encode
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan import Plan
+    from whalejax.planner.plan.plan import Plan
 
 
 PLAN_VERSION: Final = 15
@@ -141,6 +141,6 @@ def _check_version(version: Any, name: str) -> None:
 
 def _check_believable(plan: Plan) -> None:
     # Late, because it reads schedules, and these are made of plans' data.
-    from whalejax.planner.believable import check_plan
+    from whalejax.planner.plan.validate import check_plan
 
     check_plan(plan)
