@@ -125,7 +125,7 @@ RETURNED: Final = (
     "whalejax.display.timelines.StepTimeline",
     "whalejax.found.Found",
     "whalejax.found.Weighed",
-    "whalejax.planner.differences.PlanDiff",
+    "whalejax.planner.plan.report.diff.PlanDiff",
     "whalejax.verification.comparison.Verification",
 )
 """Classes that nobody builds, but whose instances public callables return."""

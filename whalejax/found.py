@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any, overload
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.display import page_width
-from whalejax.planner.explain import gigabytes, layout_text, milliseconds
-from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.plan.plan import Candidate, NothingFits, Plan, PlanError
+from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.text_layout import (
+    Line,
+    check_lines,
+    paragraph,
+    plain,
+    table,
+)
+from whalejax.planner.plan.report.why import gigabytes, layout_text, milliseconds
 
 
 if TYPE_CHECKING:

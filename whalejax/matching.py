@@ -30,8 +30,8 @@ from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.problems import Problems, warn
 from whalejax.optimizers import optimizer_bytes
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.plan.report.why import gigabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

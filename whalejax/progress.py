@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.text import Text
 
 from whalejax.meshes.telling import listening
-from whalejax.planner.explain import milliseconds as seconds_text
+from whalejax.planner.plan.report.why import milliseconds as seconds_text
 
 
 _LINE_SECONDS = 5.0

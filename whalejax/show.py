@@ -14,12 +14,14 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
-from whalejax.planner.display import plan_lines
-from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.lines import Line
-from whalejax.planner.parameters import ParameterRow as ParameterRow
-from whalejax.planner.parameters import parameter_rows as parameter_rows
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.page import plan_lines
+from whalejax.planner.plan.report.parameter_table import ParameterRow as ParameterRow
+from whalejax.planner.plan.report.parameter_table import (
+    parameter_rows as parameter_rows,
+)
+from whalejax.planner.plan.report.text_layout import Line
+from whalejax.planner.plan.report.why import milliseconds as seconds_text
 
 
 __all__ = ["Lines", "plan_table", "print_plan", "seconds_text"]

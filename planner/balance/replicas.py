@@ -11,8 +11,8 @@ from whalejax.meshes.kinds import DeviceKind
 from whalejax.planner.balance.shares import Device, check_pieces, makespan
 from whalejax.planner.balance.zero1_slices import Slices
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan.plan import NothingFits, Plan, PlanError
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.terms import MemoryTerms
 
 

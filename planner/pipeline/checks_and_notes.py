@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import check_devices
 from whalejax.planner.pipeline.stage_graph import places_of
@@ -18,6 +17,7 @@ from whalejax.planner.plan.plan import (
     Plan,
     PlanError,
 )
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.search.request import Request
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, runs_as
-from whalejax.planner.explain import gigabytes, leaf_note
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.fused_parameters import computed_whole
 from whalejax.planner.model.graph import BatchReduction, Graph
@@ -26,6 +25,7 @@ from whalejax.planner.plan.plan import (
     RegionTable,
     RoleInfo,
 )
+from whalejax.planner.plan.report.why import gigabytes, leaf_note
 from whalejax.planner.plan.terms import OBEYED, UNCOUNTED_MOVES
 from whalejax.planner.search.enumerate import Request, Scored, Search
 from whalejax.planner.sharding.layout import Table

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
-from whalejax.planner.explain import gigabytes, milliseconds
+from whalejax.planner.plan.report.why import gigabytes, milliseconds
 from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.sharding.layout import Spec
 

@@ -21,7 +21,6 @@ from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.model.logical_dimensions import starred
-from whalejax.planner.pictured import Pictured
 from whalejax.planner.plan import fields, plan_file
 from whalejax.planner.plan.entries import BatchLeaf as BatchLeaf
 from whalejax.planner.plan.entries import Beyond as Beyond
@@ -35,6 +34,7 @@ from whalejax.planner.plan.errors import NothingFits as NothingFits
 from whalejax.planner.plan.errors import PlanError as PlanError
 from whalejax.planner.plan.fingerprint import program_data
 from whalejax.planner.plan.plan_file import PLAN_VERSION as PLAN_VERSION
+from whalejax.planner.plan.report.pictures import Pictured
 from whalejax.planner.plan.terms import Chosen as Chosen
 from whalejax.planner.plan.terms import MemoryTerms as MemoryTerms
 from whalejax.planner.plan.terms import Remat as Remat
@@ -43,7 +43,7 @@ from whalejax.planner.search.micro_batches import noted
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.differences import PlanDiff
+    from whalejax.planner.plan.report.diff import PlanDiff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +322,7 @@ class Plan(Pictured):
         Raises:
             PlanError: no parameter has that path; the nearest are named.
         """
-        from whalejax.planner.explain import no_such_leaf
+        from whalejax.planner.plan.report.why import no_such_leaf
 
         for leaf in self.leaves if isinstance(path, str) else ():
             if path in (leaf.path, starred(leaf.path)):
@@ -338,7 +338,7 @@ class Plan(Pictured):
         Raises:
             PlanError: no parameter has that path.
         """
-        from whalejax.planner.explain import why
+        from whalejax.planner.plan.report.why import why
 
         return why(self, self.leaf(path))
 
@@ -415,7 +415,7 @@ class Plan(Pictured):
         Returns:
             Lines of text, with numbers.
         """
-        from whalejax.planner.reasons import explain
+        from whalejax.planner.plan.report.explain import explain
 
         return explain(self)
 
@@ -426,7 +426,7 @@ class Plan(Pictured):
             Lines of text: what is parallel, who is synchronous, what is exchanged over
             which topology, what is replicated.
         """
-        from whalejax.planner.taxonomy import describe
+        from whalejax.planner.plan.report.describe import describe
 
         return describe(self)
 
@@ -439,7 +439,7 @@ class Plan(Pictured):
         Returns:
             Settings, parameters, traffic and terms that differ; ``print`` shows them.
         """
-        from whalejax.planner.differences import diff
+        from whalejax.planner.plan.report.diff import diff
 
         return diff(self, other)
 
@@ -453,13 +453,13 @@ class Plan(Pictured):
             PlanError: one table cannot say what the plan does; every dimension with
                 two meanings is listed.
         """
-        from whalejax.planner.export import flax_rules
+        from whalejax.planner.plan.report.export import flax_rules
 
         return flax_rules(self)
 
     def maxtext_flags(self) -> dict[str, int]:
         """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
-        from whalejax.planner.export import maxtext_flags
+        from whalejax.planner.plan.report.export import maxtext_flags
 
         return maxtext_flags(self)
 
@@ -472,7 +472,7 @@ class Plan(Pictured):
         Returns:
             Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
         """
-        from whalejax.planner.display import page
+        from whalejax.planner.plan.report.page import page
 
         return page(self, all_rows=all_rows)
 

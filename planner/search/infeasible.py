@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 
 from whalejax.meshes.problems import Problems
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.plan.plan import NothingFits, PlanError
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     NO_SEQUENCE,

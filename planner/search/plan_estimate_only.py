@@ -15,7 +15,6 @@ import numpy as np
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.balance.share_notes import share_notes, stage_kinds
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.explain import gigabytes, leaf_note, milliseconds
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.plan.build import (
@@ -35,6 +34,7 @@ from whalejax.planner.plan.plan import (
     PlanError,
     Stages,
 )
+from whalejax.planner.plan.report.why import gigabytes, leaf_note, milliseconds
 from whalejax.planner.plan.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
 from whalejax.planner.search.batched.branch_and_bound import (
     Case,

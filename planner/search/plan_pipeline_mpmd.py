@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.explain import mesh_words
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.checks_and_notes import (
     batch_of,
@@ -44,6 +43,7 @@ from whalejax.planner.plan.plan import (
     PlanError,
     Stages,
 )
+from whalejax.planner.plan.report.why import mesh_words
 from whalejax.planner.plan.terms import Remat, TimeTerms
 from whalejax.planner.search.enumerate import ranked
 from whalejax.planner.search.plan_spmd import by_marks

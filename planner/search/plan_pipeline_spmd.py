@@ -24,7 +24,6 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost.rows import Row
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.checks_and_notes import candidates, check_stages
@@ -56,6 +55,7 @@ from whalejax.planner.plan.plan import (
     PlanError,
     Stages,
 )
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.terms import ALL, MemoryTerms, Remat, TimeTerms
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.plan_spmd import (

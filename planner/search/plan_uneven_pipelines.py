@@ -24,12 +24,12 @@ from whalejax.planner.balance.shares import (
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.plan.plan import Candidate, LeafPlan, NothingFits, Plan, PlanError
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.search.plan_spmd import check_marks
 from whalejax.planner.search.plan_uneven_replicas import counts

@@ -17,11 +17,11 @@ from unittest import mock
 from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.display import plan_lines
-from whalejax.planner.lines import plain
 from whalejax.planner.plan.entries import BatchLeaf, Candidate, LeafPlan, RegionTable
 from whalejax.planner.plan.entries import RoleInfo as Role
 from whalejax.planner.plan.plan import NothingFits, Plan, Stages
+from whalejax.planner.plan.report.page import plan_lines
+from whalejax.planner.plan.report.text_layout import plain
 from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 
 

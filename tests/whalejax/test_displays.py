@@ -24,9 +24,9 @@ from tests.whalejax.test_searching import searched
 from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
 from whalejax.meshes.build import build_mesh, partition_spec
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.timed_schedule import paced, table_of
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.show import seconds_text
 

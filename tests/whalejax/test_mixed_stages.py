@@ -19,8 +19,8 @@ from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
 from whalejax.meshes.kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.traffic import traffic
+from whalejax.planner.plan.report.traffic import traffic
+from whalejax.planner.plan.report.why import gigabytes
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -17,8 +17,8 @@ import whalejax as wh
 from tests.whalejax.runs import run_script
 from whalejax.meshes.fitted import constants
 from whalejax.meshes.telling import listening, tell
-from whalejax.planner.display import bar_text
-from whalejax.planner.explain import gigabytes
+from whalejax.planner.plan.report.page import bar_text
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.progress import Meter, Working, progress_words, remark
 from whalejax.show import (
     parameter_rows,

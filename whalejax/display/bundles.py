@@ -13,7 +13,8 @@ from typing import Any
 
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.display import (
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.page import (
     SHOWN_ROWS,
     TRAFFIC,
     crossings,
@@ -24,10 +25,14 @@ from whalejax.planner.display import (
     traffic_rows,
     whole_words,
 )
-from whalejax.planner.explain import gigabytes, layout_text, shape_text, spec_text
-from whalejax.planner.explain import milliseconds as seconds_text
-from whalejax.planner.parameters import ParameterRow, parameter_rows
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
+from whalejax.planner.plan.report.why import (
+    gigabytes,
+    layout_text,
+    shape_text,
+    spec_text,
+)
+from whalejax.planner.plan.report.why import milliseconds as seconds_text
 
 
 UNFOLDED_ROWS = 300

@@ -14,8 +14,8 @@ from whalejax.display.page import (
     words,
 )
 from whalejax.display.page import cell as td
-from whalejax.planner.explain import gigabytes
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.terms import MemoryTerms
 
 

@@ -24,9 +24,9 @@ from whalejax.display.page import (
 )
 from whalejax.found import price_text
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.explain import milliseconds as seconds_text
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.why import gigabytes
+from whalejax.planner.plan.report.why import milliseconds as seconds_text
 
 
 if TYPE_CHECKING:

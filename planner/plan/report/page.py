@@ -14,7 +14,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from whalejax.planner.cost.collectives import axis_parts
-from whalejax.planner.explain import (
+from whalejax.planner.plan.report.parameter_table import parameter_rows
+from whalejax.planner.plan.report.text_layout import (
+    Line,
+    check_lines,
+    paragraph,
+    plain,
+    table,
+)
+from whalejax.planner.plan.report.traffic import INSIDE, mesh_of, traffic
+from whalejax.planner.plan.report.why import (
     gigabytes,
     layout_text,
     mesh_words,
@@ -25,10 +34,7 @@ from whalejax.planner.explain import (
     whole_dimensions,
     whole_reasons,
 )
-from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
-from whalejax.planner.parameters import parameter_rows
 from whalejax.planner.plan.terms import NO_EFFECT, OBEYED
-from whalejax.planner.traffic import INSIDE, mesh_of, traffic
 
 
 if TYPE_CHECKING:

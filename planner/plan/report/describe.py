@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from whalejax.planner.display import page_width
-from whalejax.planner.explain import gigabytes
-from whalejax.planner.lines import Line, indented, plain
+from whalejax.planner.plan.report.page import page_width
+from whalejax.planner.plan.report.text_layout import Line, indented, plain
+from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
+from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.terms import attention_words
-from whalejax.planner.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 
 
 if TYPE_CHECKING:

@@ -15,15 +15,30 @@ from typing import Any
 from whalejax.meshes.checks import shown
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.display import SHOWN_ROWS, page_width
-from whalejax.planner.explain import gigabytes, mesh_words, milliseconds, spec_text
-from whalejax.planner.lines import Line, check_lines, paragraph, plain, table
 from whalejax.planner.model.logical_dimensions import starred
-from whalejax.planner.parameters import collective_words, collectives_of, homes
 from whalejax.planner.plan.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.plan.report.page import SHOWN_ROWS, page_width
+from whalejax.planner.plan.report.parameter_table import (
+    collective_words,
+    collectives_of,
+    homes,
+)
+from whalejax.planner.plan.report.text_layout import (
+    Line,
+    check_lines,
+    paragraph,
+    plain,
+    table,
+)
+from whalejax.planner.plan.report.traffic import by_sort
+from whalejax.planner.plan.report.why import (
+    gigabytes,
+    mesh_words,
+    milliseconds,
+    spec_text,
+)
 from whalejax.planner.plan.terms import attention_words, precision_words, remat_words
 from whalejax.planner.sharding.layout import shards
-from whalejax.planner.traffic import by_sort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

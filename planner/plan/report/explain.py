@@ -9,13 +9,13 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from whalejax.planner.explain import (
+from whalejax.planner.model.logical_dimensions import starred
+from whalejax.planner.plan.report.why import (
     gigabytes,
     layout_text,
     milliseconds,
     whole_dimensions,
 )
-from whalejax.planner.model.logical_dimensions import starred
 
 
 if TYPE_CHECKING:
