@@ -359,7 +359,7 @@ def _verify(command: VerifyCommand) -> int:
 
 
 def _estimate(command: EstimateCommand) -> None:
-    from whalejax.planner.tables import estimate_file
+    from whalejax.estimates.table import estimate_file
 
     count, of = estimate_file(command.table, command.output)
     if command.json:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from whalejax.planner.decoder import REGIONS, Decoder, decoder_graph
+from whalejax.estimates.decoder import REGIONS, Decoder, decoder_graph
 from whalejax.planner.model.dimensions import analyse
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.planner.test_published import ROW
-from whalejax.planner.inferred import readings
-from whalejax.planner.published import Reading
+from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.read_table import Reading
 
 
 LARGE = {"layers": "96", "hidden": "12288", "heads": "96", "tp": "8", "pp": "8"}

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.meshes.named import read_device
-from whalejax.meshes.problems import WhaleError
-from whalejax.planner.frameworks import framework
-from whalejax.planner.published import (
+from whalejax.estimates.frameworks import framework
+from whalejax.estimates.read_table import (
     Reading,
     measured_seconds,
     read_row,
     read_table,
 )
-from whalejax.planner.runs import Run
+from whalejax.estimates.run import Run
+from whalejax.meshes.named import read_device
+from whalejax.meshes.problems import WhaleError
 
 
 ROW = {

@@ -9,8 +9,8 @@ import pytest
 
 from tests.fuzzing import fuzzed
 from whalejax.cli import main
+from whalejax.estimates.table import ADDED, estimate_file
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.tables import ADDED, estimate_file
 
 
 HEADER = (

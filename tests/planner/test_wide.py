@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.planner.graphs import stacked
 from tests.planner.oracle import Oracle
+from whalejax.estimates.decoder import Decoder, decoder_graph
+from whalejax.estimates.step_model import OUTER
 from whalejax.meshes import Cluster, cluster
 from whalejax.planner.balance.shares import pieces_at, smallest_pace
 from whalejax.planner.cost.collectives import (
@@ -23,8 +25,6 @@ from whalejax.planner.cost.collectives import (
     span_rates,
     spans_of,
 )
-from whalejax.planner.decoder import Decoder, decoder_graph
-from whalejax.planner.estimate import OUTER
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
 from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from whalejax.estimates.step_model import OUTER
 from whalejax.planner.cost.collectives import Spans
-from whalejax.planner.estimate import OUTER
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
 from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from whalejax.planner.frameworks import Remat
+from whalejax.estimates.frameworks import Remat
 
 
 NO = frozenset("none no false off 0 0.0 disabled n/a - na".split())

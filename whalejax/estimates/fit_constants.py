@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 from scipy.optimize import least_squares
 
+from whalejax.estimates.step_model import Array, Runs
 from whalejax.meshes.fitted import LIKE, Achieved, Constants, width_of
-from whalejax.planner.estimate import Array, Runs
 
 
 @dataclass(frozen=True, slots=True)

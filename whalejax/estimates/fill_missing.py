@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from whalejax.estimates.read_table import Reading, read_row
+from whalejax.estimates.step_model import Runs
 from whalejax.meshes.fitted import constants
-from whalejax.planner.estimate import Runs
-from whalejax.planner.published import Reading, read_row
 
 
 SLACK = 0.15

@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.heterogeneous import price_unlike
+from whalejax.estimates.read_table import Reading, Table, read_table
+from whalejax.estimates.step_model import Runs
 from whalejax.meshes.fitted import constants
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.texts import visible
-from whalejax.planner.estimate import Runs
-from whalejax.planner.inferred import readings
-from whalejax.planner.published import Reading, Table, read_table
-from whalejax.planner.unlike import price_unlike
 
 
 ADDED: tuple[str, ...] = (

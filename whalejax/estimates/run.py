@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.frameworks import Framework, Remat
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted import TUNED, width_of
-from whalejax.planner.decoder import Decoder
-from whalejax.planner.frameworks import Framework, Remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from whalejax.estimates.run import Replica, StageOf
 from whalejax.meshes.named import read_device
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.texts import quoted
-from whalejax.planner.runs import Replica, StageOf
 
 
 _STAGES = re.compile(r"stages\s*(\[.*?\](?:\s*->\s*\[.*?\])*)", re.IGNORECASE)

@@ -16,6 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from whalejax.estimates.decoder import (
+    DROPOUT,
+    IN_PLACE,
+    REGIONS,
+    SOFTMAX,
+    Decoder,
+    decoder_graph,
+)
+from whalejax.estimates.run import Run
 from whalejax.meshes.cluster import Cluster, cluster
 from whalejax.planner.cost.collectives import CollectiveKind
 from whalejax.planner.cost.operation_cost import (
@@ -28,18 +37,9 @@ from whalejax.planner.cost.operation_cost import (
 )
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.cost.rows import Row, Rows
-from whalejax.planner.decoder import (
-    DROPOUT,
-    IN_PLACE,
-    REGIONS,
-    SOFTMAX,
-    Decoder,
-    decoder_graph,
-)
 from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.runs import Run
 from whalejax.planner.sharding.layout import Table
 
 

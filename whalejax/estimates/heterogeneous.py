@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from whalejax.estimates.run import Replica, Run
+from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
+from whalejax.estimates.workload import EMBED, HEAD, LAYER
 from whalejax.meshes.fitted import Constants
-from whalejax.planner.estimate import Array, Runs, pipeline_seconds
-from whalejax.planner.runs import Replica, Run
-from whalejax.planner.work import EMBED, HEAD, LAYER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

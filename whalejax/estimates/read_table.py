@@ -11,20 +11,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from whalejax.estimates import vocabulary
+from whalejax.estimates.csv_table import COLUMNS as COLUMNS
+from whalejax.estimates.csv_table import NEEDED
+from whalejax.estimates.csv_table import Table as Table
+from whalejax.estimates.csv_table import read_table as read_table
+from whalejax.estimates.decoder import Decoder
+from whalejax.estimates.frameworks import Framework, Remat, framework
+from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
+from whalejax.estimates.run import Run, StageOf
+from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.kinds import VOLTA
 from whalejax.meshes.named import Device, read_device
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner import words
-from whalejax.planner.cells import Cells
-from whalejax.planner.csv_files import COLUMNS as COLUMNS
-from whalejax.planner.csv_files import NEEDED
-from whalejax.planner.csv_files import Table as Table
-from whalejax.planner.csv_files import read_table as read_table
-from whalejax.planner.decoder import Decoder
-from whalejax.planner.frameworks import Framework, Remat, framework
-from whalejax.planner.noted import devices_of, notes_of, stages_of
-from whalejax.planner.runs import Run, StageOf
 from whalejax.planner.sharding.layout import largest_divisor
 
 
@@ -216,7 +216,7 @@ def _frozen(cells: Cells, sizes: Decoder) -> bool:
     a forward and two backward products take.
     """
     text = " ".join(cells.text(name) for name in ("model", "url_or_repo_path", "notes"))
-    said = [word for word in words.ADAPTERS if words.has(text.lower(), word)]
+    said = [word for word in vocabulary.ADAPTERS if vocabulary.has(text.lower(), word)]
     if said:
         cells.notes.append(f"parameters frozen ({said[0]!r})")
         return True
@@ -319,7 +319,7 @@ def _gated(cells: Cells, plain: Decoder, llama: Decoder) -> bool:
     if cells.whole("ffn") is None:
         cells.notes.append(f"ffn {plain.ffn} (4 × hidden, no gate)")
         return False
-    if any(word in cells.text("model").lower() for word in words.GATED):
+    if any(word in cells.text("model").lower() for word in vocabulary.GATED):
         return True
     stated = float(cells.text("params_b") or 0) * 1e9
     if stated and cells.whole("vocab"):
@@ -405,9 +405,9 @@ def _chunks(
 def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
     text = cells.text("sp")
     if text:
-        if tensor > 1 and not words.known(text):
+        if tensor > 1 and not vocabulary.known(text):
             cells.notes.append(f"sp on (for {text!r})")
-        return tensor > 1 and words.yes(text)
+        return tensor > 1 and vocabulary.yes(text)
     if tensor > 1:
         word = "on" if source.sequence_parallel else "off"
         cells.notes.append(f"sp {word} ({source.name}'s default)")
@@ -416,7 +416,7 @@ def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
 
 def _context(cells: Cells, tensor: int) -> int:
     """Ranks that share a sequence; a number of those without tensor ranks is that."""
-    degree = words.degree(cells.text("sp"))
+    degree = vocabulary.degree(cells.text("sp"))
     if cells.whole("cp") is None and tensor == 1 and degree > 1:
         cells.notes.append(f"cp {degree} (sp {cells.text('sp')} without tp)")
         return degree
@@ -431,7 +431,7 @@ def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool
             return ("none" if sizes.flash else "selective"), False
         cells.notes.append(f"remat {source.remat} ({source.name}'s default)")
         return source.remat, False
-    found = words.remat(text, source.selective)
+    found = vocabulary.remat(text, source.selective)
     policy: Remat = found or "dots"
     if found is None:
         cells.notes.append(f"remat dots (the nearest to {text!r})")
@@ -442,7 +442,7 @@ def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool
 
 def _precision(cells: Cells, source: Framework, device: Entry) -> str:
     text = cells.text("precision").lower()
-    found = words.precision(text) if text else source.dtype
+    found = vocabulary.precision(text) if text else source.dtype
     if not text:
         cells.notes.append(f"precision {found} ({source.name}'s default)")
     elif found not in (text, text.replace("fp", "f")):

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import kendalltau
 
+from whalejax.estimates.fill_missing import readings
+from whalejax.estimates.fit_constants import fit, source_weights
+from whalejax.estimates.read_table import measured_seconds, read_table
+from whalejax.estimates.run import Run
+from whalejax.estimates.step_model import Array, Runs
 from whalejax.meshes.fitted import Constants, constants
 from whalejax.meshes.problems import WhaleError
-from whalejax.planner.estimate import Array, Runs
-from whalejax.planner.fitting import fit, source_weights
-from whalejax.planner.inferred import readings
-from whalejax.planner.published import measured_seconds, read_table
-from whalejax.planner.runs import Run
 
 
 SWEEP = 300

@@ -17,14 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
-from whalejax.meshes.topology import detour
-from whalejax.planner.balance.shares import even_shares
-from whalejax.planner.pipeline.schedules import schedule
-from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.runs import Run
-from whalejax.planner.work import (
+from whalejax.estimates.run import Run
+from whalejax.estimates.workload import (
     EMBED,
     HEAD,
     LAYER,
@@ -35,6 +29,12 @@ from whalejax.planner.work import (
     wires,
     work_of,
 )
+from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
+from whalejax.meshes.topology import detour
+from whalejax.planner.balance.shares import even_shares
+from whalejax.planner.pipeline.schedules import schedule
+from whalejax.planner.pipeline.simulate import simulate
 
 
 Array = np.ndarray
