@@ -112,8 +112,8 @@ def main() -> None:
     if arguments.process is not None:
         _work(arguments)
         return
-    from whalejax.meshes.launching import free_port
-    from whalejax.meshes.quota import why_no_quota
+    from whalejax.distributed.cgroup_quota import why_no_quota
+    from whalejax.distributed.launcher import free_port
 
     if problem := why_no_quota():
         sys.exit(problem)
@@ -133,7 +133,7 @@ def _work(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {core})
     import jax
 
-    from whalejax.meshes.quota import Quota
+    from whalejax.distributed.cgroup_quota import Quota
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)

@@ -65,7 +65,7 @@ def main() -> None:
         return
     if not arguments.default_malloc:
         keep_memory()
-    from whalejax.meshes.launching import free_port
+    from whalejax.distributed.launcher import free_port
 
     command = [sys.executable, *sys.argv, "--port", str(free_port()), "--process"]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

@@ -440,8 +440,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "timeout_seconds": POSITIVE,
             "heartbeat_seconds": POSITIVE,
         },
-        stops=("whalejax.joining:_join",),
-        kept=("whalejax.joining:_join",),
+        stops=("whalejax.distributed.init_distributed:_join",),
+        kept=("whalejax.distributed.init_distributed:_join",),
     ),
     **HARDWARE,
 }

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from whalejax.annotations import split as split
     from whalejax.annotations import stage as stage
     from whalejax.attending import attention as attention
+    from whalejax.distributed.init_distributed import (
+        init_distributed as init_distributed,
+    )
     from whalejax.feed import Feed as Feed
-    from whalejax.joining import init_distributed as init_distributed
     from whalejax.losses import Aux as Aux
     from whalejax.losses import Job as Job
     from whalejax.losses import WeightedLoss as WeightedLoss
@@ -52,7 +54,7 @@ _MODULE_OF_NAME = {
     "attention": "whalejax.attending",
     "cluster": "whalejax.meshes",
     "compile": "whalejax.train",
-    "init_distributed": "whalejax.joining",
+    "init_distributed": "whalejax.distributed.init_distributed",
     "pipeline": "whalejax.annotations",
     "plan": "whalejax.planning",
     "replicate": "whalejax.annotations",

@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> Command:
     if argv[:1] == ["launch"]:
-        from whalejax.meshes.launching import words_after
+        from whalejax.distributed.launcher import words_after
 
         argv = ["launch", *words_after(argv[1:])]
     check_words(argv)
@@ -152,7 +152,7 @@ def _run(command: Command, started: float) -> int:
 
             return launcher.launch(command)
         case DoctorCommand():
-            from whalejax import doctor
+            from whalejax.distributed import doctor
 
             return doctor.doctor(command)
     return 0

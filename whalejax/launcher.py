@@ -1,11 +1,11 @@
-"""``whalejax launch``: its options, read into what ``meshes.launching`` starts."""
+"""``whalejax launch``: its options, read into what ``distributed.launcher`` starts."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 
-from whalejax.meshes import launching
+from whalejax.distributed import launcher
 from whalejax.meshes.problems import WhaleError
 from whalejax.options import LaunchCommand
 
@@ -27,8 +27,8 @@ def launch(command: LaunchCommand) -> int:
             f"SCRIPT.py is {str(command.script)!r}; there is no such file "
             f"({command.script.absolute()})"
         )
-    return launching.run(
-        launching.Launch(
+    return launcher.run(
+        launcher.Launch(
             command=(sys.executable, str(command.script), *command.arguments),
             processes=command.processes,
             hosts=tuple(command.hosts.split(",")),

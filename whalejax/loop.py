@@ -23,8 +23,8 @@ from typing import Any, Final, NoReturn
 import jax
 import jax.numpy as jnp
 
-from whalejax.beats import tells_of_loss
 from whalejax.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.distributed.heartbeat import tells_of_loss
 from whalejax.lowering.watch import lost
 from whalejax.lowering.ways import is_here, settle
 from whalejax.meshes.problems import WhaleError

@@ -26,7 +26,7 @@ from typing import Final
 import pytest
 
 from whalejax import cli
-from whalejax.meshes.launched import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -15,16 +15,16 @@ import pytest
 
 from tests.processes import free_port
 from whalejax import cli
-from whalejax.meshes import checkup, links
-from whalejax.meshes.checkup import Check, Report
-from whalejax.meshes.launched import (
+from whalejax.distributed import host_checks, json_lines
+from whalejax.distributed.host_checks import Check, Report
+from whalejax.distributed.host_comparison import Met, meet
+from whalejax.distributed.launch_env import (
     COORDINATOR,
     NUM_PROCESSES,
     PROCESS_ID,
     launched,
     split_address,
 )
-from whalejax.meshes.meeting import Met, meet
 from whalejax.meshes.problems import WhaleError
 
 
@@ -153,13 +153,15 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_wrong_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkup, "_DEVICES", "raise SystemExit('no driver')")
-    monkeypatch.setattr(checkup.metadata, "version", lambda _: "0.4.1")
+    monkeypatch.setattr(host_checks, "_DEVICES", "raise SystemExit('no driver')")
+    monkeypatch.setattr(host_checks.metadata, "version", lambda _: "0.4.1")
     refuse = "no control group can be made here (/sys: Read-only file system). Run as"
-    monkeypatch.setattr(checkup, "why_no_quota", lambda: refuse)
-    monkeypatch.setattr(checkup.metadata, "requires", lambda _: ["jax>=0.10.2,<0.13"])
+    monkeypatch.setattr(host_checks, "why_no_quota", lambda: refuse)
+    monkeypatch.setattr(
+        host_checks.metadata, "requires", lambda _: ["jax>=0.10.2,<0.13"]
+    )
     with socket.create_server(("", 0)) as other:
-        monkeypatch.setattr(checkup, "PORT", other.getsockname()[1])
+        monkeypatch.setattr(host_checks, "PORT", other.getsockname()[1])
         assert cli.main(["doctor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     for text in (
@@ -194,7 +196,7 @@ HOSTILE: Final = (
     json.dumps(host("x").document()).encode() + b"\n[]\n",
     json.dumps(host("x").document()).encode() + b'\n{"time": Infinity}\n',
     json.dumps(host("x").document()).encode() + b'\n{"time": "now"}\n',
-    b"x" * (links.MOST_BYTES + 100_000),
+    b"x" * (json_lines.MOST_BYTES + 100_000),
 )
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import whalejax as wh
 from tests.processes import finish, start
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.lowering.fingerprints import fingerprint
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER
 
 
 PROGRAM: Final = """

@@ -16,7 +16,7 @@ import pytest
 
 import whalejax as wh
 from tests.processes import ROOT, free_port
-from whalejax import joining
+from whalejax.distributed import init_distributed
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_mutual_tls_that_jax_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """It would run without, and nobody would know."""
     monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
     without = inspect.Signature()
-    monkeypatch.setattr(joining.inspect, "signature", lambda _: without)
+    monkeypatch.setattr(init_distributed.inspect, "signature", lambda _: without)
     with pytest.raises(
         wh.WhaleError, match="JAX_MTLS_CERT_FILE set, and JAX .* has no"
     ):

@@ -111,9 +111,9 @@ STOPS: Final = (
     "whalejax.meshes.detect:detect",
     "whalejax.verification.checking:run",
     "whalejax.meshes.calibrate:measured",
-    "whalejax.meshes.launching:run",
-    "whalejax.doctor:report",
-    "whalejax.doctor:_on_all",
+    "whalejax.distributed.launcher:run",
+    "whalejax.distributed.doctor:report",
+    "whalejax.distributed.doctor:_on_all",
 )
 """What takes time or touches devices."""
 

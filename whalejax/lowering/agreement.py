@@ -19,7 +19,8 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 import whalejax
-from whalejax import _compat_processes, beats
+from whalejax import _compat_processes
+from whalejax.distributed import heartbeat
 from whalejax.lowering.fingerprints import fingerprint
 from whalejax.planner.plan.fingerprint import told, told_apart
 from whalejax.planner.plan.plan import PlanError
@@ -154,7 +155,7 @@ def _exchanged(mine: Mapping[str, str], wait_seconds: float) -> list[dict[str, s
     found: dict[int, dict[str, str]] = {}
     left = [*range(jax.process_count())]
     while left:
-        ended = beats.begun().ended()  # What one had said would still be there.
+        ended = heartbeat.begun().ended()  # What one had said would still be there.
         wait = max(0.1, min(end - time.monotonic(), LOOK_SECONDS / len(left)))
         for number in left:
             said = _compat_processes.told_by(f"{folder}/{number}", wait)

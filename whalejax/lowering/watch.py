@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from whalejax import beats
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER
+from whalejax.distributed import heartbeat
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
 from whalejax.meshes.problems import WhaleError
 from whalejax.planner.pipeline.schedules import Row
 from whalejax.planner.pipeline.transfer_order import Handing, words_of
@@ -41,7 +41,7 @@ def lost(error: BaseException, where: str) -> WhaleError:
         where: what was being done.
     """
     said = str(error).splitlines()[0][:200]
-    who = beats.begun().missing() or "which one cannot be seen from here"
+    who = heartbeat.begun().missing() or "which one cannot be seen from here"
     return WhaleError(
         f"another process of this step is gone ({said}), at {where}: {who}. Look for "
         "its first error, start all processes anew, and restore the latest checkpoint"
@@ -90,7 +90,7 @@ class Watch:
                 "that error, start all processes anew, and restore the latest "
                 "checkpoint"
             )
-        beats.begun().step()
+        heartbeat.begun().step()
         with self._lock:
             self._settle()
             self._open.append((kind, time.monotonic(), None))
@@ -123,7 +123,7 @@ class Watch:
             self._failed = kind
             with self._lock:
                 self._open.clear()
-            if not self._alone and beats.tells_of_loss(error):
+            if not self._alone and heartbeat.tells_of_loss(error):
                 raise lost(error, self._where()) from error
             raise
 
@@ -148,8 +148,8 @@ class Watch:
                 if longest is None
                 else max(self.least_seconds, TIMES_LONGEST * longest)
             )
-            if beats.begun().ended():  # for one that has gone home nobody need wait
-                allowed = min(allowed, beats.begun().silent_seconds)
+            if heartbeat.begun().ended():  # for one that has gone home nobody need wait
+                allowed = min(allowed, heartbeat.begun().silent_seconds)
             return (kind, waited, longest or 0.0) if waited > allowed else None
 
     def _look_on(self) -> None:
@@ -163,7 +163,7 @@ class Watch:
         return "its beginning" if self.doing is None else words_of(self.doing)
 
     def _end(self, kind: str, waited: float, longest: float) -> None:
-        who = beats.begun().late() or (
+        who = heartbeat.begun().late() or (
             "All processes are there and have begun as many steps: another one does "
             "something else than this one"
         )
@@ -176,7 +176,7 @@ class Watch:
             flush=True,
         )
         faulthandler.dump_traceback(file=sys.stderr)
-        beats.begun().leave(ENDS_FOR_ANOTHER)
+        heartbeat.begun().leave(ENDS_FOR_ANOTHER)
 
 
 def _there(results: Sequence[Any] | None) -> bool:

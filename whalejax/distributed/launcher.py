@@ -13,12 +13,12 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 
-from whalejax.meshes.group import Group
-from whalejax.meshes.launch import Launch as Launch
-from whalejax.meshes.launch import free_port as free_port
-from whalejax.meshes.launch import is_here as is_here
+from whalejax.distributed.launch_spec import Launch as Launch
+from whalejax.distributed.launch_spec import free_port as free_port
+from whalejax.distributed.launch_spec import is_here as is_here
+from whalejax.distributed.process_group import Group
+from whalejax.distributed.process_output import hold_standard_streams
 from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.pump import hold_standard_streams
 
 
 def run(launch: Launch) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from whalejax.meshes.launched import MARK, Blamed, Introduced, Joining, heard
+from whalejax.distributed.launch_env import MARK, Blamed, Introduced, Joining, heard
 from whalejax.meshes.problems import WhaleError
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 from typing import Any, Final
 
-from whalejax.meshes.launched import is_loopback
+from whalejax.distributed.launch_env import is_loopback
 
 
 MOST_DEPTH: Final = 8

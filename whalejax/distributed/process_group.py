@@ -21,11 +21,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from whalejax.meshes.launch import Launch
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER, Blamed, Introduced, Joining
+from whalejax.distributed.cgroup_quota import Quota
+from whalejax.distributed.launch_env import (
+    ENDS_FOR_ANOTHER,
+    Blamed,
+    Introduced,
+    Joining,
+)
+from whalejax.distributed.launch_spec import Launch
+from whalejax.distributed.process_output import Log, Pump, Shown, drop_stdout
 from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.pump import Log, Pump, Shown, drop_stdout
-from whalejax.meshes.quota import Quota
 
 
 GRACE_SECONDS: Final = 10.0

@@ -19,19 +19,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from whalejax.meshes.launched import (
-    ENDS_FOR_ANOTHER,
-    blame,
-    joined_address,
-    printable,
-    split_address,
-)
-from whalejax.meshes.links import (
+from whalejax.distributed.json_lines import (
     Link,
     Stranger,
     greet,
     listener,
     receive,
+)
+from whalejax.distributed.launch_env import (
+    ENDS_FOR_ANOTHER,
+    blame,
+    joined_address,
+    printable,
+    split_address,
 )
 from whalejax.meshes.problems import WhaleError
 

@@ -1,6 +1,6 @@
 """Start JAX over several processes, with deadlines on what they wait for.
 
-Processes come together (``meshes.rendezvous``) before JAX joins them, and beat before
+Processes come together (``distributed.rendezvous``) before JAX joins them, and beat before
 JAX looks for their devices: whoever fails or stands still in between is named.
 """
 
@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import jax
 
-from whalejax import _compat_processes, beats
-from whalejax.meshes.checks import Arguments, is_number, is_whole
-from whalejax.meshes.launched import (
+from whalejax import _compat_processes
+from whalejax.distributed import heartbeat as beats
+from whalejax.distributed.launch_env import (
     introduce,
     is_loopback,
     joined_address,
@@ -30,8 +30,9 @@ from whalejax.meshes.launched import (
     shared_key,
     split_address,
 )
+from whalejax.distributed.rendezvous import Place, end_process, rendezvous
+from whalejax.meshes.checks import Arguments, is_number, is_whole
 from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.rendezvous import Place, end_process, rendezvous
 
 
 INTERRUPT_SECONDS: Final = 2.0

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Final, Literal, get_args
 
+from whalejax.distributed.cgroup_quota import why_no_quota
+from whalejax.distributed.launch_env import PORT, printable, split_address
 from whalejax.meshes.catalogue import entry_of_device
-from whalejax.meshes.launched import PORT, printable, split_address
-from whalejax.meshes.quota import why_no_quota
 
 
 Verdict = Literal["ok", "warning", "problem"]

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from whalejax import __version__
-from whalejax.meshes import launching
-from whalejax.meshes.checkup import Check, report
-from whalejax.meshes.launched import launched, shared_key, split_address
-from whalejax.meshes.meeting import Met, meet
+from whalejax.distributed import launcher
+from whalejax.distributed.host_checks import Check, report
+from whalejax.distributed.host_comparison import Met, meet
+from whalejax.distributed.launch_env import launched, shared_key, split_address
 from whalejax.meshes.problems import WhaleError
 from whalejax.options import DoctorCommand
 from whalejax.progress import make_console
@@ -83,7 +83,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
     words = [sys.executable, "-m", "whalejax", "doctor", "--timeout"]
     words += [str(command.timeout), *(["--json"] if command.json else [])]
     with tempfile.TemporaryDirectory() as logs:
-        launch = launching.Launch(
+        launch = launcher.Launch(
             command=tuple(words),
             processes=len(hosts),
             hosts=hosts,
@@ -92,7 +92,7 @@ def _on_all(command: DoctorCommand, hosts: tuple[str, ...]) -> int:
             tells=False,
             stops=False,  # hosts that are there say who is missing
         )
-        return min(1, launching.run(launch))
+        return min(1, launcher.run(launch))
 
 
 def show(met: Met, *, as_json: bool) -> None:

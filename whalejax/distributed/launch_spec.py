@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from whalejax.meshes.launched import (
+from whalejax.distributed.cgroup_quota import check_quota
+from whalejax.distributed.launch_env import (
     COORDINATOR,
     EXIT,
     KEY,
@@ -28,7 +29,6 @@ from whalejax.meshes.launched import (
     split_address,
 )
 from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.quota import check_quota
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from whalejax.meshes.checkup import CLOCK_SECONDS, Check, Report
-from whalejax.meshes.launched import split_address
-from whalejax.meshes.links import (
+from whalejax.distributed.host_checks import CLOCK_SECONDS, Check, Report
+from whalejax.distributed.json_lines import (
     ANSWER_SECONDS,
     Link,
     Stranger,
@@ -29,6 +28,7 @@ from whalejax.meshes.links import (
     listener,
     receive,
 )
+from whalejax.distributed.launch_env import split_address
 from whalejax.meshes.problems import WhaleError
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat_processes
-from whalejax.meshes.launched import ENDS_FOR_ANOTHER, blame, exit_seconds
+from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, blame, exit_seconds
 
 
 SILENT_SECONDS: Final = 30.0
