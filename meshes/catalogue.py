@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.fitted import constants
-from whalejax.meshes.kinds import DeviceKind, Source
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.device_kinds import DeviceKind, Source
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, TypeVar, Union
 
 import numpy as np
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written, visible
 
 

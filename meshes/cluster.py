@@ -18,10 +18,10 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.meshes.checks import Arguments, check_fields, is_printable, shown
+from whalejax.meshes.device_kinds import MOST_NUMBER, DeviceKind, Platform, check_name
 from whalejax.meshes.displays import Shown
 from whalejax.meshes.dtypes import dtype_name
-from whalejax.meshes.kinds import MOST_NUMBER, DeviceKind, Platform, check_name
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import quoted
 from whalejax.meshes.topology import COMPILERS as COMPILERS
 from whalejax.meshes.topology import CompilerProfile as CompilerProfile
@@ -276,7 +276,7 @@ class Cluster(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers that ``from_json`` reads back."""
-        from whalejax.meshes.files import to_data
+        from whalejax.meshes.cluster_toml import to_data
 
         return to_data(self)
 
@@ -287,7 +287,7 @@ class Cluster(Shown):
         Raises:
             WhaleError: unknown keys, wrong types, missing values; all at once.
         """
-        from whalejax.meshes.files import from_data
+        from whalejax.meshes.cluster_toml import from_data
 
         problems = Arguments("Cluster.from_json")
         problems.of("data", data, Mapping, "what Cluster.to_json gave")
@@ -296,7 +296,7 @@ class Cluster(Shown):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a TOML file that ``load`` reads back."""
-        from whalejax.meshes.files import save
+        from whalejax.meshes.cluster_toml import save
 
         _check_path("Cluster.save", path)
         save(self, path)
@@ -308,19 +308,19 @@ class Cluster(Shown):
         Raises:
             WhaleError: no such file, not TOML, or a description with problems.
         """
-        from whalejax.meshes.files import load
+        from whalejax.meshes.cluster_toml import load
 
         _check_path("Cluster.load", path)
         return load(path)
 
     @classmethod
     def from_paddle(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read PaddlePaddle's description of a cluster; ``whalejax.meshes.paddle``.
+        """Read PaddlePaddle's description of a cluster; ``whalejax.meshes.paddle_json``.
 
         Raises:
             WhaleError: no such file, not JSON, or a description with problems.
         """
-        from whalejax.meshes.paddle import load
+        from whalejax.meshes.paddle_json import load
 
         _check_path("Cluster.from_paddle", path)
         return load(path)
@@ -345,7 +345,7 @@ class Cluster(Shown):
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that a short text describes; ``whalejax.meshes.grammar`` has all.
+    """The cluster that a short text describes; ``whalejax.meshes.cluster_text`` has all.
 
     ``h100:8`` one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU torus,
     ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json`` one of
@@ -358,7 +358,7 @@ def cluster(text: str) -> Cluster:
         >>> cluster("v5p:4x4x4").describe()
         '64×TPU v5p (torus 4×4×4)'
     """
-    from whalejax.meshes.grammar import parse
+    from whalejax.meshes.cluster_text import parse
 
     if not (is_printable(text) or (isinstance(text, str) and not text)):
         raise WhaleError(

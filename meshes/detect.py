@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from whalejax.meshes import host
-from whalejax.meshes.calibrate import calibrate as calibrate_local
+from whalejax.meshes import host_facts
+from whalejax.meshes.calibration.calibrate import calibrate as calibrate_local
 from whalejax.meshes.catalogue import Entry, Torus, entry, entry_of_device
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
-from whalejax.meshes.grammar import near_cube, node_levels, torus_levels
-from whalejax.meshes.kinds import DeviceKind
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.cluster_text import near_cube, node_levels, torus_levels
+from whalejax.meshes.device_kinds import DeviceKind
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 def detect(calibrate: bool = True) -> Cluster:
@@ -107,7 +107,7 @@ def _local_memory(kind: DeviceKind, devices: Sequence[Any]) -> DeviceKind:
     """CPU devices have a share of this host's memory, not of the reference's."""
     if kind.platform != "cpu":
         return kind
-    share = host.host_memory_bytes() // len(devices)
+    share = host_facts.host_memory_bytes() // len(devices)
     return dataclasses.replace(kind, memory_bytes=share)
 
 

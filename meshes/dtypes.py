@@ -7,7 +7,7 @@ off its arrays; here the two meet.
 from __future__ import annotations
 
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")

@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from whalejax.estimates import accuracy
 from whalejax.estimates.accuracy import Measured, Score
-from whalejax.meshes.fitted import write
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import write
 
 
 def percent(value: float | None) -> str:

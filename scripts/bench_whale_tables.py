@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from whalejax.meshes import Cluster, device_kind  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.meshes.cluster import Level, Node  # noqa: E402
-from whalejax.meshes.fitted import constants  # noqa: E402
+from whalejax.meshes.fitted_constants import constants  # noqa: E402
 from whalejax.planner.balance.shares import Device, balance  # noqa: E402
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds  # noqa: E402
 from whalejax.planner.pipeline.partition import Layer, Stage  # noqa: E402

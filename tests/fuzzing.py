@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from tests.mutants import as_text, changed, damaged
 from whalejax.meshes import Cluster, cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ def plans() -> Target:
 
 def toml() -> Target:
     """Cluster files in TOML."""
-    from whalejax.meshes.tables import toml_text
+    from whalejax.meshes.checked_tables import toml_text
 
     texts = []
     for given in ("h100:2x4", "v5p:2x2x1", "v100-32:2+p100-16:2"):

@@ -132,9 +132,9 @@ RETURNED: Final = (
 
 
 NAMED: Final = (
-    "whalejax.meshes.build.build_mesh",
-    "whalejax.meshes.build.partition_spec",
-    "whalejax.meshes.calibrate.calibrate",
+    "whalejax.meshes.jax_mesh.build_mesh",
+    "whalejax.meshes.jax_mesh.partition_spec",
+    "whalejax.meshes.calibration.calibrate.calibrate",
 )
 """Functions of modules that users import by name, because they start JAX."""
 

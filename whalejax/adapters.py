@@ -42,7 +42,7 @@ from whalejax.adapters_trees import (
 from whalejax.arguments import is_function
 from whalejax.losses import LossResult, normalise
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.sharding.layout import MESH_AXES
 
 

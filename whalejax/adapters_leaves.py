@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.meshes.checks import is_array, is_whole, shown
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import visible
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import is_array
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.sharding.layout import MESH_AXES
 
 

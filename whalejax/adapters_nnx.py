@@ -17,7 +17,7 @@ from flax import nnx
 from whalejax import _compat
 from whalejax.adapters_leaves import abstract_tree
 from whalejax.adapters_trees import Selection
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 Path = tuple[Any, ...]

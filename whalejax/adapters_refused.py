@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 
 from whalejax.adapters_leaves import dotted
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 
 
 _MOMENTS: Final = frozenset(("mu", "nu", "trace", "momentum", "velocity", "v_row"))

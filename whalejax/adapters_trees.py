@@ -22,7 +22,7 @@ from whalejax.adapters_leaves import (
     refuse_other,
 )
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 _IGNORED_COLLECTIONS: Final = ("params", "intermediates")

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from whalejax import _compat
 from whalejax.adapters_leaves import is_key, is_leaf
 from whalejax.meshes.checks import is_whole, plain, shown
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import PlanError
 from whalejax.precision import LossScale
 from whalejax.state import Origin, TrainState, bare, check_alive, following

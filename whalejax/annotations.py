@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from whalejax.meshes.checks import is_whole, shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Mark, MarkKind
 
 

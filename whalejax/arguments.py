@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from whalejax.meshes.checks import Arguments
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 def check_optimizer(problems: Arguments, optimizer: Any) -> None:

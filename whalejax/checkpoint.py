@@ -42,7 +42,7 @@ from whalejax.checkpoint_record import (
 )
 from whalejax.lowering.spread import collected, dealt, spread
 from whalejax.lowering.ways import settle
-from whalejax.meshes.problems import WhaleError, warn
+from whalejax.meshes.errors import WhaleError, warn
 from whalejax.precision import LossScale
 from whalejax.state import check_alive
 

@@ -26,7 +26,7 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.checkpoint_record import Record, files_of, refuse_damaged, unfinished
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 _WRITTEN_BY: Final = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from whalejax import __version__
-from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.reading import read_text
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.read_file import read_text
 
 
 if TYPE_CHECKING:

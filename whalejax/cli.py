@@ -29,7 +29,7 @@ import tyro
 from tyro import conf
 
 from whalejax import __version__
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.texts import quoted
 from whalejax.option_checks import check_words, checked
 from whalejax.options import (
@@ -377,7 +377,7 @@ def _complete(shell: str) -> None:
 
 def _described(path: Path) -> Cluster | None:
     """What a file describes that would be written over; None for an empty one."""
-    from whalejax.meshes.files import load
+    from whalejax.meshes.cluster_toml import load
 
     if not path.is_file() or not path.stat().st_size:
         return None
@@ -391,9 +391,9 @@ def _described(path: Path) -> Cluster | None:
 
 
 def _calibrate(command: CalibrateCommand) -> None:
-    from whalejax.meshes.beside import joined
-    from whalejax.meshes.calibrate import local_network, measured
-    from whalejax.meshes.files import load
+    from whalejax.meshes.calibration.calibrate import local_network, measured
+    from whalejax.meshes.cluster_toml import load
+    from whalejax.meshes.merge import joined
     from whalejax.progress import Working
 
     _check_output(command.output)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 if TYPE_CHECKING:

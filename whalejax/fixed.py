@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from whalejax.meshes.checks import is_whole, shown
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import BatchReduction
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.sharding.layout import MESH_AXES
@@ -125,7 +125,7 @@ def uneven_shares(
 
 def _products(number: int, parts: int) -> str:
     """The first ways to write a number as a product, for a message."""
-    from whalejax.meshes.build import factorizations
+    from whalejax.meshes.jax_mesh import factorizations
 
     ways = factorizations(number, max(2, parts))[:4]
     return ", ".join("×".join(map(str, way)) for way in ways)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Candidate, NothingFits, Plan, PlanError
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import (

@@ -18,7 +18,7 @@ from whalejax.found import Found
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan, Question
 from whalejax.planning import ask
 from whalejax.planning import plan as find_plan

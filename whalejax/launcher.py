@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from whalejax.distributed import launcher
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.options import LaunchCommand
 
 

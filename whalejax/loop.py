@@ -27,7 +27,7 @@ from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.distributed.heartbeat import tells_of_loss
 from whalejax.lowering.watch import lost
 from whalejax.lowering.ways import is_here, settle
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.resuming import held
 from whalejax.state import TrainState
 from whalejax.train import TrainStep

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from whalejax.arguments import check_optimizer
 from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 T = TypeVar("T")

@@ -25,10 +25,10 @@ from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
 from whalejax.lowering.evaluate import HOST_MEMORY
 from whalejax.lowering.ways import absent, is_here
-from whalejax.meshes.build import are_devices
 from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import Problems, warn
+from whalejax.meshes.errors import Problems, warn
+from whalejax.meshes.jax_mesh import are_devices
 from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
 from whalejax.planner.plan.report.why import gigabytes

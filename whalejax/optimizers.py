@@ -18,8 +18,8 @@ import optax
 from whalejax._compat import inner_jaxprs, open_jaxpr
 from whalejax.adapters import Adapter
 from whalejax.adapters_leaves import WHOLE
-from whalejax.meshes.kinds import Platform
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.device_kinds import Platform
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import TRANSCENDENTAL
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 

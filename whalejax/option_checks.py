@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written
 from whalejax.options import CalibrateCommand, TrainCommand, VerifyCommand
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from tyro import conf
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 Model = Annotated[conf.Positional[str], conf.arg(metavar="MODEL")]

@@ -16,7 +16,7 @@ from whalejax.capture.stack import Unshared, stack_of
 from whalejax.capture.units import units_of
 from whalejax.fixed import EVEN, Uneven, check_mesh
 from whalejax.meshes import Cluster
-from whalejax.meshes.problems import warn
+from whalejax.meshes.errors import warn
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.checks_and_notes import (
     beside,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.options import named_values
 from whalejax.planner.plan.errors import PlanError
 

@@ -26,8 +26,8 @@ from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
-from whalejax.meshes.problems import WhaleError
-from whalejax.meshes.telling import tell
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.progress_events import tell
 from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
 from whalejax.piping import decider

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.request import Hosted

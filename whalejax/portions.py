@@ -18,7 +18,7 @@ import numpy as np
 from whalejax.adapters_leaves import is_key
 from whalejax.matching import BatchLayout
 from whalejax.meshes.checks import is_whole, shown
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
 
 

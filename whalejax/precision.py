@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.adapters import Adapter
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.terms import ALL

@@ -16,7 +16,7 @@ from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.recompute import checkpoint_names
 from whalejax.capture.reductions import batch_reductions
 from whalejax.capture.reporting import check_clear
-from whalejax.meshes.telling import tell
+from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.rebatch import resized
 from whalejax.planner.plan.plan import Chosen, Plan, Remat

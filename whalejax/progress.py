@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from whalejax.meshes.telling import listening
+from whalejax.meshes.progress_events import listening
 from whalejax.planner.plan.report.why import milliseconds as seconds_text
 
 

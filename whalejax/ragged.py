@@ -21,7 +21,7 @@ from whalejax.capture import Captured
 from whalejax.capture.reductions import batch_reductions
 from whalejax.capture.reporting import told_words
 from whalejax.losses import Merged
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.runner import Evaluation, Metrics
 

@@ -17,7 +17,7 @@ import jax
 from whalejax.jobs import make_plan
 from whalejax.losses import Job
 from whalejax.meshes import Cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.state import TrainState
 from whalejax.train import TrainStep

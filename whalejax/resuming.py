@@ -24,7 +24,7 @@ from whalejax.checkpoint_files import fail_together
 from whalejax.checkpoint_record import DamagedCheckpoint, read_record
 from whalejax.folder_lock import FolderLock
 from whalejax.losses import Job
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.state import TrainState
 from whalejax.train import TrainStep
 

@@ -18,8 +18,8 @@ import optax
 from whalejax.found import Found, Refused, Weighed
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_number, shown
-from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.telling import tell
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.progress_events import tell
 from whalejax.meshes.texts import visible
 from whalejax.planner.plan.plan import Candidate, Plan, PlanError
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note

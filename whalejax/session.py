@@ -23,7 +23,7 @@ from rich.console import Console
 from whalejax import jobs, loop, replay
 from whalejax.losses import Job
 from whalejax.matching import devices_of
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.option_checks import check_command
 from whalejax.options import (
     TrainCommand,

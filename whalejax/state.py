@@ -20,7 +20,7 @@ from whalejax.capture.batch import aval_of
 from whalejax.lowering.away import out_of_host
 from whalejax.lowering.spread import spread
 from whalejax.meshes.checks import is_array, shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import PlanError
 from whalejax.precision import LossScale
 

@@ -13,7 +13,7 @@ import jax
 from whalejax.jobs import abstract_model, make_plan
 from whalejax.losses import Job
 from whalejax.meshes import Cluster, WhaleError
-from whalejax.meshes.kinds import TimedModel
+from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan.plan import Plan
 from whalejax.train import compile as compile_step

@@ -39,7 +39,7 @@ from whalejax.matching import (
     devices_of,
 )
 from whalejax.meshes.checks import Arguments, shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.precision import at_precision
 from whalejax.ragged import check_mean, passes, real_samples, repeated, together

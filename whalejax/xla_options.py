@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.checks import is_number, is_printable, shown
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.compiler_options import check_options
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.plan.terms import Chosen

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.device_kinds import DeviceKind
 
 
 class _Leaf(Protocol):

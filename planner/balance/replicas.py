@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.shares import Device, check_pieces, makespan
 from whalejax.planner.balance.zero1_slices import Slices
 from whalejax.planner.cost.operation_cost import Collective

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import PlanError
 
 

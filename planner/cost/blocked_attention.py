@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.cost.rows import Product
 from whalejax.planner.sharding.ring_rounds import ring
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 from whalejax.planner.cost.blocked_attention import AHEAD, BEHIND, block_seconds
 from whalejax.planner.cost.collectives import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from whalejax.meshes.fitted import WHOLE, constants
+from whalejax.meshes.fitted_constants import WHOLE, constants
 from whalejax.planner.cost.operation_cost import Collective, RowCost, Setting, as_run
 from whalejax.planner.cost.optimizer_step import (
     combined_gradients,

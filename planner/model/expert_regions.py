@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimensions import Dimensions, analyse, roles_of
 from whalejax.planner.model.graph import Graph, Op, TaskGraph
 from whalejax.planner.plan.terms import ALL

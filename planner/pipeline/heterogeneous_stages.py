@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.measured_speed import (
     corrections,
     timing_note,

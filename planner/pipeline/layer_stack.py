@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.graph import Graph, Op
 from whalejax.planner.model.repeated_layers import stacked_loop

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.plan.plan import PlanError
 

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import LOOKUPS, Graph
 from whalejax.planner.plan.plan import PlanError
 

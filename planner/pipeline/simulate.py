@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.pipeline.schedules import (
     Action,
     Columns,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 class PlanError(WhaleError):

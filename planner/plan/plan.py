@@ -485,7 +485,7 @@ class Plan(Pictured):
         Returns:
             Path to ``jax.sharding.PartitionSpec``.
         """
-        from whalejax.meshes.build import partition_spec
+        from whalejax.meshes.jax_mesh import partition_spec
 
         return {leaf.path: partition_spec(leaf.param_spec) for leaf in self.leaves}
 
@@ -496,7 +496,7 @@ class Plan(Pictured):
             devices: the devices to use, in node order; all of them if left out. The
                 plan's ``device_order`` is taken of them.
         """
-        from whalejax.meshes.build import build_mesh
+        from whalejax.meshes.jax_mesh import build_mesh
 
         if self.apart:
             raise PlanError(

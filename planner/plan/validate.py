@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.meshes.kinds import MOST_MEMORY_BYTES
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
+from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax.meshes.problems import Problems
-from whalejax.meshes.reading import Unreadable, parse_json
+from whalejax.meshes.errors import Problems
+from whalejax.meshes.read_file import Unreadable, parse_json
 from whalejax.meshes.texts import quoted
 
 

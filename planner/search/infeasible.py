@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.plan.plan import NothingFits, PlanError
 from whalejax.planner.plan.report.why import gigabytes

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.expert_regions import with_expert_regions

@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.kinds import DeviceKind
+from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.measured_speed import (
     corrections,
     timing_note,

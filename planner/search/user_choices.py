@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.batched.layout_variants import Array

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import ATTENTION, Graph

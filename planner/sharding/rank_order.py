@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 
 
 Matrix: TypeAlias = npt.NDArray[np.float64]

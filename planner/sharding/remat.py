@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.cost.rows import Rows
 from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.expert_regions import expert_roles, weight_homes

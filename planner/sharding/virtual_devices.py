@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import TaskGraph
 from whalejax.planner.plan.plan import PlanError
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from whalejax.meshes import Cluster, WhaleError, cluster
-from whalejax.meshes.beside import joined, renamed
 from whalejax.meshes.catalogue import entries
+from whalejax.meshes.merge import joined, renamed
 
 
 def sizes(found: Cluster) -> list[tuple[str, int]]:

@@ -24,8 +24,8 @@ from whalejax.meshes import (
     device_kind,
 )
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.files import from_data
-from whalejax.meshes.tables import toml_text
+from whalejax.meshes.checked_tables import toml_text
+from whalejax.meshes.cluster_toml import from_data
 
 
 POSITIVE = st.floats(1e-9, 1e18)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.fitted import (
+from whalejax.meshes.fitted_constants import (
     ASSUMED,
     CORE,
     Achieved,

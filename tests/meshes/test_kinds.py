@@ -18,8 +18,8 @@ from whalejax.meshes import (
     WhaleError,
     device_kind,
 )
+from whalejax.meshes.device_kinds import effective_size
 from whalejax.meshes.dtypes import dtype_name
-from whalejax.meshes.kinds import effective_size
 
 
 def _kind(**changes: Any) -> DeviceKind:

@@ -18,7 +18,7 @@ from whalejax.distributed import launch_spec as launch
 from whalejax.distributed import launcher, process_group
 from whalejax.distributed.launch_env import KEY
 from whalejax.distributed.launcher import Launch
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]

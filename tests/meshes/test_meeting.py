@@ -25,7 +25,7 @@ from whalejax.distributed.launch_env import (
     launched,
     split_address,
 )
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 FACTS = {"jax": "0.10.2", "python": "3.11", "device kind": "NVIDIA H100"}

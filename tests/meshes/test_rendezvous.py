@@ -25,7 +25,7 @@ from whalejax.distributed.rendezvous import (
     missing_words,
     rendezvous,
 )
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 class Process:

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from tests.planner.oracle_stage import Inner, compositions, shares_of
-from whalejax.meshes.fitted import WHOLE, constants
+from whalejax.meshes.fitted_constants import WHOLE, constants
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds, runs_as
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import schedule

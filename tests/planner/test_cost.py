@@ -11,7 +11,7 @@ import pytest
 from tests.planner.graphs import Program, Sizes, gpt
 from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import COMPILERS
-from whalejax.meshes.kinds import Platform
+from whalejax.meshes.device_kinds import Platform
 from whalejax.planner.cost.operation_cost import (
     Collective,
     Setting,

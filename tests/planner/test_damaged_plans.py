@@ -19,7 +19,7 @@ from tests.mutants import deep
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
 from whalejax.meshes import cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.json_codec import decode
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.plan.plan_file import document_hash

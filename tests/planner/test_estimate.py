@@ -14,7 +14,7 @@ from whalejax.estimates.heterogeneous import price_unlike
 from whalejax.estimates.run import Replica, Run, StageOf
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.fitted import constants
+from whalejax.meshes.fitted_constants import constants
 
 
 def seconds(*runs: Run) -> list[float]:

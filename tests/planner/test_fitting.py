@@ -19,8 +19,8 @@ from whalejax.estimates.frameworks import framework
 from whalejax.estimates.run import Run
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.catalogue import entry
-from whalejax.meshes.fitted import Constants, constants
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import Constants, constants
 
 
 def slower(efficiency: float) -> Constants:

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzzing import fuzzed
 from whalejax.cli import main
 from whalejax.estimates.table import ADDED, estimate_file
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 HEADER = (

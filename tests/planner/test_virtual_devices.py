@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import Mark, MarkKind, TaskGraph
 from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.sharding.virtual_devices import (

@@ -16,7 +16,7 @@ import pytest
 import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
 from whalejax import cli, jobs, models
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.options import (
     PlanCommand,
     TrainCommand,

@@ -40,7 +40,7 @@ def test_calibrate_writes_what_cluster_takes(
         asked.append(budget_seconds)
         return described_cluster()
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
+    monkeypatch.setattr("whalejax.meshes.calibration.calibrate.measured", measured)
     assert cli.main(["calibrate", "-o", "c.toml", "--seconds", "3"]) == 0
     assert "measured and written to c.toml" in capsys.readouterr().out
     assert asked == [3.0]
@@ -60,7 +60,7 @@ def test_kinds_that_are_measured_apart_are_written_into_one_file(
         measured.append(budget_seconds)
         return wh.cluster("cpu:8")
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("whalejax.meshes.calibration.calibrate.calibrate", calibrate)
     words = ["calibrate", "-o", "both.toml"]
     assert "'both.toml' does not exist" in refused([*words, "--append"], capsys)
     assert cli.main([*words, "--kind", "fast"]) == 0

@@ -29,7 +29,7 @@ COMPILE = textwrap.dedent(
     import jax, jax.numpy as jnp, numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from whalejax.meshes.build import cluster_order
+    from whalejax.meshes.jax_mesh import cluster_order
 
     def kind_of(compiled):
         text = compiled.as_text()

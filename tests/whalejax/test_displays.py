@@ -23,7 +23,7 @@ from tests.whalejax.test_estimates import planned as estimated
 from tests.whalejax.test_searching import searched
 from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
-from whalejax.meshes.build import build_mesh, partition_spec
+from whalejax.meshes.jax_mesh import build_mesh, partition_spec
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.timed_schedule import paced, table_of
 from whalejax.planner.plan.report.why import gigabytes

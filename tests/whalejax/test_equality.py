@@ -39,7 +39,7 @@ from tests.equality import (
     worst_leaf,
 )
 from whalejax.adapters import adapt
-from whalejax.meshes.build import partition_spec
+from whalejax.meshes.jax_mesh import partition_spec
 
 
 # The matrix.

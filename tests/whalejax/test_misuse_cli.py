@@ -110,7 +110,7 @@ STOPS: Final = (
     "whalejax.planning:Asked._programs",
     "whalejax.meshes.detect:detect",
     "whalejax.verification.checking:run",
-    "whalejax.meshes.calibrate:measured",
+    "whalejax.meshes.calibration.calibrate:measured",
     "whalejax.distributed.launcher:run",
     "whalejax.distributed.doctor:report",
     "whalejax.distributed.doctor:_on_all",

@@ -17,7 +17,7 @@ from flax import nnx
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
-from whalejax.meshes.kinds import TimedModel
+from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan.report.traffic import traffic
 from whalejax.planner.plan.report.why import gigabytes

@@ -13,7 +13,7 @@ import pytest
 import whalejax as wh
 from whalejax import jobs, models
 from whalejax.adapters import adapt
-from whalejax.meshes.kinds import Platform
+from whalejax.meshes.device_kinds import Platform
 from whalejax.optimizers import optimizer_bytes, updates
 
 

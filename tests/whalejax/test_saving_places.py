@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.options import TrainCommand
 from whalejax.session import _check_save
 

@@ -15,8 +15,8 @@ from rich.console import Console
 
 import whalejax as wh
 from tests.whalejax.runs import run_script
-from whalejax.meshes.fitted import constants
-from whalejax.meshes.telling import listening, tell
+from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.progress_events import listening, tell
 from whalejax.planner.plan.report.page import bar_text
 from whalejax.planner.plan.report.why import gigabytes
 from whalejax.progress import Meter, Working, progress_words, remark

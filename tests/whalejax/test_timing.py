@@ -102,7 +102,7 @@ def test_calibrate_times_a_model(
         written.append(wh.cluster("cpu:2"))
         return written[-1]
 
-    monkeypatch.setattr("whalejax.meshes.calibrate.measured", measured)
+    monkeypatch.setattr("whalejax.meshes.calibration.calibrate.measured", measured)
     path = tmp_path / "c.toml"
     words = ["calibrate", "-o", str(path), "--model", "mlp", "--samples", "32"]
     assert cli.main(words) == 0

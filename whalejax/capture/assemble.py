@@ -19,7 +19,7 @@ from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots
 from whalejax.capture.regions import found_marks, regions
 from whalejax.capture.walk import Walk
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import (
     LOOKUPS,
     Graph,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from whalejax.annotations import nesting_problem
 from whalejax.capture.drafts import Label, OpDraft, TensorDraft
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.model.graph import Mark, TaskGraph
 
 

@@ -16,7 +16,7 @@ from whalejax.adapters_leaves import dotted
 from whalejax.capture.drafts import Value
 from whalejax.capture.samples import Rows, Unclear, reported_rows
 from whalejax.losses import Merged
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.model.graph import Graph
 
 

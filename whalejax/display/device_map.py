@@ -12,7 +12,7 @@ from html import escape
 
 from whalejax.display.page import Picture, cell, table
 from whalejax.meshes.checks import shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import LeafPlan, Plan
 from whalejax.planner.plan.report.why import shape_text, spec_text
 from whalejax.planner.sharding.layout import Spec

@@ -23,7 +23,7 @@ from whalejax.display.page import (
     write,
 )
 from whalejax.found import price_text
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.plan.report.why import milliseconds as seconds_text

@@ -15,7 +15,7 @@ from whalejax.display.bundles import plan_html
 from whalejax.display.page import folded, fragment
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import cluster
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.remat import POLICIES
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path("/sys/fs/cgroup")

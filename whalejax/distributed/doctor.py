@@ -19,7 +19,7 @@ from whalejax.distributed import launcher
 from whalejax.distributed.host_checks import Check, report
 from whalejax.distributed.host_comparison import Met, meet
 from whalejax.distributed.launch_env import launched, shared_key, split_address
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.options import DoctorCommand
 from whalejax.progress import make_console
 

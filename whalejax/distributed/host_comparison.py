@@ -29,7 +29,7 @@ from whalejax.distributed.json_lines import (
     receive,
 )
 from whalejax.distributed.launch_env import split_address
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 PURPOSE: Final = "doctor"

@@ -32,7 +32,7 @@ from whalejax.distributed.launch_env import (
 )
 from whalejax.distributed.rendezvous import Place, end_process, rendezvous
 from whalejax.meshes.checks import Arguments, is_number, is_whole
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 INTERRUPT_SECONDS: Final = 2.0

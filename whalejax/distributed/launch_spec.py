@@ -28,7 +28,7 @@ from whalejax.distributed.launch_env import (
     joined_address,
     split_address,
 )
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
 
 
 REMOTE_SHELL: Final = ("ssh", "-tt", "-o", "BatchMode=yes")

@@ -18,7 +18,7 @@ from whalejax.distributed.launch_spec import free_port as free_port
 from whalejax.distributed.launch_spec import is_here as is_here
 from whalejax.distributed.process_group import Group
 from whalejax.distributed.process_output import hold_standard_streams
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 def run(launch: Launch) -> int:

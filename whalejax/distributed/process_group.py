@@ -30,7 +30,7 @@ from whalejax.distributed.launch_env import (
 )
 from whalejax.distributed.launch_spec import Launch
 from whalejax.distributed.process_output import Log, Pump, Shown, drop_stdout
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 GRACE_SECONDS: Final = 10.0

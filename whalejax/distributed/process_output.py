@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.distributed.launch_env import MARK, Blamed, Introduced, Joining, heard
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 CHUNK_BYTES: Final = 1 << 16

@@ -33,7 +33,7 @@ from whalejax.distributed.launch_env import (
     printable,
     split_address,
 )
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 PURPOSE: Final = "processes"

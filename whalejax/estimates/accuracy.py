@@ -25,8 +25,8 @@ from whalejax.estimates.fit_constants import fit, source_weights
 from whalejax.estimates.read_table import measured_seconds, read_table
 from whalejax.estimates.run import Run
 from whalejax.estimates.step_model import Array, Runs
-from whalejax.meshes.fitted import Constants, constants
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import Constants, constants
 
 
 SWEEP = 300

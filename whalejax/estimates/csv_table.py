@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from whalejax.meshes.grammar import MAX_DEVICES
-from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.reading import Unreadable, read_text
+from whalejax.meshes.cluster_text import MAX_DEVICES
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.read_file import Unreadable, read_text
 from whalejax.meshes.texts import quoted
 
 

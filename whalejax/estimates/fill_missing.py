@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from whalejax.estimates.read_table import Reading, read_row
 from whalejax.estimates.step_model import Runs
-from whalejax.meshes.fitted import constants
+from whalejax.meshes.fitted_constants import constants
 
 
 SLACK = 0.15

@@ -1,4 +1,4 @@
-"""Fitting the constants of ``meshes.fitted`` to measured step times.
+"""Fitting the constants of ``meshes.fitted_constants`` to measured step times.
 
 Robust least squares on the logarithm of predicted over measured, with a pull towards
 what is known of such devices from elsewhere, so that a constant which the runs at hand
@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from whalejax.estimates.step_model import Array, Runs
-from whalejax.meshes.fitted import LIKE, Achieved, Constants, width_of
+from whalejax.meshes.fitted_constants import LIKE, Achieved, Constants, width_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from whalejax.estimates.run import Replica, Run
 from whalejax.estimates.step_model import Array, Runs, pipeline_seconds
 from whalejax.estimates.workload import EMBED, HEAD, LAYER
-from whalejax.meshes.fitted import Constants
+from whalejax.meshes.fitted_constants import Constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

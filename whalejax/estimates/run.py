@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from whalejax.estimates.decoder import Decoder
 from whalejax.estimates.frameworks import Framework, Remat
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.fitted import TUNED, width_of
+from whalejax.meshes.fitted_constants import TUNED, width_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def speed(self) -> str:
-        """The efficiency of products that counts: see ``meshes.fitted.Constants``."""
+        """The efficiency of products that counts: see ``meshes.fitted_constants.Constants``."""
         width = width_of(self.dtype)
         return TUNED if width == "bf16" and self.framework.tuned else width
 

@@ -2,7 +2,7 @@
 
 Everything is an array over the runs, so that a table takes one pass and a fit of the
 constants evaluates the very formulas that users get. What the runs do comes from
-``work``; what devices deliver comes from ``meshes.fitted``; how stages wait for each
+``work``; what devices deliver comes from ``meshes.fitted_constants``; how stages wait for each
 other comes from the schedule's rows.
 """
 
@@ -30,7 +30,7 @@ from whalejax.estimates.workload import (
     work_of,
 )
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
+from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape_share
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance.shares import even_shares
 from whalejax.planner.pipeline.schedules import schedule

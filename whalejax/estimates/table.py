@@ -12,8 +12,8 @@ from whalejax.estimates.fill_missing import readings
 from whalejax.estimates.heterogeneous import price_unlike
 from whalejax.estimates.read_table import Reading, Table, read_table
 from whalejax.estimates.step_model import Runs
-from whalejax.meshes.fitted import constants
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.fitted_constants import constants
 from whalejax.meshes.texts import visible
 
 

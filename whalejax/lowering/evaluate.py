@@ -26,7 +26,7 @@ from whalejax.lowering.kernels import runs_whole
 from whalejax.lowering.lookups import in_whole
 from whalejax.lowering.ring import attend
 from whalejax.lowering.staged import in_stages
-from whalejax.meshes.build import partition_spec
+from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.sharding.layout import Spec
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.lax import GatherScatterMode as Mode
 
 from whalejax import _compat
-from whalejax.meshes.build import partition_spec
+from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.sharding.layout import Spec
 

@@ -25,7 +25,7 @@ from whalejax.capture.attention import Attention, attention_of, product_tags
 from whalejax.capture.blocks import Tags
 from whalejax.lowering.left_out import LeftOut
 from whalejax.lowering.zigzag import dealt_out
-from whalejax.meshes.build import partition_spec
+from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.sharding.layout import Spec
 from whalejax.planner.sharding.ring_rounds import Ring, ring
 

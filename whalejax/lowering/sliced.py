@@ -28,7 +28,7 @@ from whalejax.lowering.exchange import DATA, by_dtype, on_shards
 from whalejax.lowering.replica import Replica
 from whalejax.lowering.spmd import Program, followers, stepping
 from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated, flattened
-from whalejax.meshes.build import partition_spec
+from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.optimizers import owners_of
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.runner import Metrics, finished

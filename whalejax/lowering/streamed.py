@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from whalejax import _compat, rebuild
 from whalejax.capture.rules_elementwise import SAME_SHAPE
-from whalejax.meshes.build import partition_spec
+from whalejax.meshes.jax_mesh import partition_spec
 from whalejax.planner.sharding.layout import Spec
 
 

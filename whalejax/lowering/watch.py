@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from whalejax.distributed import heartbeat
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.planner.pipeline.schedules import Row
 from whalejax.planner.pipeline.transfer_order import Handing, words_of
 

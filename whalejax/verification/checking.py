@@ -12,7 +12,7 @@ from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names
 from whalejax.meshes.checks import is_number, is_printable, shown
-from whalejax.meshes.telling import tell
+from whalejax.meshes.progress_events import tell
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.verification.comparison import Verification, compared
 from whalejax.verification.processes import VerifyError, run

@@ -199,7 +199,7 @@ def _devices(request: Request) -> list[Any]:
     import jax
     from jax.experimental import topologies
 
-    from whalejax.meshes.build import cluster_order
+    from whalejax.meshes.jax_mesh import cluster_order
 
     target = request.target
     if target.platform == "local":
@@ -292,7 +292,7 @@ def _program(text: str, mesh: dict[str, int]) -> dict[str, Any]:
 
 
 def _failure(error: Exception, phase: str) -> dict[str, Any]:
-    from whalejax.meshes.problems import WhaleError
+    from whalejax.meshes.errors import WhaleError
 
     text = str(error)
     words = f"{type(error).__name__}: {text}"

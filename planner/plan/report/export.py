@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import Problems
+from whalejax.meshes.errors import Problems
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE
 

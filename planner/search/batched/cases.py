@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.fitted import WHOLE, constants
-from whalejax.meshes.kinds import KEPT_BYTES
+from whalejax.meshes.device_kinds import KEPT_BYTES
+from whalejax.meshes.fitted_constants import WHOLE, constants
 from whalejax.planner.cost.collectives import Spans, span_rates
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import most_in_flight

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, Link, Torus, entry, kind_names
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
-from whalejax.meshes.fitted import WHOLE, Achieved, constants
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
 from whalejax.meshes.texts import quoted
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.meshes.problems import WhaleError, warn
+from whalejax.meshes.errors import WhaleError, warn
 
 
 # Raised when what is measured, or how, changes.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import jax
 
-from whalejax.meshes import measure
-from whalejax.meshes.build import Device
+from whalejax.meshes.calibration import timers
+from whalejax.meshes.jax_mesh import Device
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 
 
@@ -148,9 +148,9 @@ def measure_devices(
     start = clock()
     target = min(0.02, budget_seconds / 400)
     on_cpu = devices[0].platform == "cpu"
-    watch = measure.Stopwatch(clock=clock, target_seconds=target)
+    watch = timers.Stopwatch(clock=clock, target_seconds=target)
     probes, essential = _probes(devices)
-    runs: dict[Probe, measure.Run] = {}
+    runs: dict[Probe, timers.Run] = {}
     found: Seconds = {}
     longest = 0.0
     for number in range(_ROUNDS * len(probes)):
@@ -180,26 +180,26 @@ def _operations_in(probe: Probe, on_cpu: bool) -> int:
     """How many operations one iteration of the probe's program holds."""
     if isinstance(probe, Convolution | Fresh):
         return 1
-    each = {Product: 2, Chain: measure.OPS_IN_CHAIN}.get(type(probe), 1)
-    return each * (1 if on_cpu or isinstance(probe, Collective) else measure.REPEATED)
+    each = {Product: 2, Chain: timers.OPS_IN_CHAIN}.get(type(probe), 1)
+    return each * (1 if on_cpu or isinstance(probe, Collective) else timers.REPEATED)
 
 
-def _run_of(probe: Probe, devices: Sequence[Device]) -> measure.Run:
+def _run_of(probe: Probe, devices: Sequence[Device]) -> timers.Run:
     match probe:
         case Product(dtype, m, k, n, batch):
-            return measure.matmul_run(devices, dtype, m, k, n, batch)
+            return timers.matmul_run(devices, dtype, m, k, n, batch)
         case Elementwise("add", array_bytes):
-            return measure.add_run(devices, array_bytes)
+            return timers.add_run(devices, array_bytes)
         case Elementwise(_, array_bytes):
-            return measure.exp_run(devices, array_bytes)
+            return timers.exp_run(devices, array_bytes)
         case Fresh(array_bytes):
-            return measure.fresh_run(devices, array_bytes)
+            return timers.fresh_run(devices, array_bytes)
         case Convolution(batch, side, channels):
-            return measure.convolution_run(devices, batch, side, channels)
+            return timers.convolution_run(devices, batch, side, channels)
         case Chain():
-            return measure.chain_run(devices)
+            return timers.chain_run(devices)
         case Collective(collective, size, payload):
-            return measure.collective_run(devices, collective, size, payload)
+            return timers.collective_run(devices, collective, size, payload)
 
 
 def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
@@ -233,7 +233,7 @@ def _collective_probes(count: int, on_cpu: bool) -> list[Probe]:
     """Groups of all devices, of 2 and of 4; each payload, each kind of collective."""
     sizes = [g for g in dict.fromkeys((count, 2, 4)) if 1 < g and count % g == 0]
     payloads = _CPU_PAYLOAD_BYTES if on_cpu else _ACCELERATOR_PAYLOAD_BYTES
-    cases = [(c, g, p) for p in payloads for g in sizes for c in measure.COLLECTIVES]
+    cases = [(c, g, p) for p in payloads for g in sizes for c in timers.COLLECTIVES]
     # In front what the essential part takes: one large and one small all-reduce.
     head = [("all-reduce", g, p) for p in payloads[:2] for g in sizes[:1]]
     return [

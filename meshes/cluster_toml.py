@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from whalejax.meshes.catalogue import Entry, entry, kind_names
+from whalejax.meshes.checked_tables import Table, toml_text
 from whalejax.meshes.cluster import (
     COMPILERS,
     Cluster,
@@ -32,9 +33,8 @@ from whalejax.meshes.cluster import (
     Node,
     check_level,
 )
-from whalejax.meshes.fitted import ASSUMED
-from whalejax.meshes.grammar import MAX_DEVICES, node_levels
-from whalejax.meshes.kinds import (
+from whalejax.meshes.cluster_text import MAX_DEVICES, node_levels
+from whalejax.meshes.device_kinds import (
     PLATFORMS,
     BandwidthPoint,
     DeviceKind,
@@ -42,9 +42,9 @@ from whalejax.meshes.kinds import (
     Source,
     TimedModel,
 )
-from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.reading import Unreadable, check_depth, parse_toml, read_text
-from whalejax.meshes.tables import Table, toml_text
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.fitted_constants import ASSUMED
+from whalejax.meshes.read_file import Unreadable, check_depth, parse_toml, read_text
 
 
 def load(path: str | os.PathLike[str]) -> Cluster:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from whalejax.meshes.catalogue import Link
 from whalejax.meshes.cluster import Cluster, Level
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 def check_kind(name: str, beside: Cluster | None) -> None:

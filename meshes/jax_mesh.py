@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from whalejax.meshes.checks import Arguments, is_printable, is_whole, shown
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 
 
 # Type checkers see a variable in ``jax.Device``, not a class.

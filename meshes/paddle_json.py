@@ -26,14 +26,14 @@ from itertools import groupby
 from typing import Any, Final
 
 from whalejax.meshes.catalogue import Entry, entry
+from whalejax.meshes.checked_tables import Table
 from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
-from whalejax.meshes.grammar import node_levels
-from whalejax.meshes.kinds import MOST_MEMORY_BYTES, DeviceKind
-from whalejax.meshes.named import read_device
+from whalejax.meshes.cluster_text import node_levels
+from whalejax.meshes.device_aliases import read_device
+from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES, DeviceKind
+from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.paddle_topo import NIC_BANDWIDTH, join_topo, topo_machines
-from whalejax.meshes.problems import Problems, WhaleError
-from whalejax.meshes.reading import Unreadable, check_depth, parse_json, read_text
-from whalejax.meshes.tables import Table
+from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
 
 
 TYPES: Final = ("GPU", "CPU", "NIC", "SWITCH", "DCU", "XPU", "NPU")

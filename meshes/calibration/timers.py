@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.meshes.build import Device, build_mesh
+from whalejax.meshes.jax_mesh import Device, build_mesh
 
 
 Run = Callable[[int], object]

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.texts import quoted
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
-from whalejax.meshes.fitted import constants, pace_of, shape_share
-from whalejax.meshes.problems import Problems, WhaleError
+from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.fitted_constants import constants, pace_of, shape_share
 from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 
 

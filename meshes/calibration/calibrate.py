@@ -18,21 +18,10 @@ from dataclasses import replace
 
 import jax
 
-from whalejax.meshes import cache, host
-from whalejax.meshes.beside import check_joined, check_kind, check_replaced, renamed
-from whalejax.meshes.build import Device
-from whalejax.meshes.catalogue import Entry, Link, entry_of_device
-from whalejax.meshes.checks import Arguments, is_number, shown
-from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
-from whalejax.meshes.fit import CollectiveTime, LinkFit, fit_link
-from whalejax.meshes.kinds import (
-    BandwidthPoint,
-    DeviceKind,
-    MatmulPoint,
-    Platform,
-    Source,
-)
-from whalejax.meshes.probes import (
+from whalejax.meshes import host_facts
+from whalejax.meshes.calibration import cache
+from whalejax.meshes.calibration.link_fit import CollectiveTime, LinkFit, fit_link
+from whalejax.meshes.calibration.probes import (
     EXP_BYTES,
     Chain,
     Collective,
@@ -43,7 +32,19 @@ from whalejax.meshes.probes import (
     Seconds,
     measure_devices,
 )
-from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.catalogue import Entry, Link, entry_of_device
+from whalejax.meshes.checks import Arguments, is_number, shown
+from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
+from whalejax.meshes.device_kinds import (
+    BandwidthPoint,
+    DeviceKind,
+    MatmulPoint,
+    Platform,
+    Source,
+)
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.jax_mesh import Device
+from whalejax.meshes.merge import check_joined, check_kind, check_replaced, renamed
 
 
 DEFAULT_BUDGET_SECONDS = 18.0
@@ -137,8 +138,8 @@ def _name(device: Device) -> str:
 def _machine(devices: Sequence[Device]) -> dict[str, str | int | float]:
     """What a measurement depends on, and is looked up by."""
     return {
-        "cpu_model": host.cpu_model(),
-        "cpu_cores": host.cpu_cores(),
+        "cpu_model": host_facts.cpu_model(),
+        "cpu_cores": host_facts.cpu_cores(),
         "num_devices": len(devices),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
@@ -349,7 +350,7 @@ def slug(device_kind: str) -> str:
 def device_memory_bytes(devices: Sequence[Device]) -> int:
     """Memory of one device; see the module for what it means on CPUs."""
     if devices[0].platform == "cpu":
-        return host.host_memory_bytes() // len(devices)
+        return host_facts.host_memory_bytes() // len(devices)
     stats = devices[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit:
