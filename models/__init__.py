@@ -21,7 +21,7 @@ from whalejax.models._names import check_options, pick
 
 
 if TYPE_CHECKING:
-    from whalejax.losses import Job
+    from whalejax.api.losses import Job
 
 _NAMES: Final = {
     "bert-base": ("bert", "base"),

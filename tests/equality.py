@@ -28,7 +28,7 @@ from tests import cases, stages
 from tests.cases import Case, Dtype, Precision
 from tests.compilations import count_compilations
 from whalejax.adapters import adapt
-from whalejax.losses import Job
+from whalejax.api.losses import Job
 from whalejax.lowering import streamed
 from whalejax.precision import FIRST_SCALE
 from whalejax.train import TrainStep

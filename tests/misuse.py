@@ -117,14 +117,14 @@ class Reached(BaseException):
 # Which callables there are.
 
 RETURNED: Final = (
-    "whalejax.annotations.Annotation",
+    "whalejax.api.annotations.Annotation",
     "whalejax.display.device_map.DeviceMap",
     "whalejax.display.memory.MemoryChart",
     "whalejax.display.searches.SearchChart",
     "whalejax.display.sliders.Sliders",
     "whalejax.display.timelines.StepTimeline",
-    "whalejax.found.Found",
-    "whalejax.found.Weighed",
+    "whalejax.api.search_result.Found",
+    "whalejax.api.search_result.Weighed",
     "whalejax.planner.plan.report.diff.PlanDiff",
     "whalejax.verification.comparison.Verification",
 )

@@ -39,8 +39,8 @@ from whalejax.adapters_trees import (
     PytreeForm,
     Selection,
 )
-from whalejax.arguments import is_function
-from whalejax.losses import LossResult, normalise
+from whalejax.api.argument_checks import is_function
+from whalejax.api.losses import LossResult, normalise
 from whalejax.meshes.checks import shown
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.sharding.layout import MESH_AXES

@@ -58,7 +58,7 @@ from whalejax.options import (
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from whalejax.losses import Job
+    from whalejax.api.losses import Job
     from whalejax.meshes.cluster import Cluster
 
 
@@ -484,7 +484,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
 def _job_from_file(
     path: Path, function: str, options: Mapping[str, Any] | None = None
 ) -> Job:
-    from whalejax.losses import Job
+    from whalejax.api.losses import Job
 
     if not path.is_file():
         raise WhaleError(

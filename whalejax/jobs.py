@@ -14,15 +14,15 @@ from typing import Any
 import jax
 
 from whalejax.adapters import wants_key
-from whalejax.found import Found
-from whalejax.losses import Job
+from whalejax.api.losses import Job
+from whalejax.api.plan import ask
+from whalejax.api.plan import plan as find_plan
+from whalejax.api.search import search as find_plans
+from whalejax.api.search_result import Found
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan, Question
-from whalejax.planning import ask
-from whalejax.planning import plan as find_plan
-from whalejax.searching import search as find_plans
 
 
 def abstract_model(job: Job) -> Any:

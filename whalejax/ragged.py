@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax.adapters_leaves import is_key
+from whalejax.api.losses import Merged
 from whalejax.capture import Captured
 from whalejax.capture.reductions import batch_reductions
 from whalejax.capture.reporting import told_words
-from whalejax.losses import Merged
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.runner import Evaluation, Metrics

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from whalejax.api.losses import Job
 from whalejax.jobs import make_plan
-from whalejax.losses import Job
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan

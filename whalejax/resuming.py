@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from whalejax.api.losses import Job
 from whalejax.checkpoint import UncheckedCheckpoint, unchecked
 from whalejax.checkpoint_files import fail_together
 from whalejax.checkpoint_record import DamagedCheckpoint, read_record
 from whalejax.folder_lock import FolderLock
-from whalejax.losses import Job
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.state import TrainState
 from whalejax.train import TrainStep

@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 
 from whalejax import jobs, loop, replay
-from whalejax.losses import Job
+from whalejax.api.losses import Job
 from whalejax.matching import devices_of
 from whalejax.meshes.errors import Problems
 from whalejax.option_checks import check_command

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from whalejax.api.losses import Job
 from whalejax.jobs import abstract_model, make_plan
-from whalejax.losses import Job
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash

@@ -18,11 +18,11 @@ import optax
 
 from whalejax.adapters import Adapter, adapt, wants_key
 from whalejax.adopting import OwnStates, adopted, to_lower, to_save
-from whalejax.ambient import without_mesh
-from whalejax.arguments import refuse_bad_optimizer
+from whalejax.api.ambient_mesh import without_mesh
+from whalejax.api.argument_checks import refuse_bad_optimizer
+from whalejax.api.losses import Job as Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
-from whalejax.losses import Job as Job
 from whalejax.lowering.evaluating import Evaluating
 from whalejax.lowering.following import Following
 from whalejax.lowering.mpmd import Apart

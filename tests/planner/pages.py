@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from whalejax.found import Found, Refused, Weighed
+from whalejax.api.search_result import Found, Refused, Weighed
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
 from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.plan.entries import BatchLeaf, Candidate, LeafPlan, RegionTable

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import whalejax as wh
-from whalejax.annotations import (
+from whalejax.api.annotations import (
     Annotation,
     nesting_problem,
     parse_scope,

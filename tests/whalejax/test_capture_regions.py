@@ -20,7 +20,7 @@ from tests.whalejax.capture_zoo import (
     transformer_batch,
     transformer_loss,
 )
-from whalejax.annotations import Annotation
+from whalejax.api.annotations import Annotation
 from whalejax.planner.model.graph import Graph, TaskGraph
 
 

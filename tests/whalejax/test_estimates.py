@@ -14,7 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import cli, models
-from whalejax.annotations import SCHEDULES
+from whalejax.api.annotations import SCHEDULES
 from whalejax.jobs import abstract_model
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.plan import PLAN_VERSION

@@ -15,7 +15,7 @@ from jax import lax
 
 import whalejax as wh
 from tests.equality import check, free_links, on_one_device
-from whalejax.losses import Job
+from whalejax.api.losses import Job
 
 
 class Normal(nnx.Module):

@@ -21,7 +21,7 @@ from tests.processes import finish, start
 from tests.whalejax.test_mpmd import Marked
 from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
 from whalejax import jobs, models
-from whalejax.losses import Job
+from whalejax.api.losses import Job
 from whalejax.lowering.exchange import Exchange
 
 

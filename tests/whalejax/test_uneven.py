@@ -16,8 +16,9 @@ from flax import nnx
 
 import whalejax as wh
 from tests import cases
-from whalejax import jobs, models, piping
-from whalejax.losses import Job
+from whalejax import jobs, models
+from whalejax.api import executor_choice
+from whalejax.api.losses import Job
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.search import plan_uneven_replicas
@@ -386,13 +387,13 @@ def test_promising_replicas_are_no_worse_than_all(
 def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage would hold all of it; cut in layers it may be faster."""
     asked: list[int] = []
-    kept = piping._Staging.__call__
+    kept = executor_choice._Staging.__call__
 
     def counted(self: Any, *args: Any, **options: Any) -> wh.Plan:
         asked.append(self.asked.mesh["stage"])
         return kept(self, *args, **options)
 
-    monkeypatch.setattr(piping._Staging, "__call__", counted)
+    monkeypatch.setattr(executor_choice._Staging, "__call__", counted)
     for scan, stages in ((True, []), (False, [2, 4])):
         job = models.job(
             "gpt-test",

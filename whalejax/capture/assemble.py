@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whalejax.adapters import Adapter
-from whalejax.annotations import scope_name
+from whalejax.api.annotations import scope_name
 from whalejax.capture.batch import BatchLeaf
 from whalejax.capture.drafts import OpDraft, Value
 from whalejax.capture.gradients import differentiable, saved_slots

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whalejax.annotations import parse_scope
+from whalejax.api.annotations import parse_scope
 from whalejax.capture.behaviour import Behaviour
 from whalejax.planner.model.graph import Factor, Mark, TensorKind
 

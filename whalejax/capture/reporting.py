@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from whalejax.adapters_leaves import dotted
+from whalejax.api.losses import Merged
 from whalejax.capture.drafts import Value
 from whalejax.capture.samples import Rows, Unclear, reported_rows
-from whalejax.losses import Merged
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.model.graph import Graph
 

@@ -15,8 +15,9 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters import Adapter
-from whalejax.ambient import tracing
-from whalejax.annotations import recording
+from whalejax.api.ambient_mesh import tracing
+from whalejax.api.annotations import recording
+from whalejax.api.losses import check_rows
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
 from whalejax.capture.calls import (
@@ -38,7 +39,6 @@ from whalejax.capture.steady import Steady, held_back
 from whalejax.capture.unnamed import aligned
 from whalejax.capture.views import taken_apart
 from whalejax.capture.walk import Walk
-from whalejax.losses import check_rows
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.fused_parameters import (
     fused_dimensions,

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from whalejax.api.search_result import price_text
 from whalejax.display.bundles import plan_html
 from whalejax.display.page import (
     bundle_of,
@@ -22,7 +23,6 @@ from whalejax.display.page import (
     table,
     write,
 )
-from whalejax.found import price_text
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import gigabytes
@@ -32,7 +32,7 @@ from whalejax.planner.plan.report.why import milliseconds as seconds_text
 if TYPE_CHECKING:
     import os
 
-    from whalejax.found import Found
+    from whalejax.api.search_result import Found
 
 UNFOLDED_PLANS = 10
 """Plans that the table brings with it, to unfold."""

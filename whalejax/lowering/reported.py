@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from whalejax.losses import Merged
+from whalejax.api.losses import Merged
 
 
 def wide(x: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from whalejax.arguments import check_optimizer
+from whalejax.api.argument_checks import check_optimizer
 from whalejax.meshes.checks import Arguments, is_array, is_number, is_printable, plain
 from whalejax.meshes.errors import WhaleError
 

@@ -22,7 +22,7 @@ from whalejax.precision import PRECISIONS
 
 
 if TYPE_CHECKING:
-    from whalejax.planning import Asked
+    from whalejax.api.plan import Asked
 
 
 NO_OPTIMIZER: Final = optax.identity()

@@ -13,13 +13,16 @@ import jax
 import optax
 
 from whalejax.adapters import Adapter, adapt
-from whalejax.ambient import without_mesh
-from whalejax.arguments import refuse_bad_optimizer
+from whalejax.api.ambient_mesh import without_mesh
+from whalejax.api.argument_checks import refuse_bad_optimizer
+from whalejax.api.executor_choice import decider
+from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneven_shares
+from whalejax.api.garbage_collection import collections_paused
+from whalejax.api.loss_notes import loss_notes, remat_note
+from whalejax.api.plan_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.calls import most_tokens
-from whalejax.collections_paused import collections_paused
-from whalejax.fixed import Uneven, check_mesh, idle_note, synced, uneven_shares
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -28,9 +31,7 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
-from whalejax.notes import loss_notes, remat_note
 from whalejax.optimizers import optimizer_bytes
-from whalejax.piping import decider
 from whalejax.planner.balance.share_notes import split_notes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.errors import Unobeyed
@@ -46,7 +47,6 @@ from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.remat import POLICIES, checked_policies
-from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note, check_reports
 from whalejax.xla_options import checked_options, compiled_with, option_note

@@ -15,7 +15,8 @@ from typing import Any
 
 import optax
 
-from whalejax.found import Found, Refused, Weighed
+from whalejax.api.plan import Asked, ask, parsed_cluster, plan
+from whalejax.api.search_result import Found, Refused, Weighed
 from whalejax.meshes import Cluster
 from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.errors import Problems, WhaleError
@@ -25,7 +26,6 @@ from whalejax.planner.plan.plan import Candidate, Plan, PlanError
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE
-from whalejax.planning import Asked, ask, parsed_cluster, plan
 
 
 def search(

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from whalejax import _compat
+from whalejax.api.fixed_axes import EVEN, Uneven, check_mesh
 from whalejax.capture import Captured
 from whalejax.capture.stack import Unshared, stack_of
 from whalejax.capture.units import units_of
-from whalejax.fixed import EVEN, Uneven, check_mesh
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import warn
 from whalejax.planner.model.graph import Graph
