@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import models  # noqa: E402
-from whalejax.adapters import adapt  # noqa: E402
+from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.meshes.jax_mesh import partition_spec  # noqa: E402
 
 

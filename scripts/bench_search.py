@@ -46,7 +46,7 @@ import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
 from whalejax import jobs, models  # noqa: E402
-from whalejax.adapters import adapt  # noqa: E402
+from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.batches import batch_leaves  # noqa: E402
 from whalejax.capture import capture  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402

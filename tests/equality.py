@@ -27,7 +27,7 @@ import whalejax as wh
 from tests import cases, stages
 from tests.cases import Case, Dtype, Precision
 from tests.compilations import count_compilations
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.api.losses import Job
 from whalejax.lowering import streamed
 from whalejax.precision import FIRST_SCALE

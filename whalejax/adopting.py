@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from whalejax import _compat
-from whalejax.adapters_leaves import is_key, is_leaf
+from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.meshes.checks import is_whole, plain, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import PlanError

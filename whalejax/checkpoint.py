@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
-from whalejax.adapters import dotted
+from whalejax.adapters.base import dotted
 from whalejax.checkpoint_files import being_built, check_hashes, hashed, unwritten
 from whalejax.checkpoint_record import (
     DamagedCheckpoint,

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from whalejax.adapters import wants_key
+from whalejax.adapters.base import wants_key
 from whalejax.api.losses import Job
 from whalejax.api.plan import ask
 from whalejax.api.plan import plan as find_plan

@@ -18,8 +18,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from whalejax import _compat
-from whalejax.adapters import Adapter
-from whalejax.adapters_leaves import is_key, is_leaf
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from whalejax._compat import inner_jaxprs, open_jaxpr
-from whalejax.adapters import Adapter
-from whalejax.adapters_leaves import WHOLE
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import WHOLE
 from whalejax.meshes.device_kinds import Platform
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import TRANSCENDENTAL

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 from whalejax.matching import BatchLayout
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems

@@ -18,7 +18,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.capture import Captured, capture
 from whalejax.capture.assemble import model_hash
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Merged
 from whalejax.capture import Captured
 from whalejax.capture.reductions import batch_reductions

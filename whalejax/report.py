@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from whalejax.adapters import dotted
+from whalejax.adapters.base import dotted
 from whalejax.show import seconds_text
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from whalejax import _compat
-from whalejax.adapters import Adapter
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
 from whalejax.capture.batch import aval_of
 from whalejax.lowering.away import out_of_host
 from whalejax.lowering.spread import spread

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from whalejax.adapters import Adapter, adapt, wants_key
+from whalejax.adapters.base import Adapter, adapt, wants_key
 from whalejax.adopting import OwnStates, adopted, to_lower, to_save
 from whalejax.api.ambient_mesh import without_mesh
 from whalejax.api.argument_checks import refuse_bad_optimizer

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.planner.test_dimensions import assert_disequal
 from whalejax import hlo, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.model.dimensions import Dimensions, analyse

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from whalejax import models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster

@@ -41,7 +41,7 @@ from tests.whalejax.capture_zoo import (
     transformer_loss,
 )
 from whalejax import _compat
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.capture.walk import inner_jaxprs, recursion
 from whalejax.planner.model.dimensions import analyse

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.planner.model.dimensions import analyse
 from whalejax.planner.model.graph import Graph, Op

@@ -38,7 +38,7 @@ from tests.equality import (
     run_case,
     worst_leaf,
 )
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.meshes.jax_mesh import partition_spec
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 import whalejax as wh
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.uneven import Uneven

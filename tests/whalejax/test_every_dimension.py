@@ -23,7 +23,7 @@ from tests.cases import MODELS
 from tests.chains import STEPS, WIDTHS, Step, job_of
 from tests.equality import OneDevice, build, keep_gradient, on_one_device, worst_leaf
 from whalejax import hlo
-from whalejax.adapters import Adapter, adapt
+from whalejax.adapters.base import Adapter, adapt
 from whalejax.batches import batch_leaves, batch_tree
 from whalejax.capture import capture
 from whalejax.optimizers import optimizer_bytes

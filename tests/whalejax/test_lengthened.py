@@ -24,7 +24,7 @@ from tests.whalejax.test_sequence_whole import (
 )
 from whalejax import rebuild
 from whalejax._compat import bind
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.capture.reductions import batch_reductions
 from whalejax.planner.model.last_tokens import gathered_bytes

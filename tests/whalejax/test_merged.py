@@ -14,7 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.planner.model.fused_parameters import merging_reshapes
 

@@ -12,7 +12,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.meshes.device_kinds import Platform
 from whalejax.optimizers import optimizer_bytes, updates
 

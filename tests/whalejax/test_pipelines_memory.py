@@ -9,7 +9,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.pipeline.layer_stack import Shared

@@ -25,7 +25,7 @@ from tests.equality import (
     worst_leaf,
 )
 from whalejax import _compat, hlo, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.model.graph import ATTENTION

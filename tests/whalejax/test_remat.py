@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 import whalejax as wh
 from tests.equality import OneDevice, check, on_one_device
 from whalejax import _compat, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.plan.terms import ALL

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.api.losses import Merged
 from whalejax.capture import capture
 

@@ -13,7 +13,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import jobs, models, programs
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized

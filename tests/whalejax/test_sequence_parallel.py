@@ -11,7 +11,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo, models
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for

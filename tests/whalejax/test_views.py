@@ -15,7 +15,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo
-from whalejax.adapters import adapt
+from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.capture.views import taken_apart
 from whalejax.planner.model.dimensions import analyse

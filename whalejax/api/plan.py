@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 import optax
 
-from whalejax.adapters import Adapter, adapt
+from whalejax.adapters.base import Adapter, adapt
 from whalejax.api.ambient_mesh import without_mesh
 from whalejax.api.argument_checks import refuse_bad_optimizer
 from whalejax.api.executor_choice import decider

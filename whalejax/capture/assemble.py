@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.api.annotations import scope_name
 from whalejax.capture.batch import BatchLeaf
 from whalejax.capture.drafts import OpDraft, Value

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from whalejax import _compat
-from whalejax.adapters_leaves import dotted
+from whalejax.adapters.leaves import dotted
 from whalejax.meshes.checks import MOST_SAMPLES, is_array, is_whole, plain, shown
 from whalejax.meshes.errors import Problems, WhaleError
 

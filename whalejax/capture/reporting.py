@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from whalejax.adapters_leaves import dotted
+from whalejax.adapters.leaves import dotted
 from whalejax.api.losses import Merged
 from whalejax.capture.drafts import Value
 from whalejax.capture.samples import Rows, Unclear, reported_rows

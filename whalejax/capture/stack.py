@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.adapters_leaves import dtype_of
+from whalejax.adapters.leaves import dtype_of
 from whalejax.capture.counters import advances
 from whalejax.planner.model.repeated_layers import stacked_loop
 from whalejax.planner.pipeline.layer_stack import NO_LAYERS

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

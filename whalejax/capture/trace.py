@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from whalejax import _compat
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.api.ambient_mesh import tracing
 from whalejax.api.annotations import recording
 from whalejax.api.losses import check_rows

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 from whalejax.lowering.ways import (
     behind,
     impl_of,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from whalejax import _compat
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.capture.steady import Steady
 from whalejax.cutting import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd import stepping

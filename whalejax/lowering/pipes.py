@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 from whalejax.capture import Captured
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.alike import several_kinds

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.adapters_leaves import fold_key
+from whalejax.adapters.leaves import fold_key
 from whalejax.cutting import Operand, Step, Steps
 from whalejax.lowering.evaluate import evaluate, named
 from whalejax.lowering.reported import wide

@@ -21,8 +21,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from whalejax.adapters import Adapter
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.exchange import DATA, by_dtype, on_shards
 from whalejax.lowering.replica import Replica

@@ -32,7 +32,7 @@ from whalejax.planner.sharding.layout import Spec
 
 
 if TYPE_CHECKING:
-    from whalejax.adapters import Adapter
+    from whalejax.adapters.base import Adapter
     from whalejax.capture import Captured
     from whalejax.planner.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 from whalejax.lowering.exchange import DATA
 from whalejax.lowering.ways import (
     absent,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from whalejax.adapters_leaves import is_key
+from whalejax.adapters.leaves import is_key
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.plan.plan import Plan
 

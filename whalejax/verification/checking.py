@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whalejax.adapters import Adapter
+from whalejax.adapters.base import Adapter
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.catalogue import kind_names

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import jax
 import jax.numpy as jnp
 
-from whalejax.adapters_leaves import (
+from whalejax.adapters.leaves import (
     abstract_tree,
     cast_back,
     cast_floats,
@@ -28,10 +28,9 @@ from whalejax.adapters_leaves import (
     paths_of,
     same_model,
 )
-from whalejax.adapters_leaves import dotted as dotted
-from whalejax.adapters_metadata import read_metadata, short_ones
-from whalejax.adapters_refused import refuse_training_states
-from whalejax.adapters_trees import (
+from whalejax.adapters.leaves import dotted as dotted
+from whalejax.adapters.metadata import read_metadata, short_ones
+from whalejax.adapters.pytrees import (
     BoxedForm,
     Boxes,
     Form,
@@ -39,6 +38,7 @@ from whalejax.adapters_trees import (
     PytreeForm,
     Selection,
 )
+from whalejax.adapters.refused_states import refuse_training_states
 from whalejax.api.argument_checks import is_function
 from whalejax.api.losses import LossResult, normalise
 from whalejax.meshes.checks import shown
@@ -174,7 +174,7 @@ class Adapter:
         """
         model = self._form.rebuild(params, rest)
         if modes:
-            from whalejax.adapters_nnx import set_modes
+            from whalejax.adapters.nnx import set_modes
 
             set_modes(model, modes)
         return model
@@ -192,7 +192,7 @@ class Adapter:
         """The modes that were set on a rebuilt model, such as by its ``eval()``."""
         if self.kind != "nnx":
             return None
-        from whalejax.adapters_nnx import modes_of
+        from whalejax.adapters.nnx import modes_of
 
         return modes_of(model)
 
@@ -330,7 +330,7 @@ def _form_of(
         )
     refuse_training_states(model)
     if _holds_nnx(model):
-        from whalejax.adapters_nnx import nnx_form
+        from whalejax.adapters.nnx import nnx_form
 
         form, metadata = nnx_form(model, trainable)
         return "nnx", form, metadata

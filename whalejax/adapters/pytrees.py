@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import jax
 
-from whalejax.adapters_leaves import (
+from whalejax.adapters.leaves import (
     abstract_tree,
     dotted,
     is_inexact,

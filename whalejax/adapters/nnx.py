@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from whalejax import _compat
-from whalejax.adapters_leaves import abstract_tree
-from whalejax.adapters_trees import Selection
+from whalejax.adapters.leaves import abstract_tree
+from whalejax.adapters.pytrees import Selection
 from whalejax.meshes.errors import WhaleError
 
 
@@ -30,7 +30,7 @@ def nnx_form(model: nnx.Module, trainable: Any) -> tuple[NnxForm, Callable[[str]
 
 
 class NnxForm:
-    """See ``whalejax.adapters``: takes modules apart and puts them together."""
+    """See ``whalejax.adapters.base``: takes modules apart and puts them together."""
 
     def __init__(self, model: nnx.Module, trainable: Any) -> None:
         self._graph, state = nnx.split(model)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import jax
 
-from whalejax.adapters_leaves import dotted
+from whalejax.adapters.leaves import dotted
 from whalejax.meshes.errors import Problems
 
 
