@@ -30,8 +30,8 @@ from tests.compilations import count_compilations
 from whalejax.adapters.base import adapt
 from whalejax.api.losses import Job
 from whalejax.lowering import streamed
-from whalejax.precision import FIRST_SCALE
-from whalejax.train import TrainStep
+from whalejax.runtime.mixed_precision import FIRST_SCALE
+from whalejax.runtime.train_step import TrainStep
 
 
 FLOAT64_TOLERANCE: Final = 1e-10

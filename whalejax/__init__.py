@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from whalejax.meshes import cluster as cluster
     from whalejax.planner import Plan as Plan
     from whalejax.planner import PlanError as PlanError
-    from whalejax.state import TrainState as TrainState
-    from whalejax.train import TrainStep as TrainStep
-    from whalejax.train import compile as compile
+    from whalejax.runtime.state import TrainState as TrainState
+    from whalejax.runtime.train_step import TrainStep as TrainStep
+    from whalejax.runtime.train_step import compile as compile
 
 __version__ = "0.1.0"
 
@@ -47,13 +47,13 @@ _MODULE_OF_NAME = {
     "Job": "whalejax.api.losses",
     "Plan": "whalejax.planner",
     "PlanError": "whalejax.planner",
-    "TrainState": "whalejax.state",
-    "TrainStep": "whalejax.train",
+    "TrainState": "whalejax.runtime.state",
+    "TrainStep": "whalejax.runtime.train_step",
     "WeightedLoss": "whalejax.api.losses",
     "WhaleError": "whalejax.meshes",
     "attention": "whalejax.api.attention",
     "cluster": "whalejax.meshes",
-    "compile": "whalejax.train",
+    "compile": "whalejax.runtime.train_step",
     "init_distributed": "whalejax.distributed.init_distributed",
     "pipeline": "whalejax.api.annotations",
     "plan": "whalejax.api.plan",

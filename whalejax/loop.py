@@ -23,14 +23,14 @@ from typing import Any, Final, NoReturn
 import jax
 import jax.numpy as jnp
 
-from whalejax.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.distributed.heartbeat import tells_of_loss
 from whalejax.lowering.watch import lost
 from whalejax.lowering.ways import is_here, settle
 from whalejax.meshes.errors import WhaleError
-from whalejax.resuming import held
-from whalejax.state import TrainState
-from whalejax.train import TrainStep
+from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
+from whalejax.runtime.resume import held
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
 
 
 _STEPS_IN_FLIGHT: Final = 2

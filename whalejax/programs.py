@@ -24,7 +24,7 @@ from whalejax.planner.plan.terms import ALL
 from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.plan_spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
-from whalejax.precision import at_precision
+from whalejax.runtime.mixed_precision import at_precision
 
 
 class Programs:

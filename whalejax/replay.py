@@ -19,9 +19,9 @@ from whalejax.jobs import make_plan
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.state import TrainState
-from whalejax.train import TrainStep
-from whalejax.train import compile as compile_step
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
+from whalejax.runtime.train_step import compile as compile_step
 
 
 def one_device_step(job: Job, model: Any, batch: Any, plan: Plan) -> TrainStep:

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from whalejax import jobs, loop, replay
 from whalejax.api.losses import Job
-from whalejax.matching import devices_of
 from whalejax.meshes.errors import Problems
 from whalejax.option_checks import check_command
 from whalejax.options import (
@@ -35,11 +34,12 @@ from whalejax.options import (
 from whalejax.planner.plan.plan import Plan
 from whalejax.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.report import Report, units_of, words_of
-from whalejax.resuming import batches_from, held, resumed
+from whalejax.runtime.resume import batches_from, held, resumed
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
+from whalejax.runtime.train_step import compile as compile_step
+from whalejax.runtime.validate import devices_of
 from whalejax.show import print_plan
-from whalejax.state import TrainState
-from whalejax.train import TrainStep
-from whalejax.train import compile as compile_step
 
 
 def run(job: Job, options: TrainCommand, *, started: float) -> Report:

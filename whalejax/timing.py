@@ -16,7 +16,7 @@ from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan.plan import Plan
-from whalejax.train import compile as compile_step
+from whalejax.runtime.train_step import compile as compile_step
 
 
 FEW, MANY = 1, 3

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np, optax
 import whalejax as wh
 from whalejax import checkpoint_files, loop
-from whalejax.resuming import held, resumed
+from whalejax.runtime.resume import held, resumed
 
 x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 model = {"w": np.full((8, 4), 0.1, np.float32)}

@@ -17,8 +17,8 @@ from whalejax.adapters.base import adapt
 from whalejax.lowering.mpmd import Apart
 from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.uneven import Uneven
-from whalejax.ragged import passes
-from whalejax.runner import OneProgram
+from whalejax.runtime.ragged_batch import passes
+from whalejax.runtime.runner import OneProgram
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -28,8 +28,8 @@ from tests.whalejax.runs import (
     step_of,
 )
 from whalejax import loop
-from whalejax.state import check_alive, consuming
-from whalejax.train import TrainState, TrainStep
+from whalejax.runtime.state import check_alive, consuming
+from whalejax.runtime.train_step import TrainState, TrainStep
 
 
 # Adam promotes its count.

@@ -15,7 +15,12 @@ import pytest
 import whalejax as wh
 from tests.equality import keep_gradient
 from whalejax import cli, loop
-from whalejax.precision import FIRST_SCALE, GROWS_AFTER, LossScale, all_finite
+from whalejax.runtime.mixed_precision import (
+    FIRST_SCALE,
+    GROWS_AFTER,
+    LossScale,
+    all_finite,
+)
 
 
 pytestmark = pytest.mark.relaxed_promotion  # optax relies on it

@@ -14,7 +14,7 @@ import whalejax as wh
 from whalejax import jobs, models
 from whalejax.adapters.base import adapt
 from whalejax.meshes.device_kinds import Platform
-from whalejax.optimizers import optimizer_bytes, updates
+from whalejax.runtime.optimizer_state import optimizer_bytes, updates
 
 
 PARAMS = {"wide": {"kernel": jnp.ones((8, 16))}, "bias": jnp.ones((4,))}

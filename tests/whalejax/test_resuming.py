@@ -28,11 +28,12 @@ from tests.whalejax.runs import (
     shared_step,
 )
 from tests.whalejax.test_checkpoint import data_files, without_hashes
-from whalejax import folder_lock, loop, session
-from whalejax.folder_lock import LOCK, FolderLock
+from whalejax import loop, session
 from whalejax.options import TrainCommand
-from whalejax.resuming import batches_from, resumed
-from whalejax.train import TrainState, TrainStep
+from whalejax.runtime import folder_lock
+from whalejax.runtime.folder_lock import LOCK, FolderLock
+from whalejax.runtime.resume import batches_from, resumed
+from whalejax.runtime.train_step import TrainState, TrainStep
 
 
 # Adam promotes its count.
@@ -278,7 +279,7 @@ def wh_losses(steps: int) -> list[float]:
 HOLDS = """
 import sys
 from pathlib import Path
-from whalejax.folder_lock import FolderLock
+from whalejax.runtime.folder_lock import FolderLock
 
 with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)

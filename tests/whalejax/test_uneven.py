@@ -22,7 +22,7 @@ from whalejax.api.losses import Job
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.search import plan_uneven_replicas
-from whalejax.portions import checked_shares
+from whalejax.runtime.sample_shares import checked_shares
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

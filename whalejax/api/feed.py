@@ -14,7 +14,7 @@ from whalejax.meshes.errors import WhaleError
 
 
 if TYPE_CHECKING:
-    from whalejax.train import TrainStep
+    from whalejax.runtime.train_step import TrainStep
 
 
 class Source(Protocol):

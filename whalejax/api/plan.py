@@ -20,7 +20,6 @@ from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneve
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.plan_options import NO_OPTIMIZER, check_options, checked_offload
-from whalejax.batches import batch_leaves, batch_tree, tree_bytes
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.calls import most_tokens
 from whalejax.lowering.parting import check_update
@@ -31,7 +30,6 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
-from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.balance.share_notes import split_notes
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.errors import Unobeyed
@@ -47,9 +45,15 @@ from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.remat import POLICIES, checked_policies
-from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
 from whalejax.programs import Programs, Traces, attention_note, check_reports
-from whalejax.xla_options import checked_options, compiled_with, option_note
+from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
+from whalejax.runtime.compiler_options import (
+    checked_options,
+    compiled_with,
+    option_note,
+)
+from whalejax.runtime.mixed_precision import CAST_BYTES, bf16_note, taken_precision
+from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 _NUMBERS: Final = (

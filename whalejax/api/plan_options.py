@@ -18,7 +18,7 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.request import Hosted
-from whalejax.precision import PRECISIONS
+from whalejax.runtime.mixed_precision import PRECISIONS
 
 
 if TYPE_CHECKING:

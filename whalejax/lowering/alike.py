@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax.lowering.exchange import Buffers, Exchange
 from whalejax.lowering.ways import impl_of, unwrapped, wrapped
-from whalejax.state import TrainState
+from whalejax.runtime.state import TrainState
 
 
 MOST_BYTES: Final = 2**28

@@ -21,7 +21,7 @@ from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.portions import PortionLayout, checked_shares
+from whalejax.runtime.sample_shares import PortionLayout, checked_shares
 
 
 _TOLD: Final = 3

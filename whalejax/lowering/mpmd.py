@@ -44,7 +44,7 @@ from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
-from whalejax.runner import (
+from whalejax.runtime.runner import (
     Evaluation,
     Metrics,
     abstract_state,
@@ -54,7 +54,7 @@ from whalejax.runner import (
     fresh_state,
     laid_out,
 )
-from whalejax.state import Origin, TrainState, consuming
+from whalejax.runtime.state import Origin, TrainState, consuming
 
 
 _ALL = -1

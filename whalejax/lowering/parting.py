@@ -20,8 +20,8 @@ from whalejax.adapters.base import Adapter
 from whalejax.capture.steady import Steady
 from whalejax.cutting import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd import stepping
-from whalejax.optimizers import kin_of
 from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.runtime.optimizer_state import kin_of
 
 
 Owner = int | None

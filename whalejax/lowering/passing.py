@@ -22,7 +22,7 @@ from whalejax.lowering.ways import seen_on
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, Row
 from whalejax.planner.pipeline.transfer_order import Handing
-from whalejax.state import TrainState
+from whalejax.runtime.state import TrainState
 
 
 if TYPE_CHECKING:

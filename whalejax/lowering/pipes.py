@@ -46,8 +46,8 @@ from whalejax.planner.balance.shares import dealt
 from whalejax.planner.pipeline.schedules import Row, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.runner import Evaluation, Metrics
-from whalejax.state import Origin, TrainState, bare, consuming
+from whalejax.runtime.runner import Evaluation, Metrics
+from whalejax.runtime.state import Origin, TrainState, bare, consuming
 
 
 WHOLE = PartitionSpec()

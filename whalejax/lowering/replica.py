@@ -22,14 +22,14 @@ from whalejax.lowering.exchange import Buffers
 from whalejax.lowering.following import told_size
 from whalejax.lowering.spmd import Program, Sums, differentiator, evaluator
 from whalejax.lowering.statistics import Untrained
-from whalejax.runner import (
+from whalejax.runtime.runner import (
     Evaluation,
     Metrics,
     evaluation_of,
     finished,
     rest_layouts,
 )
-from whalejax.state import TrainState
+from whalejax.runtime.state import TrainState
 
 
 class Replica:

@@ -29,10 +29,10 @@ from whalejax.lowering.replica import Replica
 from whalejax.lowering.spmd import Program, followers, stepping
 from whalejax.lowering.streamed import Follower, Part, Parts, Run, evaluated, flattened
 from whalejax.meshes.jax_mesh import partition_spec
-from whalejax.optimizers import owners_of
 from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.runner import Metrics, finished
-from whalejax.state import TrainState
+from whalejax.runtime.optimizer_state import owners_of
+from whalejax.runtime.runner import Metrics, finished
+from whalejax.runtime.state import TrainState
 
 
 def cut_along(plan: Plan) -> dict[int, int]:

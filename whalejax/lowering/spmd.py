@@ -24,11 +24,11 @@ from whalejax.lowering.constraints import Constraints
 from whalejax.lowering.evaluate import Here, Part, evaluate, named
 from whalejax.lowering.reported import summands, wide
 from whalejax.lowering.streamed import Follower, flattened, streamable, streamed
-from whalejax.optimizers import owners_of, updates
 from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.plan.terms import moves_to_host
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec
+from whalejax.runtime.optimizer_state import owners_of, updates
 
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.lowering.agreement import Agreement
 from whalejax.lowering.alike import as_first, several_kinds
@@ -34,7 +33,8 @@ from whalejax.lowering.ways import is_here, joined, placed, seen_on
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.plan_spmd import analysed_for
-from whalejax.runner import (
+from whalejax.runtime.batch_record import dtype_of
+from whalejax.runtime.runner import (
     Evaluation,
     Metrics,
     abstract_state,
@@ -43,7 +43,7 @@ from whalejax.runner import (
     laid_out,
     rest_layouts,
 )
-from whalejax.state import Origin, TrainState, bare, consuming
+from whalejax.runtime.state import Origin, TrainState, bare, consuming
 
 
 MicroBatches = Mapping[int, Sequence[Any]]

@@ -124,7 +124,7 @@ def _answer(request: Request, phase: list[str]) -> dict[str, Any]:
     import jax
 
     from whalejax.planner.plan.plan import Plan
-    from whalejax.train import step_of
+    from whalejax.runtime.train_step import step_of
 
     plan = Plan.from_document(request.plan)
     phase.append("describing the topology")

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 
 from whalejax.adapters.base import Adapter, adapt, wants_key
-from whalejax.adopting import OwnStates, adopted, to_lower, to_save
 from whalejax.api.ambient_mesh import without_mesh
 from whalejax.api.argument_checks import refuse_bad_optimizer
 from whalejax.api.losses import Job as Job
@@ -30,7 +29,22 @@ from whalejax.lowering.pipes import Pipes
 from whalejax.lowering.rehearsed import Rehearsal, rehearsed
 from whalejax.lowering.uneven import Uneven
 from whalejax.lowering.ways import is_here, stages_mesh
-from whalejax.matching import (
+from whalejax.meshes.checks import Arguments, shown
+from whalejax.meshes.errors import WhaleError
+from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
+from whalejax.runtime.mixed_precision import at_precision
+from whalejax.runtime.ragged_batch import (
+    check_mean,
+    passes,
+    real_samples,
+    repeated,
+    together,
+)
+from whalejax.runtime.runner import OneProgram, Runner, abstract_state
+from whalejax.runtime.state import Origin, following, host_copy, typed_key
+from whalejax.runtime.state import TrainState as TrainState
+from whalejax.runtime.validate import (
     BatchLayout,
     check_host_memory,
     check_planned,
@@ -38,14 +52,6 @@ from whalejax.matching import (
     check_same_model,
     devices_of,
 )
-from whalejax.meshes.checks import Arguments, shown
-from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.precision import at_precision
-from whalejax.ragged import check_mean, passes, real_samples, repeated, together
-from whalejax.runner import OneProgram, Runner, abstract_state
-from whalejax.state import Origin, following, host_copy, typed_key
-from whalejax.state import TrainState as TrainState
 
 
 if TYPE_CHECKING:
@@ -404,7 +410,7 @@ class TrainStep:
             WhaleError: it cannot be written there, with what to do about it, or the
                 state was consumed. Nothing is left of what was written.
         """
-        from whalejax.checkpoint import save
+        from whalejax.runtime.checkpoint import save
 
         problems = Arguments("TrainStep.save")
         problems.path("path", path, "the path of a folder that does not exist yet")
@@ -449,7 +455,7 @@ class TrainStep:
         Raises:
             WhaleError: no checkpoint is there, it is damaged, or it is another model's.
         """
-        from whalejax.checkpoint import restore, restore_model
+        from whalejax.runtime.checkpoint import restore, restore_model
 
         problems = Arguments("TrainStep.restore")
         problems.path("path", path, "the path of a checkpoint")
@@ -522,7 +528,7 @@ def compile(
         PlanError: the plan is for another model, batch or machine, or cannot run yet;
             found before anything compiles.
     """
-    from whalejax.batches import batch_of
+    from whalejax.runtime.batch_record import batch_of
 
     if not isinstance(plan, Plan):
         raise PlanError(

@@ -21,8 +21,8 @@ from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.meshes.checks import is_whole, plain, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import PlanError
-from whalejax.precision import LossScale
-from whalejax.state import Origin, TrainState, bare, check_alive, following
+from whalejax.runtime.mixed_precision import LossScale
+from whalejax.runtime.state import Origin, TrainState, bare, check_alive, following
 
 
 _SECTIONS = ("params", "rest", "opt_state", "step", "rng", "loss_scale")

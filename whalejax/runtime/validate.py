@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key, is_leaf
-from whalejax.batches import dtype_of
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
 from whalejax.lowering.evaluate import HOST_MEMORY
@@ -29,9 +28,10 @@ from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, warn
 from whalejax.meshes.jax_mesh import are_devices
-from whalejax.optimizers import optimizer_bytes
 from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
 from whalejax.planner.plan.report.why import gigabytes
+from whalejax.runtime.batch_record import dtype_of
+from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from whalejax.capture.reductions import batch_reductions
 from whalejax.capture.reporting import told_words
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.runner import Evaluation, Metrics
+from whalejax.runtime.runner import Evaluation, Metrics
 
 
 def real_samples(

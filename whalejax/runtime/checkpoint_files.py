@@ -25,8 +25,13 @@ from typing import Final
 import jax
 
 from whalejax import _compat_processes
-from whalejax.checkpoint_record import Record, files_of, refuse_damaged, unfinished
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.runtime.checkpoint_record import (
+    Record,
+    files_of,
+    refuse_damaged,
+    unfinished,
+)
 
 
 _WRITTEN_BY: Final = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")

@@ -29,8 +29,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters.base import dotted
-from whalejax.checkpoint_files import being_built, check_hashes, hashed, unwritten
-from whalejax.checkpoint_record import (
+from whalejax.lowering.spread import collected, dealt, spread
+from whalejax.lowering.ways import settle
+from whalejax.meshes.errors import WhaleError, warn
+from whalejax.runtime.checkpoint_files import (
+    being_built,
+    check_hashes,
+    hashed,
+    unwritten,
+)
+from whalejax.runtime.checkpoint_record import (
     DamagedCheckpoint,
     Leaf,
     Place,
@@ -40,11 +48,8 @@ from whalejax.checkpoint_record import (
     read_record,
     write_record,
 )
-from whalejax.lowering.spread import collected, dealt, spread
-from whalejax.lowering.ways import settle
-from whalejax.meshes.errors import WhaleError, warn
-from whalejax.precision import LossScale
-from whalejax.state import check_alive
+from whalejax.runtime.mixed_precision import LossScale
+from whalejax.runtime.state import check_alive
 
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax.adapters.leaves import is_key
-from whalejax.matching import BatchLayout
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
+from whalejax.runtime.validate import BatchLayout
 
 
 def checked_shares(

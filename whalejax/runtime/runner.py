@@ -24,11 +24,11 @@ from whalejax.lowering.executor import gradients_of, losses_of
 from whalejax.lowering.reported import reported, wide
 from whalejax.lowering.spmd import Program, Sums, update
 from whalejax.lowering.watch import Watch
-from whalejax.optimizers import kin_of, owners_of
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.plan_spmd import analysed_for
-from whalejax.precision import LossScale, all_finite
-from whalejax.state import Origin, TrainState, bare, strongly_typed
+from whalejax.runtime.mixed_precision import LossScale, all_finite
+from whalejax.runtime.optimizer_state import kin_of, owners_of
+from whalejax.runtime.state import Origin, TrainState, bare, strongly_typed
 
 
 Metrics = dict[str, Any]

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax.api.losses import Job
-from whalejax.checkpoint import UncheckedCheckpoint, unchecked
-from whalejax.checkpoint_files import fail_together
-from whalejax.checkpoint_record import DamagedCheckpoint, read_record
-from whalejax.folder_lock import FolderLock
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.state import TrainState
-from whalejax.train import TrainStep
+from whalejax.runtime.checkpoint import UncheckedCheckpoint, unchecked
+from whalejax.runtime.checkpoint_files import fail_together
+from whalejax.runtime.checkpoint_record import DamagedCheckpoint, read_record
+from whalejax.runtime.folder_lock import FolderLock
+from whalejax.runtime.state import TrainState
+from whalejax.runtime.train_step import TrainStep
 
 
 DAMAGED_SUFFIX: Final = ".damaged"

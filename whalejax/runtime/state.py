@@ -22,7 +22,7 @@ from whalejax.lowering.spread import spread
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import PlanError
-from whalejax.precision import LossScale
+from whalejax.runtime.mixed_precision import LossScale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
