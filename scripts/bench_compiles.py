@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import whalejax as wh
-from whalejax import jobs, models
+from whalejax import models
+from whalejax.cli import job_plan
 
 
 FILE = Path(__file__).with_name("compiles.json")
@@ -80,7 +81,7 @@ def planned(model: Model, topology: str, **fixed: Any) -> wh.Plan:
     cluster = wh.cluster(topology)
     return wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         job.batch_at(0, model.samples * cluster.num_devices),
         optimizer=job.optimizer,
         cluster=cluster,

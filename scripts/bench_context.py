@@ -27,7 +27,8 @@ eight_devices()
 import jax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import jobs, models  # noqa: E402
+from whalejax import models
+from whalejax.cli import job_plan
 
 
 def main() -> None:
@@ -70,7 +71,7 @@ def _stepper(sequence: int, mesh: dict[str, int], attention: str) -> Callable[[]
     count = 8 if mesh else 1
     plan = wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         job.batch_at(0, 1),
         optimizer=job.optimizer,
         cluster=f"cpu:{count}",
@@ -85,7 +86,7 @@ def _stepper(sequence: int, mesh: dict[str, int], attention: str) -> Callable[[]
     step = wh.compile(
         plan,
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         optimizer=job.optimizer,
         devices=jax.devices()[:count],
     )

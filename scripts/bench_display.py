@@ -29,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
-from whalejax import jobs, models  # noqa: E402
+from whalejax import models
 from whalejax.api.plan import plan as find_plan  # noqa: E402
+from whalejax.cli import job_plan
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 
 
@@ -54,7 +55,7 @@ def plans() -> dict[str, Plan]:
     job = models.job("llama-405b")
     whole = find_plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 2048)),
         optimizer=job.optimizer,
         cluster="h100:1024x8",
@@ -86,7 +87,7 @@ def plans() -> dict[str, Plan]:
     job = models.job("llama-7b")
     piped = find_plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 512)),
         optimizer=job.optimizer,
         cluster="h100:16x8",

@@ -234,11 +234,12 @@ class _Run:
         import optax
 
         import whalejax as wh
-        from whalejax import jobs, models
+        from whalejax import models
+        from whalejax.cli import job_plan
 
         job = models.job("gpt-test", annotated=False, **sizes)
         self.batch_at = lambda index: job.batch_at(index, count * SAMPLES)
-        model = jobs.abstract_model(job)
+        model = job_plan.abstract_model(job)
         optimizer = optax.sgd(0.01, momentum=0.9)
         devices = jax.local_devices() if alone else jax.devices()
         plan = wh.plan(

@@ -39,7 +39,8 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import jobs, models  # noqa: E402
+from whalejax import models
+from whalejax.cli import job_plan
 
 
 SIZES = {
@@ -95,7 +96,7 @@ def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
     batch, optimizer = job.batch_at(0, count * SAMPLES), optax.sgd(0.01)
     plan = wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         batch,
         optimizer=optimizer,
         cluster=f"cpu:{devices}",
@@ -106,7 +107,7 @@ def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
     step = wh.compile(
         plan,
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         optimizer=optimizer,
         devices=jax.devices()[:devices],
     )

@@ -128,7 +128,8 @@ class _Run:
         import optax
 
         import whalejax as wh
-        from whalejax import jobs, models
+        from whalejax import models
+        from whalejax.cli import job_plan
 
         job = models.job("gpt-test", annotated=False, **SIZES)
         mark = wh.pipeline(num_stages=2, schedule=schedule)
@@ -138,7 +139,7 @@ class _Run:
                 return job.loss_fn(model, batch)
 
         self.batch, optimizer = job.batch_at(0, count * SAMPLES), optax.sgd(0.01)
-        model = jobs.abstract_model(job)
+        model = job_plan.abstract_model(job)
         plan = wh.plan(
             loss,
             model,

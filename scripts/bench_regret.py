@@ -90,11 +90,12 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     from scipy.stats import kendalltau
 
     import whalejax as wh
-    from whalejax import jobs, models
+    from whalejax import models
+    from whalejax.cli import job_plan
 
     reference, options = JOBS[name]
     job = models.job(reference, **options, annotated=False)
-    model = jobs.abstract_model(job)
+    model = job_plan.abstract_model(job)
     batch = job.batch_at(0)
     common = {"optimizer": job.optimizer, "cluster": wh.Cluster.detect()}
     chosen = wh.plan(job.loss_fn, model, batch, **common)

@@ -45,9 +45,10 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import jobs, models  # noqa: E402
+from whalejax import models
 from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.capture import capture  # noqa: E402
+from whalejax.cli import job_plan
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.planner.plan.plan import Plan, PlanError  # noqa: E402
@@ -198,7 +199,7 @@ class Answer:
 def answer(question: Question, rounds: int) -> Answer:
     """Ask a question; of several rounds the least counts."""
     job = models.job(question.model, **question.options)
-    model = jobs.abstract_model(job)
+    model = job_plan.abstract_model(job)
     batch = jax.eval_shape(lambda: job.batch_at(0, question.batch))
     start = time.perf_counter()
     adapter = at_precision(adapt(model, job.loss_fn), question.precision)
@@ -327,7 +328,7 @@ def _unrolled(name: str, batch: int, rounds: int) -> float | None:
     ask = functools.partial(
         wh.plan,
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch)),
         optimizer=ADAM,
         cluster="h100:8",

@@ -48,7 +48,8 @@ from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import jobs, models  # noqa: E402
+from whalejax import models
+from whalejax.cli import job_plan
 from whalejax.lowering import one_stage  # noqa: E402
 from whalejax.lowering.counted import Turns  # noqa: E402
 from whalejax.lowering.dealt import places_of  # noqa: E402
@@ -149,7 +150,7 @@ class _Training(_Timed):
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         job = _job(sum(layers))
-        batch, model = job.batch_at(0), jobs.abstract_model(job)
+        batch, model = job.batch_at(0), job_plan.abstract_model(job)
         optimizer = _remembering()
         plan = wh.plan(
             job.loss_fn,

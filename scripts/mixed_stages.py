@@ -43,7 +43,8 @@ class _Piped:
         import optax
 
         import whalejax as wh
-        from whalejax import jobs, models
+        from whalejax import models
+        from whalejax.cli import job_plan
 
         job = models.job(f"{name}-test", annotated=False, **sizes)
         self.batch = job.batch_at(0, DEEP_SAMPLES)
@@ -55,7 +56,7 @@ class _Piped:
             with mark:
                 return job.loss_fn(*arguments)
 
-        model = jobs.abstract_model(job)
+        model = job_plan.abstract_model(job)
         optimizer = optax.sgd(0.01, momentum=0.9)
         self.plan = wh.plan(
             loss, model, self.batch, optimizer=optimizer, cluster=cluster, **options
@@ -132,9 +133,9 @@ def _timed_kinds(name: str, sizes: dict[str, Any]) -> tuple[Any, float]:
     from jax.experimental import multihost_utils
 
     from whalejax import models
+    from whalejax.cli.measure_model import with_timing
     from whalejax.meshes import cluster
     from whalejax.meshes.cluster import Node
-    from whalejax.timing import with_timing
 
     job = models.job(f"{name}-test", annotated=False, **sizes)
     two = cluster("cpu:2")

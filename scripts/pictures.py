@@ -22,8 +22,9 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 from tests import browser  # noqa: E402
-from whalejax import jobs, models  # noqa: E402
+from whalejax import models
 from whalejax.api.search import search  # noqa: E402
+from whalejax.cli import job_plan
 from whalejax.display.page import page  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 
@@ -36,7 +37,7 @@ def pages() -> Iterator[tuple[str, int, str]]:
     job = models.job("llama-7b")
     found = search(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 64)),
         optimizer=job.optimizer,
         clusters=["h100:8", "a100-80:2x8", "v5p:2x2x4"],

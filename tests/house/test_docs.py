@@ -25,7 +25,7 @@ from typing import Final
 
 import pytest
 
-from whalejax import cli
+from whalejax.cli import main
 from whalejax.distributed.launch_env import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
@@ -114,7 +114,7 @@ def help_of() -> HelpOf:
         words = [subcommand] if subcommand else []
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = cli.main([*words, "--help"])
+            status = main.main([*words, "--help"])
         return said.getvalue() if status == 0 else ""
 
     return text

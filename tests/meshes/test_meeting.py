@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from tests.processes import free_port
-from whalejax import cli
+from whalejax.cli import main
 from whalejax.distributed import host_checks, json_lines
 from whalejax.distributed.host_checks import Check, Report
 from whalejax.distributed.host_comparison import Met, meet
@@ -131,7 +131,7 @@ def test_a_coordinator_that_is_not_there_is_said() -> None:
 
 
 def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json"]) == 0
+    assert main.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in found["hosts"][0]["checks"]}
     assert found["ok"] and found["problem"] == 0
@@ -162,7 +162,7 @@ def test_what_is_wrong_ends_with_status_1(
     )
     with socket.create_server(("", 0)) as other:
         monkeypatch.setattr(host_checks, "PORT", other.getsockname()[1])
-        assert cli.main(["doctor"]) == 1
+        assert main.main(["doctor"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     for text in (
         "no driver",
@@ -299,7 +299,7 @@ def test_an_environment_that_is_wrong(
         launched(given)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["doctor"]) == 2
+    assert main.main(["doctor"]) == 2
     assert says.partition(";")[0] in capsys.readouterr().err
 
 
@@ -315,7 +315,7 @@ def test_an_environment_that_is_wrong(
 def test_options_that_contradict(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["doctor", *words]) == 2
+    assert main.main(["doctor", *words]) == 2
     assert text in capsys.readouterr().err
 
 

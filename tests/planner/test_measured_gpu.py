@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import whalejax as wh
-from whalejax import jobs, models
+from whalejax import models
+from whalejax.cli import job_plan
 
 
 MEASURED = Path(__file__).resolve().parents[2] / "meshes" / "measured"
@@ -24,7 +25,7 @@ def _check(row: dict[str, Any]) -> None:
     job = models.job(row["model"], annotated=False)
     plan = wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         job.batch_at(0, row["batch"]),
         optimizer=job.optimizer,
         cluster=wh.Cluster.load(MEASURED / "h200.toml"),

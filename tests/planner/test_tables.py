@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzzing import fuzzed
-from whalejax.cli import main
+from whalejax.cli.main import main
 from whalejax.estimates.table import ADDED, estimate_file
 from whalejax.meshes.errors import WhaleError
 

@@ -21,6 +21,7 @@ import whalejax as wh
 from tests import browser, perfetto_engine
 from tests.whalejax.test_estimates import planned as estimated
 from tests.whalejax.test_searching import searched
+from whalejax.cli.show import seconds_text
 from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
 from whalejax.meshes.jax_mesh import build_mesh, partition_spec
@@ -28,7 +29,6 @@ from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.timed_schedule import paced, table_of
 from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
-from whalejax.show import seconds_text
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam promotes its count.

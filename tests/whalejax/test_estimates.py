@@ -13,9 +13,10 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import cli, models
+from whalejax import models
 from whalejax.api.annotations import SCHEDULES
-from whalejax.jobs import abstract_model
+from whalejax.cli import main
+from whalejax.cli.job_plan import abstract_model
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.plan import PLAN_VERSION
 from whalejax.planner.search.batched import mesh_grid
@@ -168,7 +169,7 @@ def test_the_command_line_estimates(
         "plan llama-test --set layers=12 embed=1024 --cluster h100:8 --batch 64 "
         "--estimate --json"
     ).split()
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["whalejax_plan"] == PLAN_VERSION
 

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import jobs, models
+from whalejax import models
+from whalejax.cli import job_plan
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched import prefilter
 from whalejax.planner.search.enumerate import PLANNED_AXES, Search
@@ -28,7 +29,7 @@ def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) ->
     job = models.job(name)
     return wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch)),
         optimizer=optax.adam(1e-3),
         cluster=cluster,

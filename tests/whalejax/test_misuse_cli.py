@@ -18,8 +18,8 @@ import pytest
 import tyro
 
 from tests import misuse, misuse_world
-from whalejax import cli, options
-from whalejax.option_checks import LONGEST_WORD, word_of
+from whalejax.cli import main, options
+from whalejax.cli.option_checks import LONGEST_WORD, word_of
 
 
 pytestmark = pytest.mark.relaxed_promotion
@@ -135,11 +135,11 @@ def quick(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """In a copy of that folder, with the reference model made once."""
-    from whalejax import jobs
+    from whalejax.cli import job_plan
 
-    job = cli.find_job("mlp-test")
-    model = jobs.abstract_model(job)
-    find = cli.find_job
+    job = main.find_job("mlp-test")
+    model = job_plan.abstract_model(job)
+    find = main.find_job
 
     def found(name: str, given: Mapping[str, Any] | None = None) -> Any:
         return (
@@ -149,8 +149,8 @@ def quick(
     here = tmp_path / "here"
     shutil.copytree(folder, here)
     monkeypatch.chdir(here)
-    monkeypatch.setattr(cli, "find_job", found)
-    monkeypatch.setattr(jobs, "abstract_model", lambda job: model)
+    monkeypatch.setattr(main, "find_job", found)
+    monkeypatch.setattr(job_plan, "abstract_model", lambda job: model)
     with misuse.stopped(STOPS):
         yield
 
@@ -193,7 +193,7 @@ def outcome(command: str, name: str, label: str, argv: list[str], capsys: Any) -
     """What is wrong with how a command ends, or nothing."""
     labels = (LEGAL.get(f"{command}.{name}") or LEGAL.get(name) or ("", ""))[0].split()
     try:
-        status = cli.main(argv)
+        status = main.main(argv)
     except misuse.Reached:
         status = 0
     except BaseException as error:  # a command has no business to raise
@@ -224,7 +224,7 @@ def outcome(command: str, name: str, label: str, argv: list[str], capsys: Any) -
 def test_wrong_options(
     command: str, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    right = cli._parse([command, *GIVEN[command]])
+    right = main._parse([command, *GIVEN[command]])
     right = dataclasses.replace(right, **MORE.get(command, {}))
     found = []
     for name, hint in fields(command).items():
@@ -243,7 +243,7 @@ def test_wrong_options(
 def unread(argv: list[str], word: str, capsys: Any) -> str:
     """What is wrong with how words end that the parser does not take, or nothing."""
     try:
-        status = cli.main(argv)
+        status = main.main(argv)
     except BaseException as error:
         return f"{argv}: ends in {type(error).__name__}: {str(error)[:200]}"
     printed = capsys.readouterr()

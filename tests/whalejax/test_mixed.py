@@ -12,7 +12,8 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import jobs, models
+from whalejax import models
+from whalejax.cli import job_plan
 
 
 def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
@@ -20,7 +21,7 @@ def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
     job = models.job("gpt-small", scan_layers=True, annotated=False, layers=8)
     plan = wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch)),
         optimizer=job.optimizer,
         cluster=text,

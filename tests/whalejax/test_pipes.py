@@ -20,8 +20,9 @@ from tests.cases import Dtype
 from tests.processes import finish, start
 from tests.whalejax.test_mpmd import Marked
 from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
-from whalejax import jobs, models
+from whalejax import models
 from whalejax.api.losses import Job
+from whalejax.cli import job_plan
 from whalejax.lowering.exchange import Exchange
 
 
@@ -40,7 +41,7 @@ def job_of(name: str, dtype: Dtype = "float64") -> Job:
 def planned(job: Job, cluster: str, **options: Any) -> wh.Plan:
     return wh.plan(
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         job.batch_at(0),
         optimizer=job.optimizer,
         cluster=cluster,
@@ -57,7 +58,7 @@ def both(job: Job, cluster: str, **options: Any) -> tuple[wh.TrainStep, wh.Train
         wh.compile(
             one,
             job.loss_fn,
-            jobs.abstract_model(job),
+            job_plan.abstract_model(job),
             optimizer=job.optimizer,
             devices=jax.devices()[: one.num_devices],
         )
@@ -70,7 +71,7 @@ def compiled(plan: wh.Plan, job: Job) -> wh.TrainStep:
     return wh.compile(
         plan,
         job.loss_fn,
-        jobs.abstract_model(job),
+        job_plan.abstract_model(job),
         optimizer=job.optimizer,
         devices=jax.devices()[: plan.num_devices],
     )

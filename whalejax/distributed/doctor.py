@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from whalejax import __version__
+from whalejax.cli.options import DoctorCommand
+from whalejax.cli.progress import make_console
 from whalejax.distributed import launcher
 from whalejax.distributed.host_checks import Check, report
 from whalejax.distributed.host_comparison import Met, meet
 from whalejax.distributed.launch_env import launched, shared_key, split_address
 from whalejax.meshes.errors import WhaleError
-from whalejax.options import DoctorCommand
-from whalejax.progress import make_console
 
 
 _SLURM_TASKS: Final = "SLURM_NTASKS"

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from whalejax.adapters.base import dotted
-from whalejax.show import seconds_text
+from whalejax.cli.show import seconds_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

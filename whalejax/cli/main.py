@@ -29,10 +29,8 @@ import tyro
 from tyro import conf
 
 from whalejax import __version__
-from whalejax.meshes.errors import WhaleError
-from whalejax.meshes.texts import quoted
-from whalejax.option_checks import check_words, checked
-from whalejax.options import (
+from whalejax.cli.option_checks import check_words, checked
+from whalejax.cli.options import (
     CalibrateCommand,
     Command,
     CompletionCommand,
@@ -53,6 +51,8 @@ from whalejax.options import (
     prices,
     share_counts,
 )
+from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.texts import quoted
 
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ def _run(command: Command, started: float) -> int:
     checked(command)
     match command:
         case TrainCommand():
-            from whalejax import session
+            from whalejax.cli import train_session
 
-            session.check_options(command)  # before the model's file is run
+            train_session.check_options(command)  # before the model's file is run
             job = find_job(command.model, named_values(_settings(command)))
-            session.run(job, command, started=started)
+            train_session.run(job, command, started=started)
         case PlanCommand():
             _plan(command)
         case ShowCommand():
@@ -148,9 +148,9 @@ def _run(command: Command, started: float) -> int:
         case CompletionCommand():
             _complete(command.shell)
         case LaunchCommand():
-            from whalejax import launcher
+            from whalejax.cli import launch
 
-            return launcher.launch(command)
+            return launch.launch(command)
         case DoctorCommand():
             from whalejax.distributed import doctor
 
@@ -159,19 +159,19 @@ def _run(command: Command, started: float) -> int:
 
 
 def _plan(command: PlanCommand) -> None:
-    from whalejax import jobs, show
-    from whalejax.progress import Working, make_console
+    from whalejax.cli import job_plan, show
+    from whalejax.cli.progress import Working, make_console
 
     _check_output(command.output)
     xla, asked = compiler_options(command.compiler_options), by_task_graph(command)
     mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        plan = jobs.make_plan(
+        plan = job_planplanplan.make_plan(
             job,
-            jobs.abstract_model(job),
-            jobs.first_batch(job, command.batch),
-            jobs.machine(command.cluster),
+            job_planplanplan.abstract_model(job),
+            job_planplanplan.first_batch(job, command.batch),
+            job_planplanplan.machine(command.cluster),
             mesh=mesh,
             micro_batches=command.micro_batches,
             shares=shares,
@@ -195,9 +195,9 @@ def _plan(command: PlanCommand) -> None:
 
 
 def _show(command: ShowCommand) -> None:
-    from whalejax import show
+    from whalejax.cli import show
+    from whalejax.cli.progress import make_console
     from whalejax.planner.plan.plan import Plan
-    from whalejax.progress import make_console
 
     if command.json and command.describe:
         raise WhaleError(
@@ -213,15 +213,15 @@ def _show(command: ShowCommand) -> None:
 
 
 def _search(command: SearchCommand) -> None:
-    from whalejax import jobs, show
-    from whalejax.progress import Working, make_console
+    from whalejax.cli import job_plan, show
+    from whalejax.cli.progress import Working, make_console
 
     if not command.on:
         raise WhaleError("--on is missing; expected --on h100:8, once for each cluster")
     given, asked = prices(command.price), by_task_graph(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        found = jobs.search_plans(
+        found = job_planplanplan.search_plans(
             job,
             command.on,
             batch=command.batch,
@@ -255,9 +255,9 @@ def _why(command: WhyCommand) -> None:
 
 
 def _diff(command: DiffCommand) -> None:
-    from whalejax import show
+    from whalejax.cli import show
+    from whalejax.cli.progress import make_console
     from whalejax.planner.plan.plan import Plan
-    from whalejax.progress import make_console
 
     found = Plan.load(command.before).diff(Plan.load(command.after))
     if command.json:
@@ -269,7 +269,7 @@ def _diff(command: DiffCommand) -> None:
 
 def _settings(command: TrainCommand) -> tuple[str, ...]:
     """Options of the model to train; those of its plan, unless others are given."""
-    from whalejax.plan_source import check_source
+    from whalejax.cli.plan_source import check_source
     from whalejax.planner.plan.plan import Plan
 
     path, found = command.plan, tuple[str, ...]()
@@ -309,10 +309,10 @@ def _check_output(output: Path | None) -> None:
 
 
 def _verify(command: VerifyCommand) -> int:
-    from whalejax import jobs
-    from whalejax.plan_source import check_source
+    from whalejax.cli import job_plan
+    from whalejax.cli.plan_source import check_source
+    from whalejax.cli.progress import Working, make_console
     from whalejax.planner.plan.plan import Plan
-    from whalejax.progress import Working, make_console
     from whalejax.verification import gpu, report
 
     _check_output(command.output)
@@ -343,7 +343,9 @@ def _verify(command: VerifyCommand) -> int:
         )
     if command.model is None:
         check_source(plan, str(command.plan))
-    question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
+    question = job_planplanplan.question_of(
+        find_job(source[0], named_values(source[1:])), plan
+    )
     with Working("verifying", quiet=command.quiet):
         found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:
@@ -391,10 +393,10 @@ def _described(path: Path) -> Cluster | None:
 
 
 def _calibrate(command: CalibrateCommand) -> None:
+    from whalejax.cli.progress import Working
     from whalejax.meshes.calibration.calibrate import local_network, measured
     from whalejax.meshes.cluster_toml import load
     from whalejax.meshes.merge import joined
-    from whalejax.progress import Working
 
     _check_output(command.output)
     if command.output.suffix.lower() != ".toml":
@@ -417,7 +419,7 @@ def _calibrate(command: CalibrateCommand) -> None:
             command.seconds, kind=command.kind, beside=beside, instead=instead
         )
         if job is not None:
-            from whalejax.timing import timing_words, with_timing
+            from whalejax.cli.measure_model import timing_words, with_timing
 
             cluster, timed = with_timing(
                 cluster, job, command.samples, by_task_graph(command)["precision"]

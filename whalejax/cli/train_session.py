@@ -20,26 +20,26 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from whalejax import jobs, loop, replay
 from whalejax.api.losses import Job
-from whalejax.meshes.errors import Problems
-from whalejax.option_checks import check_command
-from whalejax.options import (
+from whalejax.cli import job_plan, replay, train_loop
+from whalejax.cli.option_checks import check_command
+from whalejax.cli.options import (
     TrainCommand,
     by_task_graph,
     compiler_options,
     mesh_sizes,
     share_counts,
 )
+from whalejax.cli.progress import Meter, Working, make_console, progress_words, remark
+from whalejax.cli.show import print_plan
+from whalejax.cli.train_report import Report, units_of, words_of
+from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
-from whalejax.progress import Meter, Working, make_console, progress_words, remark
-from whalejax.report import Report, units_of, words_of
 from whalejax.runtime.resume import batches_from, held, resumed
 from whalejax.runtime.state import TrainState
 from whalejax.runtime.train_step import TrainStep
 from whalejax.runtime.train_step import compile as compile_step
 from whalejax.runtime.validate import devices_of
-from whalejax.show import print_plan
 
 
 def run(job: Job, options: TrainCommand, *, started: float) -> Report:
@@ -63,7 +63,7 @@ def _run(job: Job, options: TrainCommand, started: float) -> Report:
     # Of several processes the first one speaks.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
-    model = jobs.abstract_model(job)
+    model = job_plan.abstract_model(job)
     session = _Session(
         job=job,
         options=options,
@@ -158,7 +158,7 @@ def _check_save(options: TrainCommand, problems: Problems) -> Path | None:
     if problem:
         problems.add(f"--save {options.save}{problem}")
         return None
-    found = loop.latest(options.save)
+    found = train_loop.latest(options.save)
     if found is not None and not options.resume:
         problems.add(
             f"--save {options.save} holds checkpoints already, the latest "
@@ -182,11 +182,11 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
     if options.cluster is None:
         remark(console, "planning; these devices are measured once, for at most 20 s")
     with Working("planning", quiet=console.quiet):
-        return jobs.make_plan(
+        return job_plan.make_plan(
             job,
             model,
             job.batch_at(0, options.batch),
-            jobs.machine(options.cluster),
+            job_plan.machine(options.cluster),
             mesh=mesh,
             micro_batches=options.micro_batches,
             shares=shares,
@@ -255,7 +255,7 @@ class _Session:
             steps=options.steps,
             waiting="compiling",
         ) as meter:
-            done = loop.train(
+            done = train_loop.train(
                 step,
                 state,
                 self.batches_from(state),
@@ -280,7 +280,7 @@ class _Session:
     def _resumed(self, step: TrainStep) -> tuple[TrainState, Path | None]:
         """The state to begin with, and the checkpoint it is from; says which."""
         options = self.options
-        there = loop.checkpoints(options.save) if options.save else []
+        there = train_loop.checkpoints(options.save) if options.save else []
         found = resumed(step, there if options.resume else [])
         for note in found.notes if found else ():
             self._warn(note)
@@ -305,7 +305,11 @@ class _Session:
             print(f"whalejax: {text}", file=sys.stderr)
 
     def _show(
-        self, meter: Meter, unit: str, units_per_step: int, progress: loop.Progress
+        self,
+        meter: Meter,
+        unit: str,
+        units_per_step: int,
+        progress: train_loop.Progress,
     ) -> None:
         words = progress_words(
             progress.loss,

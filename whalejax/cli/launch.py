@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 
+from whalejax.cli.options import LaunchCommand
 from whalejax.distributed import launcher
 from whalejax.meshes.errors import WhaleError
-from whalejax.options import LaunchCommand
 
 
 def launch(command: LaunchCommand) -> int:

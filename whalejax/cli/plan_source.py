@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from whalejax.cli.options import named_values
 from whalejax.meshes.errors import Problems
-from whalejax.options import named_values
 from whalejax.planner.plan.errors import PlanError
 
 

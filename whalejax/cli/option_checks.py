@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from whalejax.cli.options import CalibrateCommand, TrainCommand, VerifyCommand
 from whalejax.meshes.checks import LARGEST, MOST_SAMPLES, is_number, is_whole, shown
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.texts import is_shown_as_written
-from whalejax.options import CalibrateCommand, TrainCommand, VerifyCommand
 
 
 LONGEST_WORD: Final = 4096
