@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from whalejax import _compat, rebuild
+from whalejax import _compat
 from whalejax.capture.attention import attention_of
 from whalejax.capture.calls import is_attention
+from whalejax.jaxpr import rebuild
 from whalejax.lowering.ring import attend
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import whalejax as wh
-from whalejax.cutting import Fixed, Steps
+from whalejax.jaxpr.steps import Fixed, Steps
 from whalejax.lowering.parted import Parted, Where
 
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax import _compat, rebuild
+from whalejax import _compat
 from whalejax.capture.attention import equations_of, recognised, trained_in
 from whalejax.capture.logits import Logits, logits_in, logits_of
 from whalejax.capture.rescaled import holds_rescaled, rescaled
+from whalejax.jaxpr import rebuild
 
 
 CALL: Final = "whalejax_attention"

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax import _compat, rebuild
+from whalejax import _compat
 from whalejax.capture.drafts import Position
+from whalejax.jaxpr import rebuild
 
 
 DTYPES: Final[Mapping[str, Any]] = {

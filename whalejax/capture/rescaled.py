@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from whalejax import _compat, rebuild
+from whalejax import _compat
 from whalejax.capture.blocks import Tags, operand_tags
 from whalejax.capture.softmax import CASTS, SPREADS, Softmax, softmax_behind
+from whalejax.jaxpr import rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,10 @@ from typing import Any, Final
 
 import jax
 
-from whalejax import _compat, rebuild
+from whalejax import _compat
 from whalejax.capture.view import View, array_of, flat_of, like, pattern_of, recut
 from whalejax.capture.views_rules import RULES, merged, spread
+from whalejax.jaxpr import rebuild
 
 
 Position = tuple[int, ...]

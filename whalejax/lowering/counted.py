@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.rebuild import Body
+from whalejax.jaxpr.rebuild import Body
 
 
 Operands = tuple[Any, ...]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax import _compat
 from whalejax.capture import Captured
 from whalejax.capture.units import avals_of, units_of
-from whalejax.cutting import Steps
+from whalejax.jaxpr.steps import Steps
 from whalejax.lowering.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.evaluate import named
 from whalejax.lowering.moves import Moves

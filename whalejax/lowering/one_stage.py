@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax import _compat, rebuild
+from whalejax import _compat
 from whalejax.capture.stack import Stack
+from whalejax.jaxpr import rebuild
 from whalejax.lowering.counted import Turns, counted
 from whalejax.lowering.lockstep import chosen
 from whalejax.lowering.reported import wide

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from whalejax.cutting import Fixed, Operand, Steps
+from whalejax.jaxpr.steps import Fixed, Operand, Steps
 from whalejax.lowering.parting import Group, Owner, Parting
 from whalejax.lowering.ways import (
     Everywhere,

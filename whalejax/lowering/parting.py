@@ -18,7 +18,7 @@ import optax
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.capture.steady import Steady
-from whalejax.cutting import Fixed, Operand, Step, Steps
+from whalejax.jaxpr.steps import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd import stepping
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.runtime.optimizer_state import kin_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from whalejax.cutting import Fixed
+from whalejax.jaxpr.steps import Fixed
 from whalejax.lowering.crossing import Coming
 from whalejax.lowering.pieces import Site
 from whalejax.lowering.places import ABSENT

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from whalejax.cutting import Operand, Step, Steps
+from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.places import Place
 from whalejax.lowering.ways import run_alone
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from whalejax import _compat
 from whalejax.adapters.leaves import fold_key
-from whalejax.cutting import Operand, Step, Steps
+from whalejax.jaxpr.steps import Operand, Step, Steps
 from whalejax.lowering.evaluate import evaluate, named
 from whalejax.lowering.reported import wide
 from whalejax.lowering.spmd import Program, sums_of

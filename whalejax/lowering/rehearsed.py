@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from whalejax import _compat
-from whalejax.cutting import Fixed, Operand
+from whalejax.jaxpr.steps import Fixed, Operand
 from whalejax.lowering.pieces import Piece, Site
 from whalejax.lowering.ways import laid, results_of
 from whalejax.planner.pipeline.schedules import Action
