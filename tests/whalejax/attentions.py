@@ -9,8 +9,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from whalejax import _compat
-from whalejax.capture.attention import attention_of
-from whalejax.capture.calls import is_attention
+from whalejax.capture.patterns.attention import attention_of
+from whalejax.capture.patterns.calls import is_attention
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.ring import attend
 

@@ -25,7 +25,7 @@ from tests.whalejax.test_sequence_whole import (
 from whalejax._compat import bind
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.capture.reductions import batch_reductions
+from whalejax.capture.batch_reductions import batch_reductions
 from whalejax.jaxpr import rebuild
 from whalejax.planner.model.last_tokens import gathered_bytes
 

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import models, programs
+from whalejax import models
 from whalejax.adapters.base import adapt
-from whalejax.capture import Captured, capture
+from whalejax.capture import Captured, capture, programs
 from whalejax.cli import job_plan
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized

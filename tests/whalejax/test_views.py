@@ -17,7 +17,7 @@ import whalejax as wh
 from whalejax import hlo
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.capture.views import taken_apart
+from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.planner.model.dimensions import analyse
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from whalejax import _compat
 from whalejax.api.fixed_axes import EVEN, Uneven, check_mesh
 from whalejax.capture import Captured
-from whalejax.capture.stack import Unshared, stack_of
+from whalejax.capture.layer_scan import Unshared, stack_of
+from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import warn
@@ -42,7 +43,6 @@ from whalejax.planner.search.stage_cuts import TooFewParts, Whole
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
-from whalejax.programs import Programs
 
 
 ALIKE = "one program runs all stages in lockstep: their layers are one scan"

@@ -21,7 +21,8 @@ from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.plan_options import NO_OPTIMIZER, check_options, checked_offload
 from whalejax.capture.batch import aval_of, check_batch, resized
-from whalejax.capture.calls import most_tokens
+from whalejax.capture.patterns.calls import most_tokens
+from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
 from whalejax.lowering.parting import check_update
 from whalejax.lowering.sliced import elementwise
 from whalejax.lowering.spmd import hosted
@@ -45,7 +46,6 @@ from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.remat import POLICIES, checked_policies
-from whalejax.programs import Programs, Traces, attention_note, check_reports
 from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.runtime.compiler_options import (
     checked_options,

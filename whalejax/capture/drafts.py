@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.api.annotations import parse_scope
-from whalejax.capture.behaviour import Behaviour
+from whalejax.capture.rules.behaviour import Behaviour
 from whalejax.planner.model.graph import Factor, Mark, TensorKind
 
 

@@ -20,24 +20,24 @@ from whalejax.api.annotations import recording
 from whalejax.api.losses import check_rows
 from whalejax.capture.assemble import graph_of, loss_id, name_inputs
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
-from whalejax.capture.calls import (
+from whalejax.capture.batch_independent_state import Steady, held_back
+from whalejax.capture.counters import advances
+from whalejax.capture.drafts import Position, Value
+from whalejax.capture.named_axes import bound, traced_with_axes
+from whalejax.capture.numbering import numbering_leaves
+from whalejax.capture.partial_metadata import aligned
+from whalejax.capture.passes.mixed_precision import left_wide, narrowed, wide_products
+from whalejax.capture.passes.remat import applicable, recomputed
+from whalejax.capture.patterns.calls import (
     calls_attention,
     possible_calls,
     with_calls,
     with_logits,
 )
-from whalejax.capture.counters import advances
-from whalejax.capture.drafts import Position, Value
-from whalejax.capture.lengthened import lengthened
-from whalejax.capture.named_axes import bound, traced_with_axes
-from whalejax.capture.narrowing import left_wide, narrowed, wide_products
-from whalejax.capture.numbering import numbering_leaves
-from whalejax.capture.own_layouts import constraint_notes
-from whalejax.capture.recompute import applicable, recomputed
-from whalejax.capture.reporting import Reports, Told, check_clear, reports
-from whalejax.capture.steady import Steady, held_back
-from whalejax.capture.unnamed import aligned
-from whalejax.capture.views import taken_apart
+from whalejax.capture.patterns.full_length import lengthened
+from whalejax.capture.reported.values import Reports, Told, check_clear, reports
+from whalejax.capture.sharding_constraints import constraint_notes
+from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.fused_parameters import (

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from whalejax import _compat
-from whalejax.capture.blocks import Tags
-from whalejax.capture.logits import Logits
+from whalejax.capture.patterns.blockwise import Tags
+from whalejax.capture.patterns.logits import Logits
 from whalejax.planner.sharding.layout import Spec
 
 

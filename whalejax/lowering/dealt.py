@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.capture.stack import Stack
+from whalejax.capture.layer_scan import Stack
 from whalejax.lowering.spmd import Program
 from whalejax.planner.pipeline.layer_stack import STAGE, of_stage
 from whalejax.planner.sharding.layout import Spec

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
-from whalejax.capture.calls import called_logits, makes_logits
-from whalejax.capture.own_layouts import CONSTRAINT
+from whalejax.capture.patterns.calls import called_logits, makes_logits
+from whalejax.capture.sharding_constraints import CONSTRAINT
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.away import Away, settled, viewed
 from whalejax.lowering.chunked import chunked

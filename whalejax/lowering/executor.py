@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from whalejax.capture.stack import stack_of
+from whalejax.capture.layer_scan import stack_of
 from whalejax.lowering import spmd
 from whalejax.lowering.pipelined import pipelined_gradients, pipelined_losses
 from whalejax.lowering.spmd import Program, Sums

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.rules_matmul import pointwise
+from whalejax.capture.rules.matmul import pointwise
 from whalejax.lowering.lookups import Parts, on_each
 from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.sharding.layout import Spec

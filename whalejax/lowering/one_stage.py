@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.stack import Stack
+from whalejax.capture.layer_scan import Stack
 from whalejax.jaxpr import rebuild
 from whalejax.lowering.counted import Turns, counted
 from whalejax.lowering.lockstep import chosen

@@ -17,7 +17,7 @@ import optax
 
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
-from whalejax.capture.steady import Steady
+from whalejax.capture.batch_independent_state import Steady
 from whalejax.jaxpr.steps import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd import stepping
 from whalejax.planner.plan.plan import Plan, PlanError

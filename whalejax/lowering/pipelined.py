@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from whalejax.capture.stack import Stack
+from whalejax.capture.layer_scan import Stack
 from whalejax.lowering.dealt import collected, dealt, dealt_rest
 from whalejax.lowering.lockstep import (
     handed_back,

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from whalejax import _compat
-from whalejax.capture.attention import Attention, attention_of, product_tags
-from whalejax.capture.blocks import Tags
+from whalejax.capture.patterns.attention import Attention, attention_of, product_tags
+from whalejax.capture.patterns.blockwise import Tags
 from whalejax.lowering.left_out import LeftOut
 from whalejax.lowering.zigzag import dealt_out
 from whalejax.meshes.jax_mesh import partition_spec

@@ -19,8 +19,8 @@ import numpy as np
 from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Merged
 from whalejax.capture import Captured
-from whalejax.capture.reductions import batch_reductions
-from whalejax.capture.reporting import told_words
+from whalejax.capture.batch_reductions import batch_reductions
+from whalejax.capture.reported.values import told_words
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.runtime.runner import Evaluation, Metrics

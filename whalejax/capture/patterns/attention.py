@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.scores import NotScoresError, Reader, Scores
-from whalejax.capture.softmax import Softmax, softmax_behind
+from whalejax.capture.patterns.scores import NotScoresError, Reader, Scores
+from whalejax.capture.patterns.softmax import Softmax, softmax_behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

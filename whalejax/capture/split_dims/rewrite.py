@@ -19,8 +19,15 @@ from typing import Any, Final
 import jax
 
 from whalejax import _compat
-from whalejax.capture.view import View, array_of, flat_of, like, pattern_of, recut
-from whalejax.capture.views_rules import RULES, merged, spread
+from whalejax.capture.split_dims.rules import RULES, merged, spread
+from whalejax.capture.split_dims.view import (
+    View,
+    array_of,
+    flat_of,
+    like,
+    pattern_of,
+    recut,
+)
 from whalejax.jaxpr import rebuild
 
 

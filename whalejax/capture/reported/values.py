@@ -15,7 +15,7 @@ import jax
 from whalejax.adapters.leaves import dotted
 from whalejax.api.losses import Merged
 from whalejax.capture.drafts import Value
-from whalejax.capture.samples import Rows, Unclear, reported_rows
+from whalejax.capture.reported.sample_dims import Rows, Unclear, reported_rows
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.planner.model.graph import Graph
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> Letters:

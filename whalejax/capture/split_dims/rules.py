@@ -16,8 +16,16 @@ import numpy as np
 from jax import lax
 
 from whalejax import _compat
-from whalejax.capture.rules_elementwise import SAME_SHAPE
-from whalejax.capture.view import Cuts, Shape, Spread, View, expanded, flat_of, recut
+from whalejax.capture.rules.elementwise import SAME_SHAPE
+from whalejax.capture.split_dims.view import (
+    Cuts,
+    Shape,
+    Spread,
+    View,
+    expanded,
+    flat_of,
+    recut,
+)
 from whalejax.planner.model.reshape_factors import groups
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.attention import equations_of, recognised, trained_in
-from whalejax.capture.logits import Logits, logits_in, logits_of
-from whalejax.capture.rescaled import holds_rescaled, rescaled
+from whalejax.capture.patterns.attention import equations_of, recognised, trained_in
+from whalejax.capture.patterns.logits import Logits, logits_in, logits_of
+from whalejax.capture.patterns.row_scales import holds_rescaled, rescaled
 from whalejax.jaxpr import rebuild
 
 

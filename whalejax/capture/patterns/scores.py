@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.blocks import Node, Tags, computed, operand_tags
-from whalejax.capture.intervals import ANY, BOOL, Interval, interval
+from whalejax.capture.patterns.blockwise import Node, Tags, computed, operand_tags
+from whalejax.capture.patterns.score_bounds import ANY, BOOL, Interval, interval
 
 
 HIDDEN: Final = -1e9

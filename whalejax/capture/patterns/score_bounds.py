@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from whalejax.capture.blocks import Node
+from whalejax.capture.patterns.blockwise import Node
 
 
 Interval = tuple[Any, Any]

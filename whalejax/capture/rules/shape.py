@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule
 
 
 def _broadcast(equation: Equation) -> Behaviour:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule
 from whalejax.planner.model.graph import Factor
 
 

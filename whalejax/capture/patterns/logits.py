@@ -14,9 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.attention import trained_in
-from whalejax.capture.blocks import Node, Tags, computed, operand_tags, reduced_tags
-from whalejax.capture.rules_elementwise import SAME_SHAPE
+from whalejax.capture.patterns.attention import trained_in
+from whalejax.capture.patterns.blockwise import (
+    Node,
+    Tags,
+    computed,
+    operand_tags,
+    reduced_tags,
+)
+from whalejax.capture.rules.elementwise import SAME_SHAPE
 
 
 class NotTokensError(Exception):

@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from whalejax import _compat
-from whalejax.capture.attention import Attention, attention_of
-from whalejax.capture.behaviour import Behaviour, Member
+from whalejax.capture.patterns.attention import Attention, attention_of
+from whalejax.capture.rules.behaviour import Behaviour, Member
 from whalejax.planner.model.graph import Factor, FactorKind
 
 

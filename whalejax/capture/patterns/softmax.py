@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from whalejax import _compat
-from whalejax.capture.blocks import Tags, operand_tags
+from whalejax.capture.patterns.blockwise import Tags, operand_tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from whalejax.capture.behaviour import Behaviour, Equation, Letters, Rule, unknown
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
 
 
 def _product(shape: Sequence[int], dims: Iterable[int]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from whalejax import _compat
-from whalejax.capture.calls import makes_logits
+from whalejax.capture.patterns.calls import makes_logits
 from whalejax.jaxpr import rebuild
 from whalejax.planner.model.graph import CONVOLUTION
 from whalejax.planner.sharding.remat import Region, named_in

@@ -23,7 +23,7 @@ from jax import lax
 
 from whalejax import _compat
 from whalejax.capture.drafts import Position
-from whalejax.capture.rules_elementwise import SAME_SHAPE
+from whalejax.capture.rules.elementwise import SAME_SHAPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from whalejax.capture import (
-    rules_elementwise,
-    rules_matmul,
-    rules_reduce,
-    rules_shape,
-)
-from whalejax.capture.behaviour import Behaviour, Equation, Rule, unknown
+from whalejax.capture.rules import elementwise, matmul, reduce, shape
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Rule, unknown
 
 
 RULES: Final[dict[str, Rule]] = {
-    **rules_elementwise.RULES,
-    **rules_shape.RULES,
-    **rules_reduce.RULES,
-    **rules_matmul.RULES,
+    **elementwise.RULES,
+    **shape.RULES,
+    **reduce.RULES,
+    **matmul.RULES,
 }
 
 

@@ -13,9 +13,9 @@ from whalejax.adapters.base import Adapter
 from whalejax.capture import Captured, capture
 from whalejax.capture.assemble import model_hash
 from whalejax.capture.batch import BatchLeaf, aval_of, batch_leaves
-from whalejax.capture.recompute import checkpoint_names
-from whalejax.capture.reductions import batch_reductions
-from whalejax.capture.reporting import check_clear
+from whalejax.capture.batch_reductions import batch_reductions
+from whalejax.capture.passes.remat import checkpoint_names
+from whalejax.capture.reported.values import check_clear
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.rebatch import resized

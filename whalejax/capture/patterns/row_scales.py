@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from whalejax import _compat
-from whalejax.capture.blocks import Tags, operand_tags
-from whalejax.capture.softmax import CASTS, SPREADS, Softmax, softmax_behind
+from whalejax.capture.patterns.blockwise import Tags, operand_tags
+from whalejax.capture.patterns.softmax import CASTS, SPREADS, Softmax, softmax_behind
 from whalejax.jaxpr import rebuild
 
 
