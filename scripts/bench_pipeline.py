@@ -55,7 +55,7 @@ from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 import whalejax as wh  # noqa: E402
 from whalejax import models
 from whalejax.cli import job_plan
-from whalejax.lowering.dealt import places_of  # noqa: E402
+from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
 from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
 

@@ -12,7 +12,7 @@ from whalejax import _compat
 from whalejax.capture.patterns.attention import attention_of
 from whalejax.capture.patterns.calls import is_attention
 from whalejax.jaxpr import rebuild
-from whalejax.lowering.ring import attend
+from whalejax.lowering.spmd.ring_attention import attend
 
 
 def in_blocks(program: Any, mesh: Mesh, *, rows: bool = True) -> Callable[..., Any]:

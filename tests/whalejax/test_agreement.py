@@ -14,7 +14,7 @@ import pytest
 import whalejax as wh
 from tests.processes import finish, start
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
-from whalejax.lowering.fingerprints import fingerprint
+from whalejax.lowering.multihost.fingerprints import fingerprint
 
 
 PROGRAM: Final = """

@@ -26,8 +26,8 @@ from tests.equality import (
 )
 from tests.stages import scheduled
 from whalejax import models
-from whalejax.lowering.mpmd import Apart
-from whalejax.lowering.passing import Pass
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.pipeline_mpmd.step import Pass
 from whalejax.planner.plan.plan import Stages
 
 

@@ -28,7 +28,7 @@ from tests.equality import (
 )
 from whalejax import hlo, models
 from whalejax.cli import job_plan
-from whalejax.lowering.pipelined import turns_of
+from whalejax.lowering.pipeline_spmd.executor import turns_of
 from whalejax.planner.pipeline.schedules import schedule
 
 

@@ -23,7 +23,7 @@ from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
 from whalejax import models
 from whalejax.api.losses import Job
 from whalejax.cli import job_plan
-from whalejax.lowering.exchange import Exchange
+from whalejax.lowering.uneven.flat_all_reduce import Exchange
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

@@ -17,7 +17,7 @@ jax.config.update("jax_enable_x64", True)
 import numpy as np
 import whalejax as wh
 from whalejax.lowering import uneven
-from whalejax.lowering.ways import unwrapped
+from whalejax.lowering.global_arrays import unwrapped
 from tests.whalejax.test_uneven import apart, dropping
 
 job = dropping()

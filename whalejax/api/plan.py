@@ -23,9 +23,9 @@ from whalejax.api.plan_options import NO_OPTIMIZER, check_options, checked_offlo
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.patterns.calls import most_tokens
 from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
-from whalejax.lowering.parting import check_update
-from whalejax.lowering.sliced import elementwise
-from whalejax.lowering.spmd import hosted
+from whalejax.lowering.pipeline_mpmd.update_split import check_update
+from whalejax.lowering.spmd.executor import hosted
+from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown

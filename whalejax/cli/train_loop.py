@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.distributed.heartbeat import tells_of_loss
-from whalejax.lowering.watch import lost
-from whalejax.lowering.ways import is_here, settle
+from whalejax.lowering.global_arrays import is_here, settle
+from whalejax.lowering.multihost.watchdog import lost
 from whalejax.meshes.errors import WhaleError
 from whalejax.runtime.checkpoint_record import UNFINISHED_SUFFIX
 from whalejax.runtime.resume import held

@@ -29,8 +29,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from whalejax import _compat
 from whalejax.adapters.base import dotted
-from whalejax.lowering.spread import collected, dealt, spread
-from whalejax.lowering.ways import settle
+from whalejax.lowering.global_arrays import settle
+from whalejax.lowering.stage_arrays import collected, dealt, spread
 from whalejax.meshes.errors import WhaleError, warn
 from whalejax.runtime.checkpoint_files import (
     being_built,

@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from whalejax.capture import Captured
 from whalejax.capture.batch import aval_of
-from whalejax.lowering.agreement import Agreement
-from whalejax.lowering.away import out_of_host
-from whalejax.lowering.constraints import constraints_of
-from whalejax.lowering.evaluate import named
-from whalejax.lowering.executor import gradients_of, losses_of
-from whalejax.lowering.reported import reported, wide
-from whalejax.lowering.spmd import Program, Sums, update
-from whalejax.lowering.watch import Watch
+from whalejax.lowering.dispatch import gradients_of, losses_of
+from whalejax.lowering.metrics import reported, wide
+from whalejax.lowering.multihost.agreement import Agreement
+from whalejax.lowering.multihost.watchdog import Watch
+from whalejax.lowering.spmd.constraints import constraints_of
+from whalejax.lowering.spmd.evaluate import named
+from whalejax.lowering.spmd.executor import Program, Sums, update
+from whalejax.lowering.spmd.host_parameters import out_of_host
 from whalejax.planner.plan.plan import Plan, PlanError
 from whalejax.planner.search.plan_spmd import analysed_for
 from whalejax.runtime.mixed_precision import LossScale, all_finite

@@ -17,8 +17,8 @@ from whalejax import _compat
 from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key
 from whalejax.capture.batch import aval_of
-from whalejax.lowering.away import out_of_host
-from whalejax.lowering.spread import spread
+from whalejax.lowering.spmd.host_parameters import out_of_host
+from whalejax.lowering.stage_arrays import spread
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import PlanError

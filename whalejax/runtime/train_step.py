@@ -22,13 +22,13 @@ from whalejax.api.argument_checks import refuse_bad_optimizer
 from whalejax.api.losses import Job as Job
 from whalejax.capture import Captured, capture
 from whalejax.capture.batch import aval_of
-from whalejax.lowering.evaluating import Evaluating
-from whalejax.lowering.following import Following
-from whalejax.lowering.mpmd import Apart
-from whalejax.lowering.pipes import Pipes
-from whalejax.lowering.rehearsed import Rehearsal, rehearsed
-from whalejax.lowering.uneven import Uneven
-from whalejax.lowering.ways import is_here, stages_mesh
+from whalejax.lowering.global_arrays import is_here, stages_mesh
+from whalejax.lowering.pipeline_mpmd.compile_only import Rehearsal, rehearsed
+from whalejax.lowering.pipeline_mpmd.evaluation import Evaluating
+from whalejax.lowering.pipeline_mpmd.executor import Apart
+from whalejax.lowering.uneven.adaptive_shares import Following
+from whalejax.lowering.uneven.pipeline_executor import Pipes
+from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan, PlanError

@@ -22,8 +22,8 @@ from whalejax.adapters.base import Adapter
 from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.capture import Captured
 from whalejax.capture.batch import check_batch
-from whalejax.lowering.evaluate import HOST_MEMORY
-from whalejax.lowering.ways import absent, is_here
+from whalejax.lowering.global_arrays import absent, is_here
+from whalejax.lowering.spmd.evaluate import HOST_MEMORY
 from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, warn
