@@ -1,8 +1,8 @@
 """The hardware: device kinds, clusters, links, and what was measured of them.
 
 Importing this package imports no JAX. The modules that touch JAX are imported by name:
-``whalejax.meshes.jax_mesh`` makes a ``jax.sharding.Mesh``, ``whalejax.meshes.calibration.calibrate``
-measures the local devices.
+``whalejax.meshes.jax_mesh`` makes a ``jax.sharding.Mesh``,
+``whalejax.meshes.calibration.calibrate`` measures the local devices.
 """
 
 if __name__ == "meshes":

@@ -6,7 +6,7 @@ what is wrong with the arguments of one call and raises once; ``check_fields`` h
 fields of a frozen dataclass to their annotations. Values are shown shortened, escaped,
 and without trusting their own ``repr``.
 
-It stands beside ``problems`` at the bottom of the import order, and imports no JAX.
+It stands beside ``errors`` at the bottom of the import order, and imports no JAX.
 """
 
 from __future__ import annotations

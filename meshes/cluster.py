@@ -2,7 +2,7 @@
 
 This is the one description of the hardware that a plan is made for. It is plain data;
 how it is written as text, in files, and read off the running devices stands in
-``grammar``, ``files`` and ``detect``, which the methods here call.
+``cluster_text``, ``cluster_toml`` and ``detect``, which the methods here call.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class Cluster(Shown):
 
     @classmethod
     def from_paddle(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read PaddlePaddle's description of a cluster; ``whalejax.meshes.paddle_json``.
+        """Read PaddlePaddle's description of a cluster; see ``paddle_json``.
 
         Raises:
             WhaleError: no such file, not JSON, or a description with problems.
@@ -345,7 +345,7 @@ class Cluster(Shown):
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that a short text describes; ``whalejax.meshes.cluster_text`` has all.
+    """The cluster that a short text describes; see ``cluster_text``.
 
     ``h100:8`` one node of 8, ``h100:4x8`` four nodes of 8, ``v5p:4x4x4`` a TPU torus,
     ``v100-32:8+p100-16:8`` several kinds, ``mixed.toml`` a file, ``paddle.json`` one of

@@ -179,9 +179,9 @@ class DeviceKind:
         op_overhead_seconds: fixed cost of launching one operation of a program.
         efficiency: fraction of the peak that large matrix products reach where nothing
             was measured.
-        curve: the platform of ``fitted`` whose constants say what it delivers, for
-            kinds of the catalogue and those based on them; a file that gives
-            ``efficiency`` takes its place.
+        curve: the platform of ``fitted_constants`` whose constants say what it
+            delivers, for kinds of the catalogue and those based on them; a file that
+            gives ``efficiency`` takes its place.
         matmul_half_size: effective size at which half of that is reached; 0, the
             default, is no penalty for small shapes, for want of a fit.
         matmul_points: measured products; they replace peak and efficiency.

@@ -317,7 +317,7 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
         *textwrap.wrap(
             sources, 86, initial_indent="#     ", subsequent_indent="#     "
         ),
-        "# whalejax.meshes.fitted_constants says what each number is; shares are of datasheets.",
+        "# fitted_constants.py says what each number is; shares are of datasheets.",
         "",
     ]
     for platform, achieved in found.platforms.items():

@@ -1,8 +1,8 @@
 """What is being done, told to whoever shows it.
 
 Planning and compiling take seconds to minutes. They say what they do here, and know
-nothing of terminals; ``whalejax.cli.progress`` shows it where somebody wants to see it. It
-stands at the bottom of the import order, so that every room can tell.
+nothing of terminals; ``whalejax.cli.progress`` shows it where somebody wants to see
+it. It stands at the bottom of the import order, so that every room can tell.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 
 
 FILE = Path(__file__).with_name("compiles.json")
@@ -81,7 +80,7 @@ def planned(model: Model, topology: str, **fixed: Any) -> wh.Plan:
     cluster = wh.cluster(topology)
     return wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, model.samples * cluster.num_devices),
         optimizer=job.optimizer,
         cluster=cluster,

@@ -27,8 +27,10 @@ eight_devices()
 import jax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 
 
 def main() -> None:
@@ -71,7 +73,7 @@ def _stepper(sequence: int, mesh: dict[str, int], attention: str) -> Callable[[]
     count = 8 if mesh else 1
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, 1),
         optimizer=job.optimizer,
         cluster=f"cpu:{count}",
@@ -86,7 +88,7 @@ def _stepper(sequence: int, mesh: dict[str, int], attention: str) -> Callable[[]
     step = wh.compile(
         plan,
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         optimizer=job.optimizer,
         devices=jax.devices()[:count],
     )

@@ -117,13 +117,12 @@ def _share(value: float | None) -> str:
 def _plan(case: argparse.Namespace, cluster: Any, accelerator: bool) -> tuple[Any, Any]:
     """The job and its plan for one device."""
     import whalejax as wh
-    from whalejax import models
-    from whalejax.cli import job_plan
+    from whalejax import jobs, models
 
     job = models.job(case.model, annotated=False)
     plan = wh.plan(
         job.loss_fn,
-        job_planplan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, case.batch),
         optimizer=job.optimizer,
         cluster=cluster,
@@ -165,7 +164,7 @@ def measured_row(case: argparse.Namespace) -> Row:
     import jax
 
     import whalejax as wh
-    from whalejax.cli import job_plan
+    from whalejax import jobs
 
     device = jax.local_devices()[0]
     cluster = wh.Cluster.detect().part(1)
@@ -182,7 +181,7 @@ def measured_row(case: argparse.Namespace) -> Row:
     step = wh.compile(
         plan,
         job.loss_fn,
-        job_planplan.abstract_model(job),
+        jobs.abstract_model(job),
         optimizer=job.optimizer,
         batch=batch,
         devices=[device],

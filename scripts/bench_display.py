@@ -29,9 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
-from whalejax import models
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 from whalejax.api.plan import plan as find_plan  # noqa: E402
-from whalejax.cli import job_plan
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 
 
@@ -55,7 +57,7 @@ def plans() -> dict[str, Plan]:
     job = models.job("llama-405b")
     whole = find_plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 2048)),
         optimizer=job.optimizer,
         cluster="h100:1024x8",
@@ -87,7 +89,7 @@ def plans() -> dict[str, Plan]:
     job = models.job("llama-7b")
     piped = find_plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 512)),
         optimizer=job.optimizer,
         cluster="h100:16x8",

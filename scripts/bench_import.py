@@ -5,7 +5,7 @@ line printed is one JSON object:
 
     import_s      `import whalejax`, in seconds
     imports_jax   whether that imported JAX
-    front_end_s   `whalejax.api.plan` and `whalejax.runtime.train_step`, after `import jax, flax`
+    front_end_s   `api.plan` and `runtime.train_step` of it, after `import jax, flax`
     plan_s        planning the quick-start GPT for 8 described devices, tracing
                   included, in a process that has imported both
 

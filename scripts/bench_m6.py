@@ -33,8 +33,10 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import whalejax as wh  # noqa: E402
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 
 
 STAGES: Final = 8
@@ -79,7 +81,7 @@ def _planned(
 ) -> tuple[wh.Plan, tuple[float, float]]:
     """A plan, and its seconds by the clock and of the processor."""
     job = models.job("m6-10b")
-    model, batch = job_plan.abstract_model(job), job.batch_at(0, _samples(nodes))
+    model, batch = jobs.abstract_model(job), job.batch_at(0, _samples(nodes))
     start, cpu = time.perf_counter(), time.process_time()
     plan = wh.plan(
         job.loss_fn,

@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 
 
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "local")
@@ -236,7 +235,7 @@ def _compiled(
     job = job or models.job("llama-test", **(SMALL if cpu else LLAMA))
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, batch),
         optimizer=job.optimizer,
         cluster="cpu:8" if cpu else topology,

@@ -234,12 +234,11 @@ class _Run:
         import optax
 
         import whalejax as wh
-        from whalejax import models
-        from whalejax.cli import job_plan
+        from whalejax import jobs, models
 
         job = models.job("gpt-test", annotated=False, **sizes)
         self.batch_at = lambda index: job.batch_at(index, count * SAMPLES)
-        model = job_plan.abstract_model(job)
+        model = jobs.abstract_model(job)
         optimizer = optax.sgd(0.01, momentum=0.9)
         devices = jax.local_devices() if alone else jax.devices()
         plan = wh.plan(

@@ -39,8 +39,10 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 
 
 SIZES = {
@@ -96,7 +98,7 @@ def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
     batch, optimizer = job.batch_at(0, count * SAMPLES), optax.sgd(0.01)
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         batch,
         optimizer=optimizer,
         cluster=f"cpu:{devices}",
@@ -107,7 +109,7 @@ def _stepper(count: int, devices: int, *, scanned: bool) -> Callable[[], Any]:
     step = wh.compile(
         plan,
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         optimizer=optimizer,
         devices=jax.devices()[:devices],
     )

@@ -53,8 +53,10 @@ import optax  # noqa: E402
 from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
 from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
 
@@ -113,7 +115,7 @@ def _plan(job: wh.Job, batch: int, cluster: str, **options: Any) -> wh.Plan:
     """As the model is written: nothing is sharded or moved beside."""
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, batch),
         cluster=wh.cluster(cluster).with_memory(ROOMY),
         zero=0,
@@ -172,7 +174,7 @@ def _staged(
     return wh.compile(
         with_layers(plan, layers) if layers else plan,
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         optimizer=SGD,
         devices=jax.devices()[:STAGES],
     )
@@ -258,7 +260,7 @@ def _compiling(job: wh.Job, mesh: dict[str, int]) -> Callable[[], Any]:
 
     def run() -> None:
         jax.clear_caches()
-        model = job_plan.abstract_model(job)
+        model = jobs.abstract_model(job)
         step = wh.compile(plan, job.loss_fn, model, optimizer=optimizer)
         step.lower().compile()
 

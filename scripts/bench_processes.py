@@ -128,8 +128,7 @@ class _Run:
         import optax
 
         import whalejax as wh
-        from whalejax import models
-        from whalejax.cli import job_plan
+        from whalejax import jobs, models
 
         job = models.job("gpt-test", annotated=False, **SIZES)
         mark = wh.pipeline(num_stages=2, schedule=schedule)
@@ -139,7 +138,7 @@ class _Run:
                 return job.loss_fn(model, batch)
 
         self.batch, optimizer = job.batch_at(0, count * SAMPLES), optax.sgd(0.01)
-        model = job_plan.abstract_model(job)
+        model = jobs.abstract_model(job)
         plan = wh.plan(
             loss,
             model,

@@ -90,12 +90,11 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     from scipy.stats import kendalltau
 
     import whalejax as wh
-    from whalejax import models
-    from whalejax.cli import job_plan
+    from whalejax import jobs, models
 
     reference, options = JOBS[name]
     job = models.job(reference, **options, annotated=False)
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     batch = job.batch_at(0)
     common = {"optimizer": job.optimizer, "cluster": wh.Cluster.detect()}
     chosen = wh.plan(job.loss_fn, model, batch, **common)

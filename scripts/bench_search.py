@@ -45,10 +45,12 @@ import jax  # noqa: E402
 import optax  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import models
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.capture import capture  # noqa: E402
-from whalejax.cli import job_plan
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
 from whalejax.planner.plan.plan import Plan, PlanError  # noqa: E402
@@ -199,7 +201,7 @@ class Answer:
 def answer(question: Question, rounds: int) -> Answer:
     """Ask a question; of several rounds the least counts."""
     job = models.job(question.model, **question.options)
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     batch = jax.eval_shape(lambda: job.batch_at(0, question.batch))
     start = time.perf_counter()
     adapter = at_precision(adapt(model, job.loss_fn), question.precision)
@@ -328,7 +330,7 @@ def _unrolled(name: str, batch: int, rounds: int) -> float | None:
     ask = functools.partial(
         wh.plan,
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch)),
         optimizer=ADAM,
         cluster="h100:8",

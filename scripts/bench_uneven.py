@@ -48,9 +48,11 @@ from by_hand import dealt, gpipe_by_autodiff  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import whalejax as wh  # noqa: E402
-from whalejax import models
-from whalejax.cli import job_plan
-from whalejax.lowering.pipeline_spmd import stage_body
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
+from whalejax.lowering.pipeline_spmd import stage_body  # noqa: E402
 from whalejax.lowering.pipeline_spmd.dynamic_layers import Turns  # noqa: E402
 from whalejax.lowering.pipeline_spmd.uneven_layer_exchange import places_of  # noqa: E402
 from whalejax.planner.pipeline.uneven_layers import with_layers  # noqa: E402
@@ -150,7 +152,7 @@ class _Training(_Timed):
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         job = _job(sum(layers))
-        batch, model = job.batch_at(0), job_plan.abstract_model(job)
+        batch, model = job.batch_at(0), jobs.abstract_model(job)
         optimizer = _remembering()
         plan = wh.plan(
             job.loss_fn,

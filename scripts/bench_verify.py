@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 from whalejax.verification.comparison import CLOSE, Verification, planned_bytes
 
 
@@ -277,7 +276,7 @@ def planned(program: Program) -> wh.Plan:
     cluster = wh.cluster(program.topology).with_memory(ROOMY)
     return wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, program.batch),
         optimizer=job.optimizer,
         cluster=cluster,

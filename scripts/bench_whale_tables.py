@@ -10,9 +10,9 @@ and ``NAME_sheet``.
 
     python scripts/bench_whale_tables.py
 
-Shares and stages are the planner's (``balance``, ``place``, the 1F1B table, simulated);
-collectives are priced as it prices them. Data-parallel rows count no communication:
-the paper gives no batch sizes for them.
+Shares and stages are the planner's (``shares``, ``stage_placement``, the 1F1B table,
+simulated); collectives are priced as it prices them. Data-parallel rows count no
+communication: the paper gives no batch sizes for them.
 """
 
 from __future__ import annotations

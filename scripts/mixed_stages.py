@@ -43,8 +43,7 @@ class _Piped:
         import optax
 
         import whalejax as wh
-        from whalejax import models
-        from whalejax.cli import job_plan
+        from whalejax import jobs, models
 
         job = models.job(f"{name}-test", annotated=False, **sizes)
         self.batch = job.batch_at(0, DEEP_SAMPLES)
@@ -56,7 +55,7 @@ class _Piped:
             with mark:
                 return job.loss_fn(*arguments)
 
-        model = job_plan.abstract_model(job)
+        model = jobs.abstract_model(job)
         optimizer = optax.sgd(0.01, momentum=0.9)
         self.plan = wh.plan(
             loss, model, self.batch, optimizer=optimizer, cluster=cluster, **options

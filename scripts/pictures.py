@@ -22,9 +22,11 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 from tests import browser  # noqa: E402
-from whalejax import models
+from whalejax import (  # noqa: E402
+    jobs,  # noqa: E402
+    models,  # noqa: E402
+)
 from whalejax.api.search import search  # noqa: E402
-from whalejax.cli import job_plan
 from whalejax.display.page import page  # noqa: E402
 from whalejax.planner.plan.plan import Plan  # noqa: E402
 
@@ -37,7 +39,7 @@ def pages() -> Iterator[tuple[str, int, str]]:
     job = models.job("llama-7b")
     found = search(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 64)),
         optimizer=job.optimizer,
         clusters=["h100:8", "a100-80:2x8", "v5p:2x2x4"],

@@ -1,7 +1,7 @@
 """What is measured of a device, in which order, and when to stop. Starts JAX.
 
 Twenty seconds do not suffice for everything, so the probes are ordered by how much a
-plan depends on them, and the budget cuts the list. ``measure`` has the programs,
+plan depends on them, and the budget cuts the list. ``timers`` has the programs,
 ``calibrate`` makes numbers of a device kind from the times.
 """
 

@@ -3,7 +3,7 @@
 Data-parallel ranks wait for the slowest, so the shares that matter are the integers
 ``k`` that minimise ``max(k_i * t_i)``; a device's memory may bound its share. Whale's
 Formula 1 asks for the same in fractions: ``water_fill`` solves it exactly, and
-``whale_balance`` has the algorithm that the paper prints.
+``whale_algorithm1`` has the algorithm that the paper prints.
 """
 
 from __future__ import annotations

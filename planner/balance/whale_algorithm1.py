@@ -1,7 +1,7 @@
 """Whale's Formula 1 and Algorithm 1, as the paper prints them, with their gaps closed.
 
 Jia et al., "Whale: Efficient Giant Model Training over Heterogeneous GPUs", USENIX ATC
-2022, section 3.3.1. The planner takes its shares from ``balance``, which is exact; this
+2022, section 3.3.1. The planner takes its shares from ``shares``, which is exact; this
 is here to be compared with it. What the paper leaves open is settled as follows.
 
 - A peak gives away what it has too much, and no more; otherwise the valley is

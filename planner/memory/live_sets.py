@@ -1,6 +1,6 @@
 """What memory holds when: of every span of a step, the tensors and the parameters.
 
-It is apart from what a layout makes of it (``peaks``), because it is found once for a
+It is apart from what a layout makes of it (``peak``), because it is found once for a
 program: only which TaskGraph lays a tensor out depends on where operations stand.
 """
 

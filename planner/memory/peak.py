@@ -1,6 +1,6 @@
 """The fullest moment of a step: what is in memory at once, from forward to backward.
 
-While the backward pass is in a span (see ``timeline``), memory holds what the forward
+While the backward pass is in a span (see ``liveness``), memory holds what the forward
 pass kept for it and for all before it, the gradients of all behind it, and what the
 span itself works with. The peak is the largest of these sums; between the ends of a
 span they are not told apart.

@@ -1,8 +1,9 @@
 """Stages of a pipeline on devices of unlike kinds: which lies where, and its gain.
 
 The devices are cut into equal parts, in node order, each of one kind. The model's
-smallest parts are timed on every kind, and ``placing`` finds the order of the devices
-and the cut together; memory is that of each kind, with the activations in flight.
+smallest parts are timed on every kind, and ``stage_placement`` finds the order of
+the devices and the cut together; memory is that of each kind, with the activations in
+flight.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A document holds two hashes. ``hash`` is the plan's own, of what its program depends on;
 ``document_hash`` is of everything in the document, so that no number of it can change
 unseen. Neither is a signature: who writes a file can hash it. So what is read is also
-checked for numbers that no plan can have (``believable``), and nothing of it is run.
+checked for numbers that no plan can have (``validate``), and nothing of it is run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The batch of a plan that was read: its containers, names and element types.
 
-Apart from ``believable``, because it knows the text in which ``batches`` writes down
+Apart from ``validate``, because it knows the text in which ``batch_record`` writes down
 the containers of a batch, without JAX.
 """
 

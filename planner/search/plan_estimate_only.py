@@ -82,7 +82,7 @@ def foresee(
         request: optimizer state, micro-batches and the default strategy.
         precision: noted in the plan.
         batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``.
-        again, known: as for ``decide``.
+        again, known: as for ``plan_spmd.decide``.
         spaces: what other searches of the same loss ranged over.
 
     Raises:

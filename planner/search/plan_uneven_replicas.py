@@ -1,9 +1,9 @@
 """Plans whose data-parallel replicas are unlike: each takes micro-batches of its own.
 
 Every kind of device is asked how long a micro-batch takes on one replica, in a search
-of its own, corrected by what it was measured to take (``timed``); shares are the
-integers with which the last replica is done as early as can be. All replicas have one
-layout: that of the kind with the least memory.
+of its own, corrected by what it was measured to take (``measured_speed``); shares are
+the integers with which the last replica is done as early as can be. All replicas have
+one layout: that of the kind with the least memory.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Levels say what a group of devices has in common; which two of them share a fast link
 they cannot say. Where a cluster has its links one by one, the ranks of the mesh are
-placed by what they send each other, so that it goes over fast links; see ``ranks``.
+placed by what they send each other, so that it goes over fast links
+(``rank_order``).
 """
 
 from __future__ import annotations

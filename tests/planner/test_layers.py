@@ -12,7 +12,7 @@ import pytest
 from whalejax import models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster
 from whalejax.planner.model import repeated_layers as layers_module
 from whalejax.planner.model.dimensions import analyse

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 
 
 MEASURED = Path(__file__).resolve().parents[2] / "meshes" / "measured"
@@ -25,7 +24,7 @@ def _check(row: dict[str, Any]) -> None:
     job = models.job(row["model"], annotated=False)
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, row["batch"]),
         optimizer=job.optimizer,
         cluster=wh.Cluster.load(MEASURED / "h200.toml"),

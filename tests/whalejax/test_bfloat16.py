@@ -6,7 +6,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import models
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it

@@ -15,8 +15,8 @@ import pytest
 
 import whalejax as wh
 from tests.whalejax.runs import ROOT, described_cluster
-from whalejax import models
-from whalejax.cli import job_plan, main
+from whalejax import jobs, models
+from whalejax.cli import main
 from whalejax.cli.options import (
     PlanCommand,
     TrainCommand,
@@ -455,7 +455,7 @@ def test_what_goes_with_the_width_is_changed_with_it(
     if name == "gpt-small":
         assert sizes == {"mlp": 16_384}
         job = main.find_job(name, named_values(["hidden=1536", "layers=2"]))
-        up = job_plan.abstract_model(job).blocks[0].up.kernel
+        up = jobs.abstract_model(job).blocks[0].up.kernel
         assert up.shape == (1536, 6144)
         said = capsys.readouterr().err
         assert "mlp=6144 heads=24, in proportion to hidden as in gpt-small" in said

@@ -16,7 +16,7 @@ import whalejax as wh
 from whalejax import models
 from whalejax.api.annotations import SCHEDULES
 from whalejax.cli import main
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.plan import PLAN_VERSION
 from whalejax.planner.search.batched import mesh_grid

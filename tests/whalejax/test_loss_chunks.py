@@ -18,7 +18,7 @@ import pytest
 import whalejax as wh
 from whalejax import hlo, models
 from whalejax.capture.patterns.calls import called_logits, makes_logits, with_logits
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 
 
 BATCH, LENGTH, EMBED, VOCAB = 8, 24, 16, 96

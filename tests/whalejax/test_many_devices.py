@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched import prefilter
 from whalejax.planner.search.enumerate import PLANNED_AXES, Search
@@ -29,7 +28,7 @@ def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) ->
     job = models.job(name)
     return wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch)),
         optimizer=optax.adam(1e-3),
         cluster=cluster,

@@ -14,8 +14,7 @@ import pytest
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 
 
 def weights(key: Any) -> Any:
@@ -225,7 +224,7 @@ def test_marks_leave_the_sequence_open() -> None:
     def found(**options: Any) -> dict[str, int]:
         whole = {"optimizer": gpt.optimizer, "cluster": "h100:8", **options}
         batch = gpt.batch_at(0, 32)
-        return wh.plan(marked, job_plan.abstract_model(gpt), batch, **whole).axis_sizes
+        return wh.plan(marked, jobs.abstract_model(gpt), batch, **whole).axis_sizes
 
     sizes = {"context": 4, "tensor": 2}
     assert found(mesh={"context": 4}) == sizes

@@ -135,10 +135,10 @@ def quick(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """In a copy of that folder, with the reference model made once."""
-    from whalejax.cli import job_plan
+    from whalejax import jobs
 
     job = main.find_job("mlp-test")
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     find = main.find_job
 
     def found(name: str, given: Mapping[str, Any] | None = None) -> Any:
@@ -150,7 +150,7 @@ def quick(
     shutil.copytree(folder, here)
     monkeypatch.chdir(here)
     monkeypatch.setattr(main, "find_job", found)
-    monkeypatch.setattr(job_plan, "abstract_model", lambda job: model)
+    monkeypatch.setattr(jobs, "abstract_model", lambda job: model)
     with misuse.stopped(STOPS):
         yield
 

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 
 
 def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
@@ -21,7 +20,7 @@ def notes_of(text: str, batch: int, mesh: Mapping[str, int]) -> list[str]:
     job = models.job("gpt-small", scan_layers=True, annotated=False, layers=8)
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch)),
         optimizer=job.optimizer,
         cluster=text,

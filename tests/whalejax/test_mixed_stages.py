@@ -16,8 +16,7 @@ from flax import nnx
 
 import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan.report.traffic import traffic
@@ -37,7 +36,7 @@ def planned(cluster: Any, job: wh.Job | None = None, **options: Any) -> wh.Plan:
     job = job or job_of()
     return wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0),
         optimizer=optax.sgd(0.1),
         cluster=cluster,
@@ -436,7 +435,7 @@ def test_a_loop_that_leaves_stages_uneven_is_named(scan: bool) -> None:
     with warned if scan else contextlib.nullcontext():
         plan = wh.plan(
             job.loss_fn,
-            job_plan.abstract_model(job),
+            jobs.abstract_model(job),
             jax.eval_shape(lambda: job.batch_at(0, 32)),
             optimizer=optax.adam(1e-3),
             cluster="v100-32:1+p100-16:1",

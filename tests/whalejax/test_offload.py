@@ -16,7 +16,7 @@ import whalejax as wh
 from tests.compilations import count_compilations
 from tests.crossing import crossed
 from whalejax import hlo, models
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.lowering.spmd import host_optimizer
 
 

@@ -18,7 +18,7 @@ import whalejax as wh
 from tests.equality import OneDevice, check, compiled, on_one_device
 from whalejax import _compat, models
 from whalejax.cli import main
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's own layers rely on it

@@ -15,7 +15,7 @@ import pytest
 import whalejax as wh
 from tests.equality import OneDevice, check, on_one_device
 from whalejax import _compat, models
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's own layers rely on it

@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import models
+from whalejax import jobs, models
 from whalejax.adapters.base import adapt
-from whalejax.cli import job_plan
 from whalejax.meshes.device_kinds import Platform
 from whalejax.runtime.optimizer_state import optimizer_bytes, updates
 
@@ -107,7 +106,7 @@ def test_one_that_wants_more_than_a_step_has_is_refused(
 
 def test_a_reference_model() -> None:
     job = models.job("gpt-test")
-    adapter = adapt(job_plan.abstract_model(job), job.loss_fn)
+    adapter = adapt(jobs.abstract_model(job), job.loss_fn)
     found = optimizer_bytes(adapter, job.optimizer, "cpu")
     assert 4 <= found.operations <= 6
 

@@ -26,8 +26,7 @@ from tests.equality import (
     on_one_device,
     peak_bytes,
 )
-from whalejax import hlo, models
-from whalejax.cli import job_plan
+from whalejax import hlo, jobs, models
 from whalejax.lowering.pipeline_spmd.executor import turns_of
 from whalejax.planner.pipeline.schedules import schedule
 
@@ -495,7 +494,7 @@ def staged_gpt(**options: Any) -> wh.Plan:
     options = {"cluster": "h100:2", "mesh": {"stage": 2}, **options}
     plan: wh.Plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, 64),
         optimizer=optax.sgd(0.1),
         num_micro_batches=8,

@@ -11,7 +11,7 @@ import whalejax as wh
 from whalejax import models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.planner.pipeline.layer_stack import Shared
 
 

@@ -20,9 +20,8 @@ from tests.cases import Dtype
 from tests.processes import finish, start
 from tests.whalejax.test_mpmd import Marked
 from tests.whalejax.test_uneven import MODELS, TIGHT, apart, worst_of
-from whalejax import models
+from whalejax import jobs, models
 from whalejax.api.losses import Job
-from whalejax.cli import job_plan
 from whalejax.lowering.uneven.flat_all_reduce import Exchange
 
 
@@ -41,7 +40,7 @@ def job_of(name: str, dtype: Dtype = "float64") -> Job:
 def planned(job: Job, cluster: str, **options: Any) -> wh.Plan:
     return wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0),
         optimizer=job.optimizer,
         cluster=cluster,
@@ -58,7 +57,7 @@ def both(job: Job, cluster: str, **options: Any) -> tuple[wh.TrainStep, wh.Train
         wh.compile(
             one,
             job.loss_fn,
-            job_plan.abstract_model(job),
+            jobs.abstract_model(job),
             optimizer=job.optimizer,
             devices=jax.devices()[: one.num_devices],
         )
@@ -71,7 +70,7 @@ def compiled(plan: wh.Plan, job: Job) -> wh.TrainStep:
     return wh.compile(
         plan,
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         optimizer=job.optimizer,
         devices=jax.devices()[: plan.num_devices],
     )

@@ -27,8 +27,8 @@ from tests.equality import (
 from whalejax import _compat, hlo, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
-from whalejax.cli.job_plan import abstract_model
 from whalejax.cli.replay import one_device_step
+from whalejax.jobs import abstract_model
 from whalejax.planner.model.graph import ATTENTION
 from whalejax.runtime.mixed_precision import FIRST_SCALE
 

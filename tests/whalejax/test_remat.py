@@ -19,7 +19,7 @@ from tests.equality import OneDevice, check, on_one_device
 from whalejax import _compat, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.planner.plan.terms import ALL
 from whalejax.planner.search.plan_spmd import analyse_graph
 from whalejax.planner.sharding.remat import Region, checked_policies, regions

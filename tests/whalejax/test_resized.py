@@ -12,10 +12,9 @@ import optax
 import pytest
 
 import whalejax as wh
-from whalejax import models
+from whalejax import jobs, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import Captured, capture, programs
-from whalejax.cli import job_plan
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized
 
@@ -33,7 +32,7 @@ VARIANTS: dict[str, Callable[[Captured], Captured]] = {
 def captured(name: str, batch_size: int, **options: Any) -> Captured:
     job = models.job(name, **options)
     batch = jax.eval_shape(lambda: job.batch_at(0, batch_size))
-    model = adapt(job_plan.abstract_model(job), job.loss_fn).without_values()
+    model = adapt(jobs.abstract_model(job), job.loss_fn).without_values()
     return capture(model, batch)
 
 
@@ -156,7 +155,7 @@ def gpt(batch_size: int, **options: Any) -> wh.Plan:
     job = models.job("gpt-test", scan_layers=True)
     return wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, batch_size)),
         **{"cluster": "h100:2x8", "runnable": False, **options},
     )
@@ -192,7 +191,7 @@ def test_the_order_of_questions_decides_no_tie() -> None:
     job = models.job("moe-test")
     first = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         jax.eval_shape(lambda: job.batch_at(0, 64)),
         optimizer=optax.adam(1e-3),
         cluster=wh.cluster("h100:2").with_memory(10_000_000),

@@ -14,7 +14,7 @@ import pytest
 
 import whalejax as wh
 from whalejax import hlo, models
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 
 
 def asked(name: str = "gpt-test", batch: int = 8, **options: Any) -> wh.Plan:

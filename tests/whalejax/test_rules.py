@@ -8,8 +8,7 @@ import pytest
 from flax.linen.spmd import logical_to_mesh_axes
 
 import whalejax as wh
-from whalejax import models
-from whalejax.cli import job_plan
+from whalejax import jobs, models
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.relaxed_promotion  # Flax's norms rely on it
 
 def planned(name: str, mesh: dict[str, int], **options: Any) -> wh.Plan:
     job = models.job(name, annotated=False, **options)
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     return wh.plan(
         job.loss_fn,
         model,

@@ -13,7 +13,7 @@ import whalejax as wh
 from whalejax import hlo, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
 from whalejax.planner.sharding.sequence_parallel import SUFFIX
 

@@ -17,7 +17,7 @@ from tests import cases, features, stages
 from tests.cases import Case
 from tests.compilations import count_compilations
 from tests.equality import free_links, run_case
-from whalejax.cli import job_plan
+from whalejax import jobs
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms
@@ -33,7 +33,7 @@ def _plan(case: Case) -> wh.Plan:
     with jax.enable_x64(True):
         return wh.plan(
             job.loss_fn,
-            job_plan.abstract_model(job),
+            jobs.abstract_model(job),
             job.batch_at(0),
             optimizer=job.optimizer,
             cluster=free_links(case.devices),

@@ -22,8 +22,7 @@ from tests.equality import (
     peak_bytes,
 )
 from tests.whalejax.test_pipelines import Keyed, job_of
-from whalejax import hlo
-from whalejax.cli import job_plan
+from whalejax import hlo, jobs
 from whalejax.planner.pipeline.uneven_layers import with_layers
 
 
@@ -175,7 +174,7 @@ def test_plans_say_who_has_which_layers() -> None:
     job = job_of("gpt-test", layers=7, scan_layers=True, vocab=200_000, **kinds)
     plan = wh.plan(
         job.loss_fn,
-        job_plan.abstract_model(job),
+        jobs.abstract_model(job),
         job.batch_at(0, 64),
         optimizer=job.optimizer,
         cluster="h100:2",

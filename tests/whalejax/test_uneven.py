@@ -16,10 +16,9 @@ from flax import nnx
 
 import whalejax as wh
 from tests import cases
-from whalejax import models
+from whalejax import jobs, models
 from whalejax.api import executor_choice
 from whalejax.api.losses import Job
-from whalejax.cli import job_plan
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.search import plan_uneven_replicas
@@ -40,7 +39,7 @@ def both(
     """Steps of one device and of replicas, over the same micro-batches."""
     inner = inner or {}
     devices = len(shares) * int(np.prod([*inner.values()]))
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     made = []
     for kind, count in (({}, 1), ({"mesh": inner, "shares": shares}, devices)):
         plan = wh.plan(
@@ -312,7 +311,7 @@ def test_a_split_on_one_device_has_no_effect() -> None:
 def test_first_parameters_may_all_be_read_elsewhere_too() -> None:
     """A tied table is at both ends: then no parameter is the first stage's own."""
     job = models.job("gpt-small", layers=4, embed=48, mlp=96, heads=4, sequence=16)
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     options: Any = {"optimizer": job.optimizer, "cluster": "v100-32:8+p100-16:8"}
     plan = wh.plan(job.loss_fn, model, job.batch_at(0), **options)
     assert plan.num_devices == 16 and plan.shares
@@ -368,7 +367,7 @@ def test_promising_replicas_are_no_worse_than_all(
         weighed.append(0)
         return wh.plan(
             job.loss_fn,
-            job_plan.abstract_model(job),
+            jobs.abstract_model(job),
             jax.eval_shape(lambda: job.batch_at(0, 768)),
             optimizer=optax.adam(1e-3),
             cluster=cluster,
@@ -407,7 +406,7 @@ def test_a_scan_of_all_layers_is_no_pipeline(monkeypatch: pytest.MonkeyPatch) ->
         asked.clear()
         plan = wh.plan(
             job.loss_fn,
-            job_plan.abstract_model(job),
+            jobs.abstract_model(job),
             jax.eval_shape(lambda job=job: job.batch_at(0, 64)),
             optimizer=optax.adam(1e-3),
             cluster="v100-32:2+p100-16:2",

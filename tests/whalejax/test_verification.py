@@ -22,7 +22,7 @@ import pytest
 import whalejax as wh
 from whalejax import models
 from whalejax.cli import main
-from whalejax.cli.job_plan import abstract_model
+from whalejax.jobs import abstract_model
 from whalejax.verification import checking, gpu
 from whalejax.verification.comparison import Verification, rematerializations
 from whalejax.verification.processes import VerifyError, _by_value

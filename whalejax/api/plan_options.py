@@ -1,6 +1,6 @@
 """What ``wh.plan`` is asked beside the model: its options, checked before it is traced.
 
-Apart from ``planning`` so that one place says what each option may be. What an option
+Apart from ``plan`` so that one place says what each option may be. What an option
 means for a model is checked where the model's graph is known.
 """
 

@@ -1,7 +1,7 @@
 """From a user's loss to plain data: tracing, walking, regions.
 
-The one place where a jaxpr is read. What leaves it is ``planner.model.graph.Graph``, which
-holds no JAX type, and the jaxpr itself for lowering.
+The one place where a jaxpr is read. What leaves it is ``planner.model.graph.Graph``,
+which holds no JAX type, and the jaxpr itself for lowering.
 """
 
 from whalejax.capture.batch_reductions import batch_reductions as batch_reductions

@@ -1,4 +1,4 @@
-"""A traced loss as the units that a pipeline may place apart; see ``planner.pipeline.program_cut``."""
+"""A traced loss as the units that a pipeline may place apart; see ``program_cut``."""
 
 from __future__ import annotations
 

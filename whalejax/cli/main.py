@@ -159,7 +159,8 @@ def _run(command: Command, started: float) -> int:
 
 
 def _plan(command: PlanCommand) -> None:
-    from whalejax.cli import job_plan, show
+    from whalejax import jobs
+    from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
     _check_output(command.output)
@@ -167,11 +168,11 @@ def _plan(command: PlanCommand) -> None:
     mesh, shares = mesh_sizes(command.mesh), share_counts(command.shares)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        plan = job_planplanplan.make_plan(
+        plan = jobs.make_plan(
             job,
-            job_planplanplan.abstract_model(job),
-            job_planplanplan.first_batch(job, command.batch),
-            job_planplanplan.machine(command.cluster),
+            jobs.abstract_model(job),
+            jobs.first_batch(job, command.batch),
+            jobs.machine(command.cluster),
             mesh=mesh,
             micro_batches=command.micro_batches,
             shares=shares,
@@ -213,7 +214,8 @@ def _show(command: ShowCommand) -> None:
 
 
 def _search(command: SearchCommand) -> None:
-    from whalejax.cli import job_plan, show
+    from whalejax import jobs
+    from whalejax.cli import show
     from whalejax.cli.progress import Working, make_console
 
     if not command.on:
@@ -221,7 +223,7 @@ def _search(command: SearchCommand) -> None:
     given, asked = prices(command.price), by_task_graph(command)
     job = find_job(command.model, named_values(command.set))
     with Working("planning", quiet=command.quiet):
-        found = job_planplanplan.search_plans(
+        found = jobs.search_plans(
             job,
             command.on,
             batch=command.batch,
@@ -309,7 +311,7 @@ def _check_output(output: Path | None) -> None:
 
 
 def _verify(command: VerifyCommand) -> int:
-    from whalejax.cli import job_plan
+    from whalejax import jobs
     from whalejax.cli.plan_source import check_source
     from whalejax.cli.progress import Working, make_console
     from whalejax.planner.plan.plan import Plan
@@ -343,9 +345,7 @@ def _verify(command: VerifyCommand) -> int:
         )
     if command.model is None:
         check_source(plan, str(command.plan))
-    question = job_planplanplan.question_of(
-        find_job(source[0], named_values(source[1:])), plan
-    )
+    question = jobs.question_of(find_job(source[0], named_values(source[1:])), plan)
     with Working("verifying", quiet=command.quiet):
         found = question.verify(plan, command.topology, timeout_seconds=command.timeout)
     if command.output is not None and found.better is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from whalejax.api.losses import Job
-from whalejax.cli.job_plan import abstract_model, make_plan
+from whalejax.jobs import abstract_model, make_plan
 from whalejax.meshes import Cluster, WhaleError
 from whalejax.meshes.device_kinds import TimedModel
 from whalejax.planner.balance.measured_speed import weights_hash

@@ -1,6 +1,6 @@
 """The options of every command, as data; their docstrings are the help texts.
 
-They stand apart from ``cli`` so that what runs a command can name its options without
+They stand apart from ``main`` so that what runs a command can name its options without
 importing the command line. Where a help text needs more than a line, it stands with the
 type of the option.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from whalejax.api.losses import Job
-from whalejax.cli.job_plan import make_plan
+from whalejax.jobs import make_plan
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan

@@ -20,8 +20,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from whalejax import jobs
 from whalejax.api.losses import Job
-from whalejax.cli import job_plan, replay, train_loop
+from whalejax.cli import replay, train_loop
 from whalejax.cli.option_checks import check_command
 from whalejax.cli.options import (
     TrainCommand,
@@ -63,7 +64,7 @@ def _run(job: Job, options: TrainCommand, started: float) -> Report:
     # Of several processes the first one speaks.
     speaks = jax.process_index() == 0
     console = make_console(quiet=options.quiet or not speaks)
-    model = job_plan.abstract_model(job)
+    model = jobs.abstract_model(job)
     session = _Session(
         job=job,
         options=options,
@@ -182,11 +183,11 @@ def _planned(job: Job, model: Any, options: TrainCommand, console: Console) -> P
     if options.cluster is None:
         remark(console, "planning; these devices are measured once, for at most 20 s")
     with Working("planning", quiet=console.quiet):
-        return job_plan.make_plan(
+        return jobs.make_plan(
             job,
             model,
             job.batch_at(0, options.batch),
-            job_plan.machine(options.cluster),
+            jobs.machine(options.cluster),
             mesh=mesh,
             micro_batches=options.micro_batches,
             shares=shares,

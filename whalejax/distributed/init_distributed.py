@@ -1,7 +1,7 @@
 """Start JAX over several processes, with deadlines on what they wait for.
 
-Processes come together (``distributed.rendezvous``) before JAX joins them, and beat before
-JAX looks for their devices: whoever fails or stands still in between is named.
+Processes come together (``rendezvous``) before JAX joins them, and beat before JAX
+looks for their devices: whoever fails or stands still in between is named.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What is launched: one program as several processes, where, and what each is told.
 
-Apart from starting them (``launching``, ``group``), because all of it is known before.
+Apart from starting them (``launcher``, ``process_group``), because all of it is
+known before.
 """
 
 from __future__ import annotations

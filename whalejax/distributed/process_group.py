@@ -1,8 +1,8 @@
 """The processes of one launch: started, looked after, stopped together.
 
-Apart from what is launched (``launch``) and from what becomes of their output
-(``pump``). Every wait here has an end: for one that fails, that stands still, that
-does not end with the others, or that does not obey.
+Apart from what is launched (``launch_spec``) and from what becomes of their output
+(``process_output``). Every wait here has an end: for one that fails, that stands still,
+that does not end with the others, or that does not obey.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tables of training runs as CSV files: their columns, and what a cell may hold.
 
-Apart from ``published``, which says what a row means: here stands what keeps a damaged
+Apart from ``read_table``, which says what a row means: here stands what keeps a damaged
 or invented table from being read at all.
 """
 

@@ -2,7 +2,7 @@
 
 Robust least squares on the logarithm of predicted over measured, with a pull towards
 what is known of such devices from elsewhere, so that a constant which the runs at hand
-say nothing about stays where it was. The formulas are those of ``estimate``.
+say nothing about stays where it was. The formulas are those of ``step_model``.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Run:
 
     @property
     def speed(self) -> str:
-        """The efficiency of products that counts: see ``meshes.fitted_constants.Constants``."""
+        """The efficiency of products that counts: see ``fitted_constants``."""
         width = width_of(self.dtype)
         return TUNED if width == "bf16" and self.framework.tuned else width
 

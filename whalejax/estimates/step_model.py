@@ -2,8 +2,8 @@
 
 Everything is an array over the runs, so that a table takes one pass and a fit of the
 constants evaluates the very formulas that users get. What the runs do comes from
-``work``; what devices deliver comes from ``meshes.fitted_constants``; how stages wait for each
-other comes from the schedule's rows.
+``workload``; what devices deliver comes from ``meshes.fitted_constants``; how stages
+wait for each other comes from the schedule's rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options of XLA that a step is compiled with: checked, and said in a note.
 
-Apart from ``planning`` because the compiler gives them their meaning, not the planner.
+Apart from ``api.plan`` because the compiler gives them their meaning, not the planner.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Why a plan was chosen, in words and numbers: ``plan.explain()``.
 
-Apart from the tables of ``explain`` because it compares plans, where those show one.
+Apart from the tables of ``why`` because it compares plans, where those show one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans in words: sizes, layouts, and why a parameter is laid out as it is.
 
 Plain text with no dependency, so that a plan can be read wherever it can be loaded;
-``display`` puts the words together.
+``page`` puts the words together.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The wide search: every axis, schedule and way to save memory, and proof of the best.
 
-It covers what ``search`` covers and beyond that pipelines, ring attention, a policy of
-remat for each TaskGraph, activations and parameters in host memory, orders of axes over
-links and mixed kinds, whether an executor for them exists or not. Nothing is sampled:
-frames are taken in order of a lower bound on their step time, and the search ends where
-the next bound lies above the best plan by more than plans may tie.
+It covers what ``enumerate`` covers and beyond that pipelines, ring attention, a policy
+of remat for each TaskGraph, activations and parameters in host memory, orders of axes
+over links and mixed kinds, whether an executor for them exists or not. Nothing is
+sampled: frames are taken in order of a lower bound on their step time, and the search
+ends where the next bound lies above the best plan by more than plans may tie.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ KEPT = 64
 
 
 class NoMeshError(PlanError):
-    """There is nothing to search; ``foresee`` says why."""
+    """There is nothing to search; ``plan_estimate_only`` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Time and memory of cases: frames with their options, as arrays.
 
-What one micro-batch costs inside a stage comes from ``priced``; here links, storage,
+What one micro-batch costs inside a stage comes from ``cells``; here links, storage,
 schedules and host memory join it. Compute, collectives, update and memory are the terms
-of single plans (``search``, ``memory``, ``update``); a case with one stage, nothing
-computed again and nothing in host memory is priced the same there and here.
+of single plans (``enumerate``, ``saved_tensors``, ``optimizer_step``); a case with one
+stage, nothing computed again and nothing in host memory is priced the same there and
+here.
 
 Where a pipeline accumulates, gradients are reduced once in a step, but for what is
 stored in shards, which is reduced and scattered after every micro-batch. What moves to

@@ -1,8 +1,8 @@
 """Equal layers cut into the stages of many cases at once.
 
 The cut is exact: the smallest pace at which all layers find a stage, by counting; see
-``balance.smallest_pace``. It is apart from ``weigh`` because memory can be judged by it
-without timing anything.
+``shares.smallest_pace``. It is apart from ``step_time`` because memory can be judged by
+it without timing anything.
 """
 
 from __future__ import annotations

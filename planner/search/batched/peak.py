@@ -1,4 +1,4 @@
-"""Peak memory of cases, from what ``outlook`` says of their places; and what fits."""
+"""Peak memory of cases, from what ``cases`` says of their places; and what fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step time and peak memory of cases, from what ``outlook`` says of their places.
+"""Step time and peak memory of cases, from what ``cases`` says of their places.
 
 What a pipeline's schedule makes of it is bounded from below here
 and simulated row by row (``settle``) where the bound does not decide.

@@ -1,6 +1,6 @@
 """How the values that a loss reports are put together, as far as its program shows it.
 
-It stands between the trace, which knows the values by name, and ``samples``, which
+It stands between the trace, which knows the values by name, and ``sample_dims``, which
 knows where their rows are; and it says in words what cannot be put together.
 """
 

@@ -209,7 +209,7 @@ class OneStage:
             params: of the stage.
             given: by the stage before; or what the layers have made, if so.
             number: of the micro-batch.
-            made: see ``layers``.
+            made: see ``repeated_layers``.
         """
         layers = self.layers(given, ends=False, made=made)
         rest, batch, key = self.micro(number)

@@ -1,7 +1,7 @@
 """Brings a sharded sequence into the order in which causal attention is even, and back.
 
 Apart from the ring because what is read beside the scores is dealt out too, and nothing
-here knows of attention. ``planner/sharding/ring_rounds.py`` says which device holds what.
+here knows of attention. ``ring_rounds`` of the planner says which device holds what.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Replica:
             state: an abstract one.
             batch: flat abstract leaves of a micro-batch.
             replicas: how many there are.
-            slopes: of moving statistics; see ``statistics``.
+            slopes: of moving statistics; see ``moving_statistics``.
             options: of the compiler.
         """
         self.program = program
