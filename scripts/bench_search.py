@@ -53,10 +53,11 @@ from whalejax.adapters.base import adapt  # noqa: E402
 from whalejax.capture import capture  # noqa: E402
 from whalejax.meshes import Cluster  # noqa: E402
 from whalejax.meshes import cluster as parse  # noqa: E402
-from whalejax.planner.plan.plan import Plan, PlanError  # noqa: E402
+from whalejax.planner.errors import PlanError  # noqa: E402
+from whalejax.planner.plan.estimate_only import foresee  # noqa: E402
+from whalejax.planner.plan.plan import Plan  # noqa: E402
 from whalejax.planner.search.batched.branch_and_bound import WideSearch  # noqa: E402
-from whalejax.planner.search.enumerate import Request  # noqa: E402
-from whalejax.planner.search.plan_estimate_only import foresee  # noqa: E402
+from whalejax.planner.search.request import Request  # noqa: E402
 from whalejax.runtime.batch_record import batch_leaves  # noqa: E402
 from whalejax.runtime.mixed_precision import at_precision  # noqa: E402
 from whalejax.runtime.optimizer_state import optimizer_bytes  # noqa: E402

@@ -10,10 +10,11 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.shares import Device, check_pieces, makespan
 from whalejax.planner.balance.zero1_slices import Slices
-from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.plan.plan import NothingFits, Plan, PlanError
-from whalejax.planner.plan.report.why import gigabytes
-from whalejax.planner.plan.terms import MemoryTerms
+from whalejax.planner.entries import Collective
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.terms import MemoryTerms
+from whalejax.planner.units import gigabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.plan.plan import LeafPlan, Plan, PlanError
-from whalejax.planner.plan.report.why import gigabytes
+from whalejax.planner.entries import Collective, LeafPlan
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import extend_spec, shards
+from whalejax.planner.units import gigabytes
 
 
 DATA = "data"

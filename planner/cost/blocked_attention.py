@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.device_kinds import DeviceKind
-from whalejax.planner.cost.rows import Product
+from whalejax.planner.sharding.operation_rows import Product
 from whalejax.planner.sharding.ring_rounds import ring
 
 

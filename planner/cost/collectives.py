@@ -17,16 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster, Level
-
-
-CollectiveKind = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-]
+from whalejax.planner.entries import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,48 +22,20 @@ from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 from whalejax.planner.cost.blocked_attention import AHEAD, BEHIND, block_seconds
 from whalejax.planner.cost.collectives import (
-    CollectiveKind,
     axis_parts,
     collective_seconds,
     runs_as,
 )
-from whalejax.planner.cost.rows import Flow, Product, Row, Slot, Use
+from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.fused_parameters import lying
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LINEAR
+from whalejax.planner.sharding.fused_parameters import lying
 from whalejax.planner.sharding.layout import Spec, Table, axis_roles, shards, spec_of
+from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Slot, Use
 
 
 _READ_IN_PART = frozenset({"slice", "gather", "dynamic_slice"})
 """Operations that read of their operand only what they give."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """A collective of the step, folded.
-
-    Attributes:
-        kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
-        axes: mesh axes it runs over.
-        phase: forward, backward or update; turn for what is handed from stage to stage.
-        what: gradient, activation, parameter, border, or ring for what goes round
-            while something is computed.
-        payload_bytes: bytes on one device, each time.
-        count: how often in one micro-batch (in one step for the update).
-        scope: one place of the model.
-    """
-
-    kind: CollectiveKind
-    axes: tuple[str, ...]
-    phase: str
-    what: str
-    payload_bytes: int
-    count: int
-    scope: str = ""
-
-    def times(self, num_micro_batches: int) -> int:
-        """How often it runs in one step."""
-        return self.count * (1 if self.phase == "update" else num_micro_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster, CompilerProfile
-from whalejax.planner.cost.collectives import (
-    CollectiveKind,
-    axis_parts,
-    runs_as,
-)
-from whalejax.planner.cost.operation_cost import Collective, Setting
+from whalejax.planner.cost.collectives import axis_parts, runs_as
+from whalejax.planner.cost.operation_cost import Setting
+from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.sharding.layout import Spec, Table, shards
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafGroup, LeafLayout
 

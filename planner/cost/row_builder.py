@@ -12,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from whalejax.planner.cost.rows import Flow, Product, Row, Rows, Slot, Use
 from whalejax.planner.model.dimensions import Dimensions, Layout
-from whalejax.planner.model.fused_parameters import Fused, reading
 from whalejax.planner.model.graph import ATTENTION, LOOPS, TRANSCENDENTAL, Graph, Op
 from whalejax.planner.model.normalizations import Dataflow, normalization_kernels
+from whalejax.planner.sharding.fused_parameters import Fused, reading
+from whalejax.planner.sharding.operation_rows import Flow, Product, Row, Rows, Slot, Use
 
 
 T = TypeVar("T")

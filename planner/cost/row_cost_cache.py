@@ -17,8 +17,8 @@ from whalejax.planner.cost.operation_cost import (
     hits_of,
     row_cost,
 )
-from whalejax.planner.cost.rows import Flow, Row, Rows
 from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.operation_rows import Flow, Row, Rows
 
 
 Place = tuple[int, frozenset[int]]

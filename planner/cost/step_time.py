@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from whalejax.meshes.fitted_constants import WHOLE, constants
-from whalejax.planner.cost.operation_cost import Collective, RowCost, Setting, as_run
+from whalejax.planner.cost.operation_cost import RowCost, Setting, as_run
 from whalejax.planner.cost.optimizer_step import (
     combined_gradients,
     storage_collectives,
@@ -14,8 +14,9 @@ from whalejax.planner.cost.optimizer_step import (
     update_seconds,
     whole_shares,
 )
-from whalejax.planner.plan.terms import TimeTerms
+from whalejax.planner.entries import Collective
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.terms import TimeTerms
 
 
 def step_time(

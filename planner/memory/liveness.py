@@ -16,7 +16,7 @@ from typing import Any
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.memory.saved_tensors import CHEAP, SPREAD
 from whalejax.planner.model.graph import CONVOLUTION, LOOPS, Graph, Op, Stacked
-from whalejax.planner.plan.terms import FETCHED
+from whalejax.planner.terms import FETCHED
 
 
 _PIECES = 12

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.cost.operation_cost import Collective, Setting
+from whalejax.planner.cost.operation_cost import Setting
 from whalejax.planner.cost.optimizer_step import reduced_whole
+from whalejax.planner.entries import Collective
 from whalejax.planner.memory.live_sets import Moments
 from whalejax.planner.memory.saved_tensors import kept_bytes
-from whalejax.planner.plan.plan import MemoryTerms
-from whalejax.planner.plan.terms import FETCHED
 from whalejax.planner.sharding.layout import Table, shards
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
     summed_over,
 )
+from whalejax.planner.terms import FETCHED, MemoryTerms
 
 
 GATHER_COPIES = 2

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimensions import Dimensions, analyse, roles_of
 from whalejax.planner.model.graph import Graph, Op, TaskGraph
-from whalejax.planner.plan.terms import ALL
+from whalejax.planner.terms import ALL
 
 
 EXPERTS = "experts"

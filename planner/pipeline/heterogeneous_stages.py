@@ -22,13 +22,13 @@ from whalejax.planner.balance.measured_speed import (
     weights_hash,
 )
 from whalejax.planner.balance.shares import gain_words
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import devices_of_stage
 from whalejax.planner.pipeline.partition import Cut, Layer, Stage, cut, interval_seconds
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_placement import Placed, place
-from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Schedule
-from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

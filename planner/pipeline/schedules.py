@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.errors import PlanError
 
 
 Action = Literal["forward", "backward", "weight"]

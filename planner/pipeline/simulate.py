@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import (
     Action,
     Columns,
@@ -23,7 +24,6 @@ from whalejax.planner.pipeline.schedules import (
     columns_of,
     numbered,
 )
-from whalejax.planner.plan.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whalejax.planner.balance.shares import dealt
+from whalejax.planner.entries import Pace
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.plan.plan import Pace, Plan, PlanError
+from whalejax.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

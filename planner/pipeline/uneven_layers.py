@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost.operation_cost import Collective, Setting, row_cost
+from whalejax.planner.cost.operation_cost import Setting, row_cost
 from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import Collective, LeafPlan, itemsize_bytes
+from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared
-from whalejax.planner.plan.entries import itemsize_bytes
-from whalejax.planner.plan.plan import LeafPlan, Plan
-from whalejax.planner.search.plan_spmd import analyse_graph
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import extend_spec, shards
 
 

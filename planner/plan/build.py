@@ -13,29 +13,31 @@ from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, runs_as
-from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.fused_parameters import computed_whole
-from whalejax.planner.model.graph import BatchReduction, Graph
-from whalejax.planner.model.sequence import whole_notes
-from whalejax.planner.plan.plan import (
+from whalejax.planner.entries import (
     BatchLeaf,
     Candidate,
     LeafPlan,
-    Plan,
     RegionTable,
     RoleInfo,
 )
-from whalejax.planner.plan.report.why import gigabytes, leaf_note
-from whalejax.planner.plan.terms import OBEYED, UNCOUNTED_MOVES
-from whalejax.planner.search.enumerate import Request, Scored, Search
+from whalejax.planner.model.dimensions import Dimensions
+from whalejax.planner.model.graph import BatchReduction, Graph
+from whalejax.planner.model.sequence import whole_notes
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.report.why import leaf_note
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.sharding.fused_parameters import computed_whole
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
+from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
+from whalejax.planner.units import gigabytes
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.search.plan_spmd import Analysed
+    from whalejax.planner.model.analysis import Analysed
 
 
 FROZEN_SHARE = 0.01

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
-from whalejax.planner.plan.errors import PlanError
+from whalejax.planner.errors import PlanError
 
 
 OptionValue = bool | int | float | str

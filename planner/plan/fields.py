@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from whalejax.meshes.checks import Arguments, check_fields, is_number
-from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.plan.errors import PlanError
+from whalejax.planner.entries import Collective
+from whalejax.planner.errors import PlanError
 
 
 def check_plan(plan: Any) -> None:

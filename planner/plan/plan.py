@@ -19,27 +19,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from whalejax.meshes.checks import is_printable, is_whole, shown
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.entries import BatchLeaf as BatchLeaf
+from whalejax.planner.entries import Beyond as Beyond
+from whalejax.planner.entries import Candidate as Candidate
+from whalejax.planner.entries import Candidates, Collective
+from whalejax.planner.entries import LeafPlan as LeafPlan
+from whalejax.planner.entries import Pace as Pace
+from whalejax.planner.entries import RegionTable as RegionTable
+from whalejax.planner.entries import RoleInfo as RoleInfo
+from whalejax.planner.errors import NothingFits as NothingFits
+from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.plan import fields, plan_file
-from whalejax.planner.plan.entries import BatchLeaf as BatchLeaf
-from whalejax.planner.plan.entries import Beyond as Beyond
-from whalejax.planner.plan.entries import Candidate as Candidate
-from whalejax.planner.plan.entries import Candidates
-from whalejax.planner.plan.entries import LeafPlan as LeafPlan
-from whalejax.planner.plan.entries import Pace as Pace
-from whalejax.planner.plan.entries import RegionTable as RegionTable
-from whalejax.planner.plan.entries import RoleInfo as RoleInfo
-from whalejax.planner.plan.errors import NothingFits as NothingFits
-from whalejax.planner.plan.errors import PlanError as PlanError
 from whalejax.planner.plan.fingerprint import program_data
 from whalejax.planner.plan.plan_file import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan.report.pictures import Pictured
-from whalejax.planner.plan.terms import Chosen as Chosen
-from whalejax.planner.plan.terms import MemoryTerms as MemoryTerms
-from whalejax.planner.plan.terms import Remat as Remat
-from whalejax.planner.plan.terms import TimeTerms as TimeTerms
 from whalejax.planner.search.micro_batches import noted
+from whalejax.planner.terms import Chosen as Chosen
+from whalejax.planner.terms import MemoryTerms as MemoryTerms
+from whalejax.planner.terms import Remat as Remat
+from whalejax.planner.terms import TimeTerms as TimeTerms
 
 
 if TYPE_CHECKING:
@@ -263,7 +262,7 @@ class Plan(Pictured):
             PlanError: there is no such node, or every device takes a part of each
                 micro-batch.
         """
-        from whalejax.planner.search.plan_uneven_replicas import slices_of
+        from whalejax.planner.plan.uneven_replicas import slices_of
 
         return slices_of(self, node)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
 from whalejax.meshes.texts import quoted
-from whalejax.planner.plan.errors import PlanError
+from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.json_codec import DataError, decode, encode
 
 

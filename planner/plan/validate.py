@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, Final
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.texts import quoted
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options
-from whalejax.planner.plan.errors import PlanError
 from whalejax.planner.plan.plan_file import PLAN_VERSION
 from whalejax.planner.plan.report.describe import SENT
-from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.plan.validate_batch import check_batch, is_dtype
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.sharding.precision_regions import PRECISIONS
 from whalejax.planner.sharding.remat import POLICIES
+from whalejax.planner.terms import OFFLOADS
 
 
 if TYPE_CHECKING:

@@ -21,30 +21,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost.operation_cost import (
-    Collective,
-    RowCost,
-    Setting,
-    row_flops,
-    row_hits,
-)
+from whalejax.planner.cost.operation_cost import RowCost, Setting, row_flops, row_hits
 from whalejax.planner.cost.row_cost_cache import Prices
-from whalejax.planner.cost.rows import Rows
 from whalejax.planner.cost.step_time import step_time
+from whalejax.planner.entries import Collective
 from whalejax.planner.memory.live_sets import Moments, moments
 from whalejax.planner.memory.peak import largest_gather, peak_of
 from whalejax.planner.memory.saved_tensors import Residents, residents
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import weight_homes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
 from whalejax.planner.search.analysis_cache import Program
+from whalejax.planner.search.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.search.request import Request as Request
 from whalejax.planner.search.request import Scored as Scored
-from whalejax.planner.sharding.host_offload import UPDATED_IN_OTHER_SHARDS, Hosting
 from whalejax.planner.sharding.layout import Table, divisors, replicas, shards
 from whalejax.planner.sharding.metadata_constraints import pinned_axes
+from whalejax.planner.sharding.operation_rows import Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafLayout,
@@ -61,6 +55,7 @@ from whalejax.planner.sharding.strategies import (
     choices,
     sharded_by_split,
 )
+from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 PLANNED_AXES = ("data", "fsdp", "expert", "context", "tensor")

@@ -11,16 +11,15 @@ import math
 from collections.abc import Iterator
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
-from whalejax.planner.plan.plan import NothingFits, PlanError
-from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.search.enumerate import (
     BATCH_DOES_NOT_DIVIDE,
     NO_SEQUENCE,
     SEQUENCE_DOES_NOT_DIVIDE,
     Search,
 )
-from whalejax.planner.sharding.host_offload import (
+from whalejax.planner.search.host_offload import (
     NOTHING_IS_SLICED,
     NOTHING_WAITS,
     UPDATED_IN_OTHER_SHARDS,
@@ -34,6 +33,7 @@ from whalejax.planner.sharding.strategies import (
     Choice,
     sharded_by_split,
 )
+from whalejax.planner.units import gigabytes
 
 
 MOST_LEAVES = 4

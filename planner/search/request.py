@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.model.graph import BatchReduction
-from whalejax.planner.plan.plan import LeafPlan
-from whalejax.planner.plan.terms import (
+from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.parameter_layout import (
+    LeafFacts,
+    LeafLayout,
+    OptimizerBytes,
+)
+from whalejax.planner.terms import (
     Chosen,
     MemoryTerms,
     Remat,
     TimeTerms,
     chunk_words,
     own_words,
-)
-from whalejax.planner.sharding.layout import Table
-from whalejax.planner.sharding.parameter_layout import (
-    LeafFacts,
-    LeafLayout,
-    OptimizerBytes,
 )
 
 

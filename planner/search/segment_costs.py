@@ -21,15 +21,15 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.cost.rows import Rows
 from whalejax.planner.memory.saved_tensors import Kept, kept_bytes, residents
+from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.graph import Graph, TaskGraph
 from whalejax.planner.pipeline.partition import Layer
 from whalejax.planner.pipeline.program_cut import Division, Units
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.plan_spmd import Analysed
 from whalejax.planner.search.request import Scored
 from whalejax.planner.sharding.layout import Table, shards
+from whalejax.planner.sharding.operation_rows import Rows
 
 
 class Folded:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.heterogeneous_stages import (
     Allotted,
@@ -25,13 +27,12 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
-from whalejax.planner.pipeline.stage_time import handed_seconds
-from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
-from whalejax.planner.search.plan_spmd import Analysed, Known, searches
 from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.search.segment_costs import Folded, Segments
+from whalejax.planner.search.spmd import Known, searches
+from whalejax.planner.search.stage_time import handed_seconds
 
 
 ROOM = 1000

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan.plan import PlanError
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import SCHEDULES, Frames
-from whalejax.planner.search.enumerate import Request
+from whalejax.planner.search.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

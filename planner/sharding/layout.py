@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whalejax.planner.entries import Spec as Spec
 from whalejax.planner.model.dimensions import Layout
 
 
@@ -21,9 +22,6 @@ MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 STAGE = MESH_AXES[0]
 """The mesh axis of stages, which shards layers and nothing else."""
-
-Spec = tuple[tuple[str, ...], ...]
-"""Mesh axes of each dimension, outermost first; the plain form of a PartitionSpec."""
 
 Table = Mapping[str, tuple[int, ...]]
 """Mesh axis to the roles it may shard, in order of preference."""

@@ -16,8 +16,8 @@ from whalejax.meshes.errors import Problems
 from whalejax.planner.model.dimensions import Dimensions, Role
 from whalejax.planner.model.graph import Graph, TaskGraph, Tensor
 from whalejax.planner.model.repeated_layers import sliced_params
-from whalejax.planner.plan.terms import NO_EFFECT
 from whalejax.planner.sharding.layout import STAGE
+from whalejax.planner.terms import NO_EFFECT
 
 
 MODEL_AXES = ("expert", "tensor")

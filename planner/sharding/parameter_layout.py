@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.topology import CompilerProfile
+from whalejax.planner.entries import LeafPlan
 from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.expert_regions import weight_homes
-from whalejax.planner.model.fused_parameters import Fused, Reading, lying
 from whalejax.planner.model.graph import (
     CONVOLUTION,
     LINEAR,
@@ -25,7 +25,7 @@ from whalejax.planner.model.graph import (
     Graph,
     Tensor,
 )
-from whalejax.planner.plan.plan import LeafPlan
+from whalejax.planner.sharding.fused_parameters import Fused, Reading, lying
 from whalejax.planner.sharding.layout import Spec, Table, extend_spec, spec_of
 from whalejax.planner.sharding.metadata_constraints import pins_of
 from whalejax.planner.sharding.precision_regions import read_bytes

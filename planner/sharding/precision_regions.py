@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Tensor
-from whalejax.planner.plan.plan import PlanError
-from whalejax.planner.plan.terms import ALL, Chosen
+from whalejax.planner.terms import ALL, Chosen
 
 
 PRECISIONS: Final = ("f32", "bf16", "f16")

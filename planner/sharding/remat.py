@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.expert_regions import check_task_graphs
 from whalejax.planner.model.graph import LOOPS, Graph, Op
 from whalejax.planner.model.repeated_layers import layer_starts, stacked_loop
-from whalejax.planner.plan.plan import PlanError
-from whalejax.planner.plan.terms import ALL
+from whalejax.planner.terms import ALL
 
 
 POLICIES = ("none", "dots", "named", "full")

@@ -15,13 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.cost.rows import Rows
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.expert_regions import expert_roles, weight_homes
 from whalejax.planner.model.graph import Graph, Mark, TaskGraph
 from whalejax.planner.model.sequence import attended, meeting_in_values
-from whalejax.planner.plan.plan import PlanError
-from whalejax.planner.plan.terms import NO_EFFECT
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.metadata_constraints import (
     Limits,
@@ -30,6 +28,8 @@ from whalejax.planner.sharding.metadata_constraints import (
     mark_pins,
     metadata_pins,
 )
+from whalejax.planner.sharding.operation_rows import Rows
+from whalejax.planner.terms import NO_EFFECT
 
 
 NOTHING_TO_SPLIT = "no dimension of a split region divides by the axis"

@@ -21,12 +21,12 @@ from whalejax.planner.cost.collectives import axis_parts, collective_seconds, ru
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import PLACES, Placement
 from whalejax.planner.search.batched.mesh_grid import CHUNKS, ORDERS
 from whalejax.planner.search.batched.parameter_bytes import HOLDERS
 from whalejax.planner.sharding.layout import spec_of
+from whalejax.planner.terms import OFFLOADS
 
 
 table_of = cache(schedule)

@@ -16,13 +16,19 @@ from unittest import mock
 
 from whalejax.api.search_result import Found, Refused, Weighed
 from whalejax.meshes import Cluster, CompilerProfile, Level, Node, device_kind
-from whalejax.planner.cost.operation_cost import Collective
-from whalejax.planner.plan.entries import BatchLeaf, Candidate, LeafPlan, RegionTable
-from whalejax.planner.plan.entries import RoleInfo as Role
-from whalejax.planner.plan.plan import NothingFits, Plan, Stages
+from whalejax.planner.entries import (
+    BatchLeaf,
+    Candidate,
+    Collective,
+    LeafPlan,
+    RegionTable,
+)
+from whalejax.planner.entries import RoleInfo as Role
+from whalejax.planner.errors import NothingFits
+from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.report.page import plan_lines
 from whalejax.planner.plan.report.text_layout import plain
-from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
+from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 FOLDER: Final = Path(__file__).parent / "golden"

@@ -28,7 +28,7 @@ from whalejax.planner.balance.whale_algorithm1 import (
     formula_1,
     uneven_shards,
 )
-from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.errors import PlanError
 
 
 SECONDS = st.floats(0.1, 10.0)

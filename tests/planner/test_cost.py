@@ -13,7 +13,6 @@ from whalejax.meshes import Cluster, cluster
 from whalejax.meshes.cluster import COMPILERS
 from whalejax.meshes.device_kinds import Platform
 from whalejax.planner.cost.operation_cost import (
-    Collective,
     Setting,
     as_run,
     flow_cost,
@@ -21,9 +20,10 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
+from whalejax.planner.entries import Collective
 from whalejax.planner.model.dimensions import Dimensions, analyse
-from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph, Mark
+from whalejax.planner.sharding.fused_parameters import reading
 from whalejax.planner.sharding.layout import (
     Table,
     extend_spec,

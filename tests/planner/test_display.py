@@ -37,7 +37,8 @@ from whalejax.planner.plan.report.text_layout import (
     plain,
     table,
 )
-from whalejax.planner.plan.report.why import gigabytes, layout_text
+from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.units import gigabytes
 
 
 made = functools.cache(pages)

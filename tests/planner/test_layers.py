@@ -27,7 +27,7 @@ from whalejax.planner.model.layer_chain import (
 )
 from whalejax.planner.model.repeated_layers import find_layers
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
-from whalejax.planner.search.enumerate import Request
+from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 from whalejax.runtime.mixed_precision import at_precision
 

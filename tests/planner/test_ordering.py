@@ -12,8 +12,7 @@ import pytest
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, plan_of
 from whalejax.meshes import Cluster, WhaleError, cluster
-from whalejax.planner.cost.collectives import CollectiveKind
-from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.device_order import ordered, traffic_bytes
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.program_cut import (
     Unit,
     Units,
@@ -14,7 +15,6 @@ from whalejax.planner.pipeline.program_cut import (
     divided,
     divided_by_marks,
 )
-from whalejax.planner.plan.plan import PlanError
 
 
 def inputs(*numbers: int) -> list[Value]:

@@ -10,7 +10,7 @@ from tests.planner.graphs import Program
 from tests.planner.plans import plan_of
 from whalejax.meshes import cluster
 from whalejax.planner.model.graph import Graph, Stacked
-from whalejax.planner.plan.plan import MemoryTerms
+from whalejax.planner.terms import MemoryTerms
 
 
 DEVICES = 4

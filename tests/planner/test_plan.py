@@ -15,7 +15,8 @@ import pytest
 
 from tests.planner.graphs import gpt
 from tests.planner.plans import WIDE, example, plan_of
-from whalejax.planner.plan.plan import PLAN_VERSION, Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import PLAN_VERSION, Plan
 
 
 @pytest.fixture(scope="module")

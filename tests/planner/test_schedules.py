@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import (
     NAMES,
     Row,
@@ -18,7 +19,6 @@ from whalejax.planner.pipeline.schedules import (
     problems_of,
     schedule,
 )
-from whalejax.planner.plan.plan import PlanError
 
 
 Rows = tuple[Row, ...]

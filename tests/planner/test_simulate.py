@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.test_schedules import schedules
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Schedule, schedule, written
 from whalejax.planner.pipeline.simulate import (
     Timeline,
@@ -15,7 +16,6 @@ from whalejax.planner.pipeline.simulate import (
     simulate,
     simulate_many,
 )
-from whalejax.planner.plan.plan import PlanError
 
 
 PLAIN = ("gpipe", "1f1b", "1f1b-ahead", "gpipe-lockstep", "1f1b-lockstep")

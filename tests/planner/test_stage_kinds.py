@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whalejax.meshes import cluster
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.heterogeneous_stages import (
     Ground,
     allot,
@@ -20,7 +21,6 @@ from whalejax.planner.pipeline.heterogeneous_stages import (
 )
 from whalejax.planner.pipeline.partition import Layer
 from whalejax.planner.pipeline.schedules import schedule
-from whalejax.planner.plan.plan import PlanError
 
 
 KINDS = ("rtx3090", "v100-32", "a100-40")

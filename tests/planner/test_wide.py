@@ -25,18 +25,19 @@ from whalejax.planner.cost.collectives import (
     span_rates,
     spans_of,
 )
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.schedules import most_in_flight, schedule
 from whalejax.planner.pipeline.simulate import any_cut_share, simulate, simulate_many
-from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.plan.estimate_only import foresee
 from whalejax.planner.search.batched.branch_and_bound import WideSearch
 from whalejax.planner.search.batched.cases import Cases, Placement
 from whalejax.planner.search.batched.mesh_grid import ORDERS, Frames
 from whalejax.planner.search.batched.partition import cut_layers
 from whalejax.planner.search.batched.step_time import Weighed, settle, weigh
-from whalejax.planner.search.enumerate import Request, Search
-from whalejax.planner.search.plan_estimate_only import foresee
-from whalejax.planner.search.plan_spmd import analyse_graph
+from whalejax.planner.search.enumerate import Search
+from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 

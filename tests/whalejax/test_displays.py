@@ -27,8 +27,8 @@ from whalejax.display.page import page
 from whalejax.meshes.jax_mesh import build_mesh, partition_spec
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.timed_schedule import paced, table_of
-from whalejax.planner.plan.report.why import gigabytes
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
+from whalejax.planner.units import gigabytes
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam promotes its count.

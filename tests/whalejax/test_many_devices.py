@@ -21,7 +21,7 @@ from whalejax.planner.search.ranking import TIE
 # Where host memory may serve, optimizers are traced, which promote.
 pytestmark = pytest.mark.relaxed_promotion
 
-decide: Any = importlib.import_module("whalejax.planner.search.plan_spmd")
+decide: Any = importlib.import_module("whalejax.planner.search.spmd")
 
 
 def planned(name: str, cluster: str | wh.Cluster, batch: int, **options: Any) -> Plan:

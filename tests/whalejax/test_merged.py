@@ -16,7 +16,7 @@ import whalejax as wh
 from whalejax import hlo
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.model.fused_parameters import merging_reshapes
+from whalejax.planner.sharding.fused_parameters import merging_reshapes
 
 
 BATCH, SEQ, EMBED, HEADS, WIDTH = 16, 8, 16, 8, 4

@@ -15,7 +15,7 @@ import pytest
 import whalejax as wh
 from whalejax.api.search import mesh_of
 from whalejax.api.search_result import Found, price_text
-from whalejax.planner.plan.plan import NothingFits
+from whalejax.planner.errors import NothingFits
 
 
 CLUSTERS = ["h100:8", "h100:2x8", "v5p:2x2x1"]

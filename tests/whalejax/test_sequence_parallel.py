@@ -14,7 +14,8 @@ from whalejax import hlo, models
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
 from whalejax.jobs import abstract_model
-from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.search.spmd import analysed_for
 from whalejax.planner.sharding.sequence_parallel import SUFFIX
 
 

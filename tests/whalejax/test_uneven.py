@@ -21,7 +21,7 @@ from whalejax.api import executor_choice
 from whalejax.api.losses import Job
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
-from whalejax.planner.search import plan_uneven_replicas
+from whalejax.planner.plan import uneven_replicas
 from whalejax.runtime.sample_shares import checked_shares
 
 
@@ -355,13 +355,13 @@ def test_promising_replicas_are_no_worse_than_all(
         annotated=False,
     )
     weighed: list[int] = []
-    kept = plan_uneven_replicas._weigh
+    kept = uneven_replicas._weigh
 
     def counted(*args: Any) -> Any:
         weighed[-1] += 1
         return kept(*args)
 
-    monkeypatch.setattr(plan_uneven_replicas, "_weigh", counted)
+    monkeypatch.setattr(uneven_replicas, "_weigh", counted)
 
     def ask() -> wh.Plan:
         weighed.append(0)
@@ -376,7 +376,7 @@ def test_promising_replicas_are_no_worse_than_all(
         )
 
     some = ask()
-    monkeypatch.setattr(plan_uneven_replicas, "MANY_DEVICES", math.inf)
+    monkeypatch.setattr(uneven_replicas, "MANY_DEVICES", math.inf)
     every = ask()
     assert some.shares and every.shares
     assert some.time.step_seconds <= every.time.step_seconds * 1.001

@@ -18,31 +18,32 @@ from whalejax.capture.programs import Programs
 from whalejax.capture.units import units_of
 from whalejax.meshes import Cluster
 from whalejax.meshes.errors import warn
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.checks_and_notes import (
+from whalejax.planner.pipeline.layer_stack import STAGE
+from whalejax.planner.pipeline.program_cut import FlowsBackwards
+from whalejax.planner.plan.build import KEPT_CANDIDATES
+from whalejax.planner.plan.estimate_only import foresee
+from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
+from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.stage_notes import (
     beside,
     evened,
     lopsided,
     merged,
     uncut,
 )
-from whalejax.planner.pipeline.layer_stack import STAGE
-from whalejax.planner.pipeline.program_cut import FlowsBackwards
-from whalejax.planner.plan.build import KEPT_CANDIDATES
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.planner.plan.terms import Remat
+from whalejax.planner.plan.uneven_pipelines import decide_pipelines
+from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES
-from whalejax.planner.search.plan_estimate_only import foresee
-from whalejax.planner.search.plan_pipeline_mpmd import SCHEDULES, decide_mpmd
-from whalejax.planner.search.plan_pipeline_spmd import LOCKSTEP, decide_stages
-from whalejax.planner.search.plan_spmd import Known, check_marks, decide
-from whalejax.planner.search.plan_uneven_pipelines import decide_pipelines
-from whalejax.planner.search.plan_uneven_replicas import decide_shares
 from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import Known, check_marks, decide
 from whalejax.planner.search.stage_cuts import TooFewParts, Whole
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.metadata_constraints import pinned_axes, pins_of
+from whalejax.planner.terms import Remat
 
 
 ALIKE = "one program runs all stages in lockstep: their layers are one scan"

@@ -10,8 +10,9 @@ import numpy as np
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import BatchReduction
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.sharding.layout import MESH_AXES
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from whalejax.capture import Captured
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.terms import NO_EFFECT, Remat, remat_words
+from whalejax.planner.terms import NO_EFFECT, Remat, remat_words
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:

@@ -31,21 +31,22 @@ from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
-from whalejax.planner.balance.share_notes import split_notes
+from whalejax.planner.errors import PlanError, Unobeyed
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan.errors import Unobeyed
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.planner.plan.terms import (
-    ALL,
-    Chosen,
-    Remat,
-)
-from whalejax.planner.search.enumerate import PLANNED_AXES, Request
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.batched.share_notes import split_notes
+from whalejax.planner.search.enumerate import PLANNED_AXES
+from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.attention_blocks import check_rings, checked_attention
 from whalejax.planner.sharding.device_order import ordered
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.remat import POLICIES, checked_policies
+from whalejax.planner.terms import (
+    ALL,
+    Chosen,
+    Remat,
+)
 from whalejax.runtime.batch_record import batch_leaves, batch_tree, tree_bytes
 from whalejax.runtime.compiler_options import (
     checked_options,

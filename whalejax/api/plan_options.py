@@ -15,9 +15,9 @@ import optax
 
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.plan import PlanError
-from whalejax.planner.plan.terms import OFFLOADS
+from whalejax.planner.errors import PlanError
 from whalejax.planner.search.request import Hosted
+from whalejax.planner.terms import OFFLOADS
 from whalejax.runtime.mixed_precision import PRECISIONS
 
 

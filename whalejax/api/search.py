@@ -22,7 +22,9 @@ from whalejax.meshes.checks import Arguments, is_number, shown
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.meshes.texts import visible
-from whalejax.planner.plan.plan import Candidate, Plan, PlanError
+from whalejax.planner.entries import Candidate
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.micro_batches import samples_at_a_time, unlike_note
 from whalejax.planner.search.ranking import best_first
 from whalejax.planner.sharding.layout import MESH_AXES, STAGE

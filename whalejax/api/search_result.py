@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, overload
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import Candidate, NothingFits, Plan, PlanError
+from whalejax.planner.entries import Candidate
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import (
     Line,
@@ -23,7 +25,8 @@ from whalejax.planner.plan.report.text_layout import (
     plain,
     table,
 )
-from whalejax.planner.plan.report.why import gigabytes, layout_text, milliseconds
+from whalejax.planner.plan.report.why import layout_text
+from whalejax.planner.units import gigabytes, milliseconds
 
 
 if TYPE_CHECKING:

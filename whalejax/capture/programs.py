@@ -19,11 +19,11 @@ from whalejax.capture.reported.values import check_clear
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.rebatch import resized
-from whalejax.planner.plan.plan import Chosen, Plan, Remat
-from whalejax.planner.plan.terms import ALL
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.space import Spaces
-from whalejax.planner.search.plan_spmd import Known
+from whalejax.planner.search.spmd import Known
 from whalejax.planner.sharding.precision_regions import checked_precisions
+from whalejax.planner.terms import ALL, Chosen, Remat
 from whalejax.runtime.mixed_precision import at_precision
 
 

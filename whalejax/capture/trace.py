@@ -40,19 +40,19 @@ from whalejax.capture.sharding_constraints import constraint_notes
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import Walk
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.model.fused_parameters import (
+from whalejax.planner.model.analysis import analyse_graph
+from whalejax.planner.model.graph import ATTENTION, Graph, Mark
+from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.sharding.attention_blocks import ringed
+from whalejax.planner.sharding.fused_parameters import (
     fused_dimensions,
     merging_reshapes,
     picks,
 )
-from whalejax.planner.model.graph import ATTENTION, Graph, Mark
-from whalejax.planner.model.last_tokens import gathered_bytes, last_tokens_cut
-from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.terms import ALL, precision_words
-from whalejax.planner.search.plan_spmd import analyse_graph
-from whalejax.planner.sharding.attention_blocks import ringed
 from whalejax.planner.sharding.precision_regions import precision_for
 from whalejax.planner.sharding.remat import regions
+from whalejax.planner.terms import ALL, precision_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

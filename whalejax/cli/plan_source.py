@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from whalejax.cli.options import named_values
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.errors import PlanError
+from whalejax.planner.errors import PlanError
 
 
 if TYPE_CHECKING:

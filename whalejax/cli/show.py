@@ -21,7 +21,7 @@ from whalejax.planner.plan.report.parameter_table import (
     parameter_rows as parameter_rows,
 )
 from whalejax.planner.plan.report.text_layout import Line
-from whalejax.planner.plan.report.why import milliseconds as seconds_text
+from whalejax.planner.units import milliseconds as seconds_text
 
 
 __all__ = ["Lines", "plan_table", "print_plan", "seconds_text"]

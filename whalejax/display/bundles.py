@@ -26,13 +26,9 @@ from whalejax.planner.plan.report.page import (
     whole_words,
 )
 from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
-from whalejax.planner.plan.report.why import (
-    gigabytes,
-    layout_text,
-    shape_text,
-    spec_text,
-)
-from whalejax.planner.plan.report.why import milliseconds as seconds_text
+from whalejax.planner.plan.report.why import layout_text, shape_text, spec_text
+from whalejax.planner.units import gigabytes
+from whalejax.planner.units import milliseconds as seconds_text
 
 
 UNFOLDED_ROWS = 300

@@ -13,7 +13,8 @@ from html import escape
 from whalejax.display.page import Picture, cell, table
 from whalejax.meshes.checks import shown
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import LeafPlan, Plan
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.why import shape_text, spec_text
 from whalejax.planner.sharding.layout import Spec
 

@@ -15,8 +15,8 @@ from whalejax.display.page import (
 )
 from whalejax.display.page import cell as td
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.report.why import gigabytes
-from whalejax.planner.plan.terms import MemoryTerms
+from whalejax.planner.terms import MemoryTerms
+from whalejax.planner.units import gigabytes
 
 
 _LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 90.0, 640.0, 26.0, 12.0, 130.0

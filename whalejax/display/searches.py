@@ -25,8 +25,8 @@ from whalejax.display.page import (
 )
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.report.why import gigabytes
-from whalejax.planner.plan.report.why import milliseconds as seconds_text
+from whalejax.planner.units import gigabytes
+from whalejax.planner.units import milliseconds as seconds_text
 
 
 if TYPE_CHECKING:

@@ -26,9 +26,7 @@ from whalejax.estimates.decoder import (
 )
 from whalejax.estimates.run import Run
 from whalejax.meshes.cluster import Cluster, cluster
-from whalejax.planner.cost.collectives import CollectiveKind
 from whalejax.planner.cost.operation_cost import (
-    Collective,
     Setting,
     flow_cost,
     local_product,
@@ -36,11 +34,12 @@ from whalejax.planner.cost.operation_cost import (
     row_hits,
 )
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.cost.rows import Row, Rows
+from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
 from whalejax.planner.model.dimensions import Dimensions, analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.layout import Table
+from whalejax.planner.sharding.operation_rows import Row, Rows
 
 
 EMBED, LAYER, HEAD = 0, 1, 2

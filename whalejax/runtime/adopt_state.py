@@ -20,7 +20,7 @@ from whalejax import _compat
 from whalejax.adapters.leaves import is_key, is_leaf
 from whalejax.meshes.checks import is_whole, plain, shown
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.errors import PlanError
 from whalejax.runtime.mixed_precision import LossScale
 from whalejax.runtime.state import Origin, TrainState, bare, check_alive, following
 

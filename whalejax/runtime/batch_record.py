@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from whalejax.capture.batch import aval_of
-from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 
 
 _LEAF = "leaf"

@@ -13,9 +13,10 @@ import numpy as np
 
 from whalejax.meshes.checks import is_number, is_printable, shown
 from whalejax.meshes.errors import Problems
+from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.compiler_options import check_options
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.planner.plan.terms import Chosen
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.terms import Chosen
 
 
 def checked_options(options: Any) -> dict[str, bool | int | float | str]:

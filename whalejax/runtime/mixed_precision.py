@@ -22,8 +22,8 @@ from whalejax.adapters.base import Adapter
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.plan.terms import ALL
 from whalejax.planner.sharding.precision_regions import PRECISIONS as PRECISIONS
+from whalejax.planner.terms import ALL
 
 
 CAST_BYTES = {"f32": 1.0, "bf16": 0.5, "f16": 0.5}

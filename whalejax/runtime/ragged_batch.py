@@ -22,7 +22,8 @@ from whalejax.capture import Captured
 from whalejax.capture.batch_reductions import batch_reductions
 from whalejax.capture.reported.values import told_words
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.runner import Evaluation, Metrics
 
 

@@ -24,8 +24,9 @@ from whalejax.lowering.spmd.constraints import constraints_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, update
 from whalejax.lowering.spmd.host_parameters import out_of_host
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.planner.search.plan_spmd import analysed_for
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.spmd import analysed_for
 from whalejax.runtime.mixed_precision import LossScale, all_finite
 from whalejax.runtime.optimizer_state import kin_of, owners_of
 from whalejax.runtime.state import Origin, TrainState, bare, strongly_typed

@@ -18,7 +18,9 @@ import numpy as np
 from whalejax.adapters.leaves import is_key
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.errors import Problems
-from whalejax.planner.plan.plan import BatchLeaf, Plan, PlanError
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.validate import BatchLayout
 
 

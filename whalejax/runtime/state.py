@@ -21,7 +21,7 @@ from whalejax.lowering.spmd.host_parameters import out_of_host
 from whalejax.lowering.stage_arrays import spread
 from whalejax.meshes.checks import is_array, shown
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import PlanError
+from whalejax.planner.errors import PlanError
 from whalejax.runtime.mixed_precision import LossScale
 
 

@@ -31,7 +31,8 @@ from whalejax.lowering.uneven.pipeline_executor import Pipes
 from whalejax.lowering.uneven.replica_executor import Uneven
 from whalejax.meshes.checks import Arguments, shown
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.adopt_state import OwnStates, adopted, to_lower, to_save
 from whalejax.runtime.mixed_precision import at_precision
 from whalejax.runtime.ragged_batch import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
 from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
-from whalejax.planner.plan.report.why import gigabytes
-from whalejax.planner.plan.terms import attention_words
+from whalejax.planner.terms import attention_words
+from whalejax.planner.units import gigabytes
 
 
 if TYPE_CHECKING:

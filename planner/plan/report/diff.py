@@ -14,9 +14,10 @@ from typing import Any
 
 from whalejax.meshes.checks import shown
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.entries import Collective, LeafPlan
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.logical_dimensions import starred
-from whalejax.planner.plan.plan import LeafPlan, Plan, PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.page import SHOWN_ROWS, page_width
 from whalejax.planner.plan.report.parameter_table import (
     collective_words,
@@ -31,14 +32,10 @@ from whalejax.planner.plan.report.text_layout import (
     table,
 )
 from whalejax.planner.plan.report.traffic import by_sort
-from whalejax.planner.plan.report.why import (
-    gigabytes,
-    mesh_words,
-    milliseconds,
-    spec_text,
-)
-from whalejax.planner.plan.terms import attention_words, precision_words, remat_words
+from whalejax.planner.plan.report.why import mesh_words, spec_text
 from whalejax.planner.sharding.layout import shards
+from whalejax.planner.terms import attention_words, precision_words, remat_words
+from whalejax.planner.units import gigabytes, milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

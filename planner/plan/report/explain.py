@@ -10,16 +10,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from whalejax.planner.model.logical_dimensions import starred
-from whalejax.planner.plan.report.why import (
-    gigabytes,
-    layout_text,
-    milliseconds,
-    whole_dimensions,
-)
+from whalejax.planner.plan.report.why import layout_text, whole_dimensions
+from whalejax.planner.units import gigabytes, milliseconds
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Candidate, Plan
+    from whalejax.planner.entries import Candidate
+    from whalejax.planner.plan.plan import Plan
 
 
 def explain(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from whalejax.planner.sharding.layout import MESH_AXES, STAGE
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan.entries import LeafPlan
+    from whalejax.planner.entries import LeafPlan
     from whalejax.planner.plan.plan import Plan
     from whalejax.planner.sharding.layout import Spec
 
@@ -50,7 +50,7 @@ def flax_rules(plan: Plan) -> Rules:
             some parameter would lie otherwise than the plan says; or devices take
             unequal shares.
     """
-    from whalejax.planner.plan.plan import PlanError
+    from whalejax.planner.errors import PlanError
 
     _check_alike(plan)
     _check_even(plan, "a table of rules")
@@ -146,7 +146,7 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
         PlanError: MaxText has no flags for it: stages with layouts of their own,
             unequal shares, or ``tensor`` sharding the batch in a part of the model.
     """
-    from whalejax.planner.plan.plan import PlanError
+    from whalejax.planner.errors import PlanError
 
     _check_alike(plan)
     _check_even(plan, "MaxText's flags")
@@ -169,7 +169,7 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
 
 def _check_alike(plan: Plan) -> None:
     """Refuse plans whose stages are models of their own."""
-    from whalejax.planner.plan.plan import PlanError
+    from whalejax.planner.errors import PlanError
 
     if plan.apart:
         raise PlanError(
@@ -180,7 +180,7 @@ def _check_alike(plan: Plan) -> None:
 
 def _check_even(plan: Plan, form: str) -> None:
     """Refuse plans whose devices take unlike shares."""
-    from whalejax.planner.plan.plan import PlanError
+    from whalejax.planner.errors import PlanError
 
     if plan.shares or plan.pipelines:
         raise PlanError(

@@ -24,17 +24,16 @@ from whalejax.planner.plan.report.text_layout import (
 )
 from whalejax.planner.plan.report.traffic import INSIDE, mesh_of, traffic
 from whalejax.planner.plan.report.why import (
-    gigabytes,
     layout_text,
     mesh_words,
-    milliseconds,
     pipeline_words,
     shape_text,
     spec_text,
     whole_dimensions,
     whole_reasons,
 )
-from whalejax.planner.plan.terms import NO_EFFECT, OBEYED
+from whalejax.planner.terms import NO_EFFECT, OBEYED
+from whalejax.planner.units import gigabytes, milliseconds
 
 
 if TYPE_CHECKING:

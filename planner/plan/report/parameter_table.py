@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from whalejax.planner.cost.operation_cost import Collective
 from whalejax.planner.cost.optimizer_step import combined_gradients
+from whalejax.planner.entries import Collective
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.sharding.layout import Spec, shards
 
 
 if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import LeafPlan, Plan
+    from whalejax.planner.entries import LeafPlan
+    from whalejax.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

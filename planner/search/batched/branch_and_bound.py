@@ -20,9 +20,8 @@ from typing import ClassVar
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan.plan import PlanError
-from whalejax.planner.plan.terms import OFFLOAD_SETS, OFFLOADS
 from whalejax.planner.search.batched.bounds import Sieve
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.cells import Column, ideal
@@ -46,11 +45,12 @@ from whalejax.planner.search.batched.step_time import (
     settle,
     weigh,
 )
-from whalejax.planner.search.enumerate import Request
 from whalejax.planner.search.ranking import TIE, Tally, best_first
+from whalejax.planner.search.request import Request
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.offload_candidates import hosts_known
 from whalejax.planner.sharding.remat import policy_for
+from whalejax.planner.terms import OFFLOAD_SETS, OFFLOADS
 
 
 FIRST_BLOCK, LAST_BLOCK = 128, 16384

@@ -32,7 +32,6 @@ from whalejax.meshes.fitted_constants import WHOLE, constants
 from whalejax.planner.cost.collectives import Spans, span_rates
 from whalejax.planner.model.layer_chain import FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import most_in_flight
-from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.batched.cells import Column, Columns
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.link_rates import Rates, Wires
@@ -45,6 +44,7 @@ from whalejax.planner.search.batched.mesh_grid import (
 from whalejax.planner.search.batched.parameter_bytes import Storage
 from whalejax.planner.sharding.layout import MESH_AXES
 from whalejax.planner.sharding.offload_candidates import exposed_seconds
+from whalejax.planner.terms import OFFLOADS
 
 
 PLACES = (FIRST, LAYER, LAST)

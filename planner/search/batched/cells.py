@@ -25,7 +25,6 @@ from whalejax.planner.cost.operation_cost import (
     row_seconds,
 )
 from whalejax.planner.cost.row_builder import Views
-from whalejax.planner.cost.rows import Flow, Row, Rows
 from whalejax.planner.memory.saved_tensors import (
     Kept,
     Residents,
@@ -34,11 +33,12 @@ from whalejax.planner.memory.saved_tensors import (
     residents,
 )
 from whalejax.planner.model.dimensions import Layout
-from whalejax.planner.model.fused_parameters import Fused, lying
 from whalejax.planner.model.layer_chain import LAYER, Chain
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.search.batched.layout_variants import Array, Variant
+from whalejax.planner.sharding.fused_parameters import Fused, lying
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
+from whalejax.planner.sharding.operation_rows import Flow, Row, Rows
 from whalejax.planner.sharding.parameter_layout import (
     LeafFacts,
     LeafGroup,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.mesh_grid import Frames, agreeing, stacked
 from whalejax.planner.search.batched.step_time import Weighed
+from whalejax.planner.terms import OFFLOADS
 
 
 PARAMS = 1 << OFFLOADS.index("params")

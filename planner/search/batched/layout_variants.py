@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from whalejax.planner.model.dimensions import Dimensions
-from whalejax.planner.model.fused_parameters import reading
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.layer_chain import Chain, chain_of
 from whalejax.planner.model.repeated_layers import Layers
+from whalejax.planner.sharding.fused_parameters import reading
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.strategies import Options, sharded_by_split
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
-from whalejax.planner.plan.terms import FETCHED, OFFLOADS
 from whalejax.planner.search.batched.cases import PLACES, Cases, Group
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.layout_variants import Array
 from whalejax.planner.search.batched.parameter_bytes import HOLDERS
 from whalejax.planner.search.batched.partition import cut_layers, fewest_layers
+from whalejax.planner.terms import FETCHED, OFFLOADS
 
 
 def share_of(cases: Cases, group: Group, place: int) -> Array:

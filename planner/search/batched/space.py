@@ -23,7 +23,7 @@ from whalejax.planner.search.batched.layout_variants import Points, Variant, Var
 from whalejax.planner.search.batched.link_rates import Wires
 from whalejax.planner.search.batched.mesh_grid import Bounds, Frames, frames_of
 from whalejax.planner.search.batched.parameter_bytes import Storage
-from whalejax.planner.search.enumerate import Request
+from whalejax.planner.search.request import Request
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.sharding.strategies import choices

@@ -17,7 +17,6 @@ from whalejax.planner.cost.collectives import Spans
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
 from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
-from whalejax.planner.plan.plan import MemoryTerms, TimeTerms
 from whalejax.planner.search.batched.cases import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.layout_variants import Array
@@ -29,6 +28,7 @@ from whalejax.planner.search.batched.partition import (
     stage_pace,
 )
 from whalejax.planner.search.batched.peak import memory_of, mixed, share_of
+from whalejax.planner.terms import MemoryTerms, TimeTerms
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,8 +22,8 @@ import whalejax
 from whalejax import _compat_processes
 from whalejax.distributed import heartbeat
 from whalejax.lowering.multihost.fingerprints import fingerprint
+from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.fingerprint import told, told_apart
-from whalejax.planner.plan.plan import PlanError
 
 
 if TYPE_CHECKING:

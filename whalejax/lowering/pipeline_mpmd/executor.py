@@ -33,6 +33,8 @@ from whalejax.lowering.pipeline_mpmd.update import Parted, Where
 from whalejax.lowering.spmd.constraints import Constraints, constraints_of, layouts_of
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.lowering.spmd.executor import Program, Sums, sums_of
+from whalejax.planner.errors import PlanError
+from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.pipeline.program_cut import (
     Division,
@@ -42,8 +44,8 @@ from whalejax.planner.pipeline.program_cut import (
 )
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.stage_graph import places_of, stage_graph
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.planner.search.plan_spmd import analyse_graph, analysed_for
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.spmd import analysed_for
 from whalejax.runtime.runner import (
     Evaluation,
     Metrics,

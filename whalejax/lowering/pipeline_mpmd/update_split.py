@@ -20,7 +20,8 @@ from whalejax.adapters.base import Adapter
 from whalejax.capture.batch_independent_state import Steady
 from whalejax.jaxpr.steps import Fixed, Operand, Step, Steps
 from whalejax.lowering.spmd.executor import stepping
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.optimizer_state import kin_of
 
 

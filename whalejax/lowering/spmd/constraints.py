@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from whalejax.lowering.spmd.gather_scatter import INDEXED
+from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import Layout
 from whalejax.planner.model.graph import ATTENTION, CONVOLUTION, LOOPS, Graph, Op
 from whalejax.planner.pipeline.layer_stack import Shared, of_stage
-from whalejax.planner.search.plan_spmd import Analysed
 from whalejax.planner.sharding.layout import Spec, Table, spec_of
 from whalejax.planner.sharding.offload_candidates import waiting_values
 

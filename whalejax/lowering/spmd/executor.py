@@ -29,10 +29,10 @@ from whalejax.lowering.spmd.host_optimizer import (
     streamed,
 )
 from whalejax.lowering.spmd.host_parameters import Away
-from whalejax.planner.plan.plan import PlanError
-from whalejax.planner.plan.terms import moves_to_host
+from whalejax.planner.errors import PlanError
 from whalejax.planner.search.request import Hosted
 from whalejax.planner.sharding.layout import Spec
+from whalejax.planner.terms import moves_to_host
 from whalejax.runtime.optimizer_state import owners_of, updates
 
 

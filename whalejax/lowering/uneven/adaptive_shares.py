@@ -20,7 +20,8 @@ from whalejax.lowering.uneven.timer import Stopwatch
 from whalejax.planner.balance.online import Rebalance
 from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.balance.shares import dealt
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.sample_shares import PortionLayout, checked_shares
 
 

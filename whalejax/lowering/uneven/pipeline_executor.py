@@ -43,9 +43,10 @@ from whalejax.lowering.uneven.broadcast_init import several_kinds
 from whalejax.lowering.uneven.moving_statistics import Untrained, slopes
 from whalejax.lowering.uneven.stage_groups import Group, groups_of, together
 from whalejax.planner.balance.shares import dealt
+from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Row, schedule
 from whalejax.planner.pipeline.transfer_order import Handing
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.runner import Evaluation, Metrics
 from whalejax.runtime.state import Origin, TrainState, bare, consuming
 

@@ -31,8 +31,9 @@ from whalejax.lowering.uneven.moving_statistics import slopes
 from whalejax.lowering.uneven.replica import Replica, inputs_of
 from whalejax.lowering.uneven.zero1_update import OwningReplica, Slices
 from whalejax.planner.balance.shares import dealt
-from whalejax.planner.plan.plan import Plan, PlanError
-from whalejax.planner.search.plan_spmd import analysed_for
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.spmd import analysed_for
 from whalejax.runtime.batch_record import dtype_of
 from whalejax.runtime.runner import (
     Evaluation,

@@ -36,7 +36,8 @@ from whalejax.lowering.spmd.host_optimizer import (
 from whalejax.lowering.uneven.flat_all_reduce import DATA, by_dtype, on_shards
 from whalejax.lowering.uneven.replica import Replica
 from whalejax.meshes.jax_mesh import partition_spec
-from whalejax.planner.plan.plan import Plan, PlanError
+from whalejax.planner.errors import PlanError
+from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.optimizer_state import owners_of
 from whalejax.runtime.runner import Metrics, finished
 from whalejax.runtime.state import TrainState

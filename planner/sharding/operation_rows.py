@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.topology import CompilerProfile
 from whalejax.planner.model.dimensions import Layout, roles_of
-from whalejax.planner.model.fused_parameters import Fused, Reading
+from whalejax.planner.sharding.fused_parameters import Fused, Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

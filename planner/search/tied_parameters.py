@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule
 from whalejax.planner.pipeline.simulate import Timeline
-from whalejax.planner.plan.terms import TimeTerms
 from whalejax.planner.search.stage_cuts import Laid
 from whalejax.planner.sharding.layout import shards
+from whalejax.planner.terms import TimeTerms
 
 
 def copied_bytes(division: Division, chosen: Sequence[Laid]) -> list[int]:

@@ -13,15 +13,15 @@ from whalejax.planner.cost.operation_cost import (
     row_ahead,
     row_hits,
 )
-from whalejax.planner.cost.rows import Row
+from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE
-from whalejax.planner.plan.terms import TimeTerms
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.plan_spmd import Analysed
 from whalejax.planner.search.request import Scored
 from whalejax.planner.sharding.layout import shards, spec_of
+from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.terms import TimeTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.operation_cost import RowCost
-from whalejax.planner.cost.rows import Row
-from whalejax.planner.plan.terms import OFFLOADS
 from whalejax.planner.search.analysis_cache import Program
 from whalejax.planner.search.request import Hosted, Request
 from whalejax.planner.sharding.layout import shards
@@ -24,7 +22,9 @@ from whalejax.planner.sharding.offload_candidates import (
     exposed_seconds,
     hosts_known,
 )
+from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.sharding.parameter_layout import LeafFacts, LeafLayout
+from whalejax.planner.terms import OFFLOADS
 
 
 Offload = tuple[str, ...]

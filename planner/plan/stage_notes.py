@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from whalejax.planner.entries import BatchLeaf, Candidate
+from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import check_devices
 from whalejax.planner.pipeline.stage_graph import places_of
 from whalejax.planner.plan.build import KEPT_CANDIDATES
-from whalejax.planner.plan.plan import (
-    BatchLeaf,
-    Candidate,
-    NothingFits,
-    Plan,
-    PlanError,
-)
-from whalejax.planner.plan.report.why import gigabytes
-from whalejax.planner.plan.terms import MemoryTerms, TimeTerms
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.request import Request
+from whalejax.planner.terms import MemoryTerms, TimeTerms
+from whalejax.planner.units import gigabytes
 
 
 UNEVEN = 1.5

@@ -44,16 +44,16 @@ from whalejax.planner.balance.zero1_slices import (
     with_slices,
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.entries import Candidate, Collective
+from whalejax.planner.errors import NothingFits, PlanError, Unobeyed
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.plan.errors import Unobeyed
-from whalejax.planner.plan.plan import Candidate, NothingFits, Plan, PlanError
-from whalejax.planner.plan.terms import TimeTerms
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.prefilter import Likely, likely_replicas
-from whalejax.planner.search.plan_spmd import check_marks, unlike
 from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import check_marks, unlike
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.terms import TimeTerms
 
 
 Decide = Callable[..., Plan]

@@ -15,42 +15,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.entries import BatchLeaf, Pace
+from whalejax.planner.errors import PlanError
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.checks_and_notes import (
-    batch_of,
-    candidates,
-    check_stages,
-    too_large,
-)
 from whalejax.planner.pipeline.heterogeneous_stages import Allotted, notes
 from whalejax.planner.pipeline.layer_stack import STAGE
 from whalejax.planner.pipeline.program_cut import Division
 from whalejax.planner.pipeline.schedules import Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
 from whalejax.planner.pipeline.stage_graph import places_of, tensors_of
-from whalejax.planner.pipeline.stage_time import (
+from whalejax.planner.plan.build import written
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.report.why import mesh_words
+from whalejax.planner.plan.stage_notes import (
+    batch_of,
+    candidates,
+    check_stages,
+    too_large,
+)
+from whalejax.planner.search.enumerate import ranked
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import by_marks
+from whalejax.planner.search.stage_cuts import Cut, Cuts, Laid, Whole, laid_out
+from whalejax.planner.search.stage_time import (
     handed_bytes,
     handed_seconds,
     times,
     turn_of,
 )
-from whalejax.planner.pipeline.tied_parameters import copied_bytes, exposed
-from whalejax.planner.plan.build import written
-from whalejax.planner.plan.plan import (
-    BatchLeaf,
-    Pace,
-    Plan,
-    PlanError,
-    Stages,
-)
-from whalejax.planner.plan.report.why import mesh_words
-from whalejax.planner.plan.terms import Remat, TimeTerms
-from whalejax.planner.search.enumerate import ranked
-from whalejax.planner.search.plan_spmd import by_marks
-from whalejax.planner.search.request import Request
-from whalejax.planner.search.stage_cuts import Cut, Cuts, Laid, Whole, laid_out
+from whalejax.planner.search.tied_parameters import copied_bytes, exposed
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors
+from whalejax.planner.terms import Remat, TimeTerms
 
 
 SCHEDULES = ("1f1b", "gpipe", "1f1b-ahead", "interleaved", "zb-h1")

@@ -15,27 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.cost.operation_cost import (
-    Collective,
-    Setting,
-    as_run,
-    row_ahead,
-    row_hits,
-)
+from whalejax.planner.cost.operation_cost import Setting, as_run, row_ahead, row_hits
 from whalejax.planner.cost.row_builder import build_rows
-from whalejax.planner.cost.rows import Row
+from whalejax.planner.entries import BatchLeaf, Collective, LeafPlan, Pace
+from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.memory.saved_tensors import fold_kept, kept_bytes
 from whalejax.planner.model.graph import Graph
-from whalejax.planner.pipeline.checks_and_notes import candidates, check_stages
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared, devices_of_stage
 from whalejax.planner.pipeline.schedules import Schedule, schedule
-from whalejax.planner.pipeline.stage_time import (
-    Turn,
-    handed_bytes,
-    less,
-    times,
-    turn_of,
-)
 from whalejax.planner.pipeline.uneven_layers import (
     Dealt,
     exchanged,
@@ -46,27 +33,28 @@ from whalejax.planner.pipeline.uneven_layers import (
     unequal_notes,
 )
 from whalejax.planner.plan.build import written
-from whalejax.planner.plan.plan import (
-    BatchLeaf,
-    LeafPlan,
-    NothingFits,
-    Pace,
-    Plan,
-    PlanError,
-    Stages,
-)
-from whalejax.planner.plan.report.why import gigabytes
-from whalejax.planner.plan.terms import ALL, MemoryTerms, Remat, TimeTerms
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.stage_notes import candidates, check_stages
 from whalejax.planner.search.enumerate import Search
-from whalejax.planner.search.plan_spmd import (
+from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.spmd import (
     Again,
     Decided,
     by_marks,
     decided_on,
 )
-from whalejax.planner.search.request import Request, Scored
+from whalejax.planner.search.stage_time import (
+    Turn,
+    handed_bytes,
+    less,
+    times,
+    turn_of,
+)
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import Spec, divisors, shards
+from whalejax.planner.sharding.operation_rows import Row
+from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
+from whalejax.planner.units import gigabytes
 
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}

@@ -13,31 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.model.dimensions import Dimensions, analyse
-from whalejax.planner.model.expert_regions import with_expert_regions
+from whalejax.planner.entries import BatchLeaf
+from whalejax.planner.errors import PlanError, Unobeyed
+from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
 from whalejax.planner.plan.build import written
-from whalejax.planner.plan.errors import Unobeyed
-from whalejax.planner.plan.plan import (
-    BatchLeaf,
-    Chosen,
-    Plan,
-    PlanError,
-    Remat,
-)
-from whalejax.planner.plan.terms import ALL
+from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.analysis_cache import Program
 from whalejax.planner.search.batched.prefilter import MANY, promising
-from whalejax.planner.search.enumerate import (
-    PLANNED_AXES,
-    Request,
-    Scored,
-    Search,
-    meshes,
-    ranked,
-)
+from whalejax.planner.search.enumerate import PLANNED_AXES, Search, meshes, ranked
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.ranking import TIE
+from whalejax.planner.search.request import Request, Scored
 from whalejax.planner.sharding.layout import replicas
 from whalejax.planner.sharding.sequence_parallel import (
     SUFFIX,
@@ -47,6 +34,7 @@ from whalejax.planner.sharding.sequence_parallel import (
     splits_between,
 )
 from whalejax.planner.sharding.virtual_devices import check_devices, copies
+from whalejax.planner.terms import ALL, Chosen, Remat
 
 
 def analysed_for(plan: Plan, graph: Graph) -> Analysed:
@@ -86,23 +74,6 @@ compiler; None where there is none such."""
 
 LOSS_CHUNKS = 16
 """Parts of the tokens of a device that the planner weighs, where memory is short."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Analysed:
-    """A graph with its dimensions, and experts set apart."""
-
-    graph: Graph
-    dims: Dimensions
-
-
-def analyse_graph(graph: Graph) -> Analysed:
-    """Find dimensions and TaskGraphs that no mark names.
-
-    Lowering repeats this on its own trace, so it must depend on the graph alone.
-    """
-    dims = analyse(graph)
-    return Analysed(graph=with_expert_regions(graph, dims), dims=dims)
 
 
 def decide(

@@ -13,8 +13,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.balance.share_notes import share_notes, stage_kinds
-from whalejax.planner.cost.operation_cost import Collective
+from whalejax.planner.entries import (
+    BatchLeaf,
+    Beyond,
+    Candidate,
+    Collective,
+    LeafPlan,
+    Pace,
+)
+from whalejax.planner.errors import NothingFits, PlanError
+from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.repeated_layers import kind_of
 from whalejax.planner.plan.build import (
@@ -23,19 +31,8 @@ from whalejax.planner.plan.build import (
     region_tables,
     role_infos,
 )
-from whalejax.planner.plan.plan import (
-    BatchLeaf,
-    Beyond,
-    Candidate,
-    LeafPlan,
-    NothingFits,
-    Pace,
-    Plan,
-    PlanError,
-    Stages,
-)
-from whalejax.planner.plan.report.why import gigabytes, leaf_note, milliseconds
-from whalejax.planner.plan.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
+from whalejax.planner.plan.plan import Plan, Stages
+from whalejax.planner.plan.report.why import leaf_note
 from whalejax.planner.search.batched.branch_and_bound import (
     Case,
     NoMeshError,
@@ -45,22 +42,19 @@ from whalejax.planner.search.batched.cases import Cases, usual_axes
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.mesh_grid import ORDERS, SCHEDULES
 from whalejax.planner.search.batched.partition import cut_layers, stage_layers
+from whalejax.planner.search.batched.share_notes import share_notes, stage_kinds
 from whalejax.planner.search.batched.space import Spaces
 from whalejax.planner.search.batched.step_time import handed_seconds, part_seconds
-from whalejax.planner.search.enumerate import Request, Search
+from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
-from whalejax.planner.search.plan_spmd import (
-    Again,
-    Analysed,
-    Known,
-    analyse_graph,
-    by_marks,
-    decide,
-)
+from whalejax.planner.search.request import Request
+from whalejax.planner.search.spmd import Again, Known, by_marks, decide
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
+from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
+from whalejax.planner.units import gigabytes, milliseconds
 
 
 def foresee(
