@@ -7,5 +7,5 @@ from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.model.graph import Graph as Graph
 from whalejax.planner.model.graph import TaskGraph as TaskGraph
 from whalejax.planner.plan.plan import Plan as Plan
+from whalejax.planner.plan.spmd import decide as decide
 from whalejax.planner.search.request import Request as Request
-from whalejax.planner.search.spmd import decide as decide

@@ -40,7 +40,7 @@ Target = Callable[[random.Random, Path], str]
 def plans() -> Target:
     """Plan files: what was changed and not hashed anew is never believed."""
     from tests.planner.plans import example
-    from whalejax.planner.plan.json_codec import decode
+    from whalejax.planner.json_codec import decode
     from whalejax.planner.plan.plan import Plan
     from whalejax.planner.plan.plan_file import document_hash
 

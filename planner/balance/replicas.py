@@ -12,7 +12,7 @@ from whalejax.planner.balance.shares import Device, check_pieces, makespan
 from whalejax.planner.balance.zero1_slices import Slices
 from whalejax.planner.entries import Collective
 from whalejax.planner.errors import NothingFits, PlanError
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import MemoryTerms
 from whalejax.planner.units import gigabytes
 
@@ -50,7 +50,7 @@ class Replicas:
     """
 
     case: Case
-    plan: Plan
+    plan: PlanData
     kinds: tuple[DeviceKind, ...]
     seconds: tuple[float, ...]
     after: float
@@ -193,7 +193,7 @@ def device_kinds(cluster: Cluster) -> list[DeviceKind]:
     return [node.kind for node in cluster.nodes for _ in range(node.count)]
 
 
-def most_shares(plan: Plan) -> tuple[int, ...]:
+def most_shares(plan: PlanData) -> tuple[int, ...]:
     """Micro-batches that the memory of each replica of a plan holds.
 
     Of pipelines side by side a plan does not say it, and they are not bounded.

@@ -11,11 +11,13 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
+from whalejax.planner.balance.shares import dealt
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.errors import PlanError
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import extend_spec, shards
 from whalejax.planner.units import gigabytes
@@ -107,7 +109,7 @@ def with_slices(request: Request, replicas: int) -> Request:
     return dataclasses.replace(request, optimizer=state, offload=())
 
 
-def sliced(plan: Plan, cluster: Cluster, replicas: int, request: Request) -> Slices:
+def sliced(plan: PlanData, cluster: Cluster, replicas: int, request: Request) -> Slices:
     """Cut the state of a plan's parameters.
 
     Args:
@@ -166,3 +168,26 @@ def _state_bytes(
     for leaf in leaves:
         held += state.by_path.get(leaf.path, 0) // shards(leaf.optimizer_spec, mesh)
     return held
+
+
+def slices_of(plan: PlanData, node: int) -> tuple[slice, ...]:
+    """``Plan.batch_slices``."""
+    if not is_whole(node, 0):
+        raise PlanError(f"node is {shown(node)}; expected the number of a node, from 0")
+    if not plan.shares:
+        raise PlanError(
+            "every device of this plan takes a part of each micro-batch, so nodes have "
+            "no micro-batches of their own. A compiled step's batch_rows says which "
+            "samples a process gives"
+        )
+    counts = [one.count for one in plan.cluster.nodes]
+    if not 0 <= node < len(counts):
+        raise PlanError(
+            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. Of "
+            "processes that are no nodes, step.batch_rows() gives the samples"
+        )
+    size = plan.num_devices // len(plan.shares)
+    start, end = sum(counts[:node]), sum(counts[: node + 1])
+    mine = dealt(plan.shares)[start // size : -(-end // size)]
+    total = plan.num_micro_batches
+    return tuple(slice(m, None, total) for numbers in mine for m in numbers)

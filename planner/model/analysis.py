@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whalejax.planner.model.dimensions import Dimensions, analyse
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import Graph
 

@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from whalejax.meshes.errors import Problems
-from whalejax.planner.model.dimensions import Dimensions, analyse, roles_of
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.graph import Graph, Op, TaskGraph
 from whalejax.planner.terms import ALL
 

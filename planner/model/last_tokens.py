@@ -6,7 +6,7 @@ part. Capture reads it to put such cuts off.
 
 from __future__ import annotations
 
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.reshape_factors import slots_of
 

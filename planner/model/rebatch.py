@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from whalejax.planner.model.dimensions import Dimensions, analyse, roles_of
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions, roles_of
 from whalejax.planner.model.graph import Graph, Op, Stacked, Tensor
 
 

@@ -12,14 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from whalejax.planner.model.dimensions import Dimensions, Layout
 from whalejax.planner.model.graph import ATTENTION, LOOPS, Graph, Op
 from whalejax.planner.model.reshape_factors import slots_of
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.model.dimensions import Dimensions, Layout
 
 
 MOST_PLACES = 4

@@ -15,7 +15,7 @@ from whalejax.planner.entries import Pace
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import Action, Row, Schedule, schedule
 from whalejax.planner.pipeline.simulate import simulate
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Paced:
         return 1.0 - busy / whole if whole else 0.0
 
 
-def table_of(plan: Plan) -> Schedule:
+def table_of(plan: PlanData) -> Schedule:
     """The schedule that a plan's stages follow.
 
     Args:
@@ -74,7 +74,7 @@ def table_of(plan: Plan) -> Schedule:
     return schedule(stages.schedule, number, count, stages.chunks)
 
 
-def paced(plan: Plan) -> Paced:
+def paced(plan: PlanData) -> Paced:
     """The rows of a plan's schedule in seconds.
 
     Where stages run one loop, each of its turns does the forwards of all stages, then
@@ -111,7 +111,7 @@ def paced(plan: Plan) -> Paced:
     return Paced(table=table, rows=rows)
 
 
-def paced_beside(plan: Plan) -> list[Paced]:
+def paced_beside(plan: PlanData) -> list[Paced]:
     """The rows of pipelines side by side, each with the micro-batches of its share.
 
     Args:

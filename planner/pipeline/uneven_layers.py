@@ -18,7 +18,7 @@ from whalejax.planner.entries import Collective, LeafPlan, itemsize_bytes
 from whalejax.planner.model.analysis import analyse_graph
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.pipeline.layer_stack import STAGE, Shared
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import extend_spec, shards
 
 
@@ -223,7 +223,7 @@ def unequal_notes(dealt: Dealt, *, alone: bool) -> list[str]:
     return found
 
 
-def with_layers(plan: Plan, layers: tuple[int, ...]) -> Plan:
+def with_layers(plan: PlanData, layers: tuple[int, ...]) -> PlanData:
     """A plan whose stages have other numbers of layers; predictions stay as they were.
 
     Args:

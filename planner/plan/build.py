@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts, runs_as
@@ -20,6 +19,7 @@ from whalejax.planner.entries import (
     RegionTable,
     RoleInfo,
 )
+from whalejax.planner.model.analysis import Analysed
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import BatchReduction, Graph
 from whalejax.planner.model.sequence import whole_notes
@@ -34,10 +34,6 @@ from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
 from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
 from whalejax.planner.units import gigabytes
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.model.analysis import Analysed
 
 
 FROZEN_SHARE = 0.01

@@ -33,6 +33,7 @@ from whalejax.planner.plan.build import (
 )
 from whalejax.planner.plan.plan import Plan, Stages
 from whalejax.planner.plan.report.why import leaf_note
+from whalejax.planner.plan.spmd import decide
 from whalejax.planner.search.batched.branch_and_bound import (
     Case,
     NoMeshError,
@@ -48,7 +49,7 @@ from whalejax.planner.search.batched.step_time import handed_seconds, part_secon
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.infeasible import refusal
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Again, Known, by_marks, decide
+from whalejax.planner.search.spmd import Again, Known, by_marks
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves

@@ -1,4 +1,4 @@
-"""The Plan: what was decided, in plain data that travels as JSON.
+"""The Plan that users hold: its data, and every function on it as a method.
 
 A plan names mesh axes, the tables that say which logical dimension each axis shards
 in each TaskGraph, the layout of every leaf, and what all of it is predicted to cost.
@@ -8,120 +8,33 @@ checked anywhere; ``whalejax.compile`` turns it into a program.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import itertools
-import json
-import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from whalejax.meshes.checks import is_printable, is_whole, shown
-from whalejax.meshes.cluster import Cluster
-from whalejax.planner.entries import BatchLeaf as BatchLeaf
-from whalejax.planner.entries import Beyond as Beyond
-from whalejax.planner.entries import Candidate as Candidate
-from whalejax.planner.entries import Candidates, Collective
-from whalejax.planner.entries import LeafPlan as LeafPlan
-from whalejax.planner.entries import Pace as Pace
-from whalejax.planner.entries import RegionTable as RegionTable
-from whalejax.planner.entries import RoleInfo as RoleInfo
+from whalejax.meshes.checks import is_printable
+from whalejax.planner import fields
+from whalejax.planner.balance.zero1_slices import slices_of
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
-from whalejax.planner.model.logical_dimensions import starred
-from whalejax.planner.plan import fields, plan_file
-from whalejax.planner.plan.fingerprint import program_data
-from whalejax.planner.plan.plan_file import PLAN_VERSION as PLAN_VERSION
+from whalejax.planner.plan import plan_file
+from whalejax.planner.plan.report import describe, explain, export, page, why
+from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.pictures import Pictured
+from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
+from whalejax.planner.plan_data import PlanData, Question, StagesData
 from whalejax.planner.search.micro_batches import noted
-from whalejax.planner.terms import Chosen as Chosen
-from whalejax.planner.terms import MemoryTerms as MemoryTerms
-from whalejax.planner.terms import Remat as Remat
-from whalejax.planner.terms import TimeTerms as TimeTerms
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.report.diff import PlanDiff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """A pipeline.
+class Stages(StagesData):
+    """A pipeline; see ``StagesData`` for its fields."""
 
-    Attributes:
-        schedule: one of ``schedules.NAMES``.
-        chunks: parts of the model on each stage.
-        layers: of each part, along the model; empty where parts are no whole layers.
-        executor: ``"spmd"``, one program in which all stages run one loop, or
-            ``"mpmd"``, programs of each stage's own.
-        starts: of stages with programs of their own, the parameter whose reading
-            begins each part but the first; empty where ``stage`` marks say it.
-        plans: of such stages, the plan of each on its own devices.
-        kinds: device kind of each stage, where they differ.
-        blocks: of such stages with programs of their own, which of the equal parts of
-            the devices, in node order, each lies on; empty where they are in order.
-        turns, ahead, back: of stages in lockstep, how many turns a step has, and in how
-            many of them some stage computes forward and backward; else 0.
-        stash: of stages in lockstep, what is kept of a micro-batch in flight:
-            ``"inputs"``, and the backward pass computes the layers again, or
-            ``"residuals"``, all that their derivative reads.
-        paces: predictions for each part along the model, in its order.
-        handed_seconds: predicted, from one part to the next on another stage.
-    """
-
-    schedule: str
-    chunks: int = 1
-    layers: tuple[int, ...] = ()
-    executor: str = "spmd"
-    starts: tuple[str, ...] = ()
     plans: tuple[Plan, ...] = ()
-    kinds: tuple[str, ...] = ()
-    blocks: tuple[int, ...] = ()
-    turns: int = 0
-    ahead: int = 0
-    back: int = 0
-    stash: str = ""
-    paces: tuple[Pace, ...] = ()
-    handed_seconds: float = 0.0
-
-    def words(self) -> str:
-        """The pipeline in a few words."""
-        layers = self.layers
-        parts = f" of {self.chunks} parts a stage" if self.chunks > 1 else ""
-        if not layers:
-            return f"{self.schedule}{parts}, {self._from()}{self._on()}"
-        each = f"{min(layers)}–{max(layers)}" if len(set(layers)) > 1 else layers[0]
-        kept = f", {self.stash} kept" if self.stash else ""
-        return f"{self.schedule}{parts}, {each} layers each{kept}{self._on()}"
-
-    def _on(self) -> str:
-        """Its kinds of devices, where there are several."""
-        return f" on {' → '.join(dict.fromkeys(self.kinds))}" if self.kinds else ""
-
-    def _from(self) -> str:
-        """Where its parts begin."""
-        if not self.starts:
-            return "cut as marked"
-        return f"cut before {', '.join(self.starts)}"
-
-
-class Question(Protocol):
-    """What was planned, kept beside its plan."""
-
-    def again(self, **changes: Any) -> Plan:
-        """The plan under other circumstances; ``Plan.what_if``."""
-        ...
-
-    def verify(
-        self, plan: Plan, topology: str | None, *, timeout_seconds: float
-    ) -> Any:
-        """What its compiler makes of a plan; ``Plan.verify``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Pictured):
+class Plan(PlanData, Pictured):
     """How to run one model on one cluster.
 
     Attributes:
@@ -173,130 +86,13 @@ class Plan(Pictured):
         question: what was planned, to be asked again. Not in files.
     """
 
-    version: int = PLAN_VERSION
-    model_hash: str
-    cluster: Cluster
-    axes: tuple[tuple[str, int], ...]
-    device_order: tuple[int, ...] = ()
-    num_micro_batches: int
-    zero: int
-    remat: Remat = ()
-    offload: tuple[str, ...] = ()
-    sequence_parallel: bool = False
-    attention: Chosen = ()
-    loss_chunks: int = 1
-    precision: str
-    precisions: Chosen = ()
-    default: str
-    roles: tuple[RoleInfo, ...]
-    compute: tuple[RegionTable, ...]
-    storage: tuple[tuple[str, tuple[str, ...]], ...]
-    leaves: tuple[LeafPlan, ...]
-    batch: tuple[BatchLeaf, ...]
-    collectives: tuple[Collective, ...]
-    time: TimeTerms
-    memory: MemoryTerms
-    candidates: tuple[Candidate, ...] = ()
-    notes: tuple[str, ...] = ()
-    batch_tree: str = ""
-    product_flops: int = 0
-    optimizer_bytes: int | None = None
     stages: Stages | None = None
-    shares: tuple[int, ...] = ()
     pipelines: tuple[Plan, ...] = ()
-    runnable: bool = True
-    beyond: Beyond | None = None
-    compiler_options: tuple[tuple[str, bool | int | float | str], ...] = ()
-    source: tuple[str, ...] = ()
-    question: Question | None = dataclasses.field(
-        default=None, compare=False, repr=False, metadata={"kept": False}
-    )
-
-    def __post_init__(self) -> None:
-        fields.check_plan(self)
-
-    @property
-    def hash(self) -> str:
-        """Short hash of everything that changes the program."""
-        text = json.dumps(program_data(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def trained(self) -> tuple[LeafPlan, ...]:
-        """The parameters that are trained, in the order of their tree."""
-        return tuple(leaf for leaf in self.leaves if leaf.trained)
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Mesh axes and sizes, outermost first."""
-        return dict(self.axes)
 
     @property
     def apart(self) -> tuple[Plan, ...]:
         """The plans of stages with programs of their own; empty without such."""
         return () if self.stages is None else self.stages.plans
-
-    @property
-    def room_bytes(self) -> int:
-        """Memory of a device of those that ``memory`` is predicted for."""
-        each = [own for one in self.pipelines or (self,) for own in one.apart]
-        same = [p for p in each if self.memory in (p.memory, p.memory.crossing)]
-        return min(own.cluster.memory_bytes for own in same or [self])
-
-    @property
-    def replica(self) -> Plan:
-        """The plan of one rank of ``data``, where ranks take unlike shares."""
-        axes = tuple(axis for axis in self.axes if axis[0] != "data")
-        return dataclasses.replace(self, axes=axes, shares=())
-
-    def batch_slices(self, node: int) -> tuple[slice, ...]:
-        """The samples that a node takes of every global batch, with shares as planned.
-
-        Args:
-            node: its number; a process runs one node.
-
-        Returns:
-            A slice for each of its micro-batches, to be taken one behind the other.
-
-        Raises:
-            PlanError: there is no such node, or every device takes a part of each
-                micro-batch.
-        """
-        from whalejax.planner.plan.uneven_replicas import slices_of
-
-        return slices_of(self, node)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices the plan uses."""
-        if self.pipelines or self.apart:
-            return sum(plan.num_devices for plan in self.pipelines or self.apart)
-        return math.prod(size for _, size in self.axes)
-
-    def times(self, collective: Collective) -> int:
-        """How often a collective of the plan runs in one step.
-
-        Stages in lockstep that keep only what they were given compute forward again
-        before they compute backward.
-        """
-        fields.check_collective(collective)
-        stages, phase = self.stages, collective.phase
-        if stages is None or not stages.turns or phase == "update":
-            # Where ranks take unlike shares: on the one that takes most.
-            return collective.times(max(self.shares, default=self.num_micro_batches))
-        again = 0 if stages.stash == "residuals" else stages.back
-        passes = {"forward": stages.ahead + again, "backward": stages.back}
-        return collective.count * passes.get(phase, stages.turns)
-
-    @property
-    def asked_precision(self) -> str | dict[str, str]:
-        """Its precision as ``wh.plan`` takes it, for all or by TaskGraph."""
-        return dict(self.precisions) or self.precision
-
-    @property
-    def scales_loss(self) -> bool:
-        """Some of it computes in float16, where small gradients vanish."""
-        return "f16" in (self.precision, *dict(self.precisions).values())
 
     def home(self, path: str) -> Plan:
         """The plan of the stage that stores a parameter; itself without stages apart.
@@ -311,22 +107,20 @@ class Plan(Pictured):
                 return plan
         return self
 
-    def leaf(self, path: str) -> LeafPlan:
-        """The plan of one parameter.
+    def batch_slices(self, node: int) -> tuple[slice, ...]:
+        """The samples that a node takes of every global batch, with shares as planned.
 
         Args:
-            path: dotted; a ``*`` in place of a layer's number, as plans are printed,
-                takes the first.
+            node: its number; a process runs one node.
+
+        Returns:
+            A slice for each of its micro-batches, to be taken one behind the other.
 
         Raises:
-            PlanError: no parameter has that path; the nearest are named.
+            PlanError: there is no such node, or every device takes a part of each
+                micro-batch.
         """
-        from whalejax.planner.plan.report.why import no_such_leaf
-
-        for leaf in self.leaves if isinstance(path, str) else ():
-            if path in (leaf.path, starred(leaf.path)):
-                return leaf
-        raise PlanError(no_such_leaf(self, path))
+        return slices_of(self, node)
 
     def why(self, path: str) -> str:
         """Why a parameter is laid out as it is, what else was weighed and its cost.
@@ -337,25 +131,7 @@ class Plan(Pictured):
         Raises:
             PlanError: no parameter has that path.
         """
-        from whalejax.planner.plan.report.why import why
-
-        return why(self, self.leaf(path))
-
-    @property
-    def runner_up(self) -> Candidate | None:
-        """The best plan of another layout that fits; None where there is none."""
-        return next(iter(self.alternatives(1)), None)
-
-    def alternatives(self, n: int = 5) -> Candidates:
-        """The best plans of other layouts that fit, best first; printed, a line each.
-
-        Args:
-            n: at most so many, 0 or more; a plan remembers about a dozen.
-        """
-        if not is_whole(n, 0):
-            raise PlanError(f"alternatives: n is {shown(n)}; expected 0 or more")
-        others = (c for c in self.candidates if c.fits and c.verdict != "chosen")
-        return Candidates(itertools.islice(others, n))
+        return why.why(self, self.leaf(path))
 
     def what_if(self, **changes: Any) -> Plan:
         """The plan for the same model under other circumstances.
@@ -414,9 +190,7 @@ class Plan(Pictured):
         Returns:
             Lines of text, with numbers.
         """
-        from whalejax.planner.plan.report.explain import explain
-
-        return explain(self)
+        return explain.explain(self)
 
     def describe(self) -> str:
         """Where the plan stands on the taxonomy of distributed training.
@@ -425,9 +199,7 @@ class Plan(Pictured):
             Lines of text: what is parallel, who is synchronous, what is exchanged over
             which topology, what is replicated.
         """
-        from whalejax.planner.plan.report.describe import describe
-
-        return describe(self)
+        return describe.describe(self)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to another, with its cost.
@@ -438,8 +210,6 @@ class Plan(Pictured):
         Returns:
             Settings, parameters, traffic and terms that differ; ``print`` shows them.
         """
-        from whalejax.planner.plan.report.diff import diff
-
         return diff(self, other)
 
     def flax_rules(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
@@ -452,15 +222,11 @@ class Plan(Pictured):
             PlanError: one table cannot say what the plan does; every dimension with
                 two meanings is listed.
         """
-        from whalejax.planner.plan.report.export import flax_rules
-
-        return flax_rules(self)
+        return export.flax_rules(self)
 
     def maxtext_flags(self) -> dict[str, int]:
         """The mesh as MaxText's flags, such as ``{"ici_tensor_parallelism": 4}``."""
-        from whalejax.planner.plan.report.export import maxtext_flags
-
-        return maxtext_flags(self)
+        return export.maxtext_flags(self)
 
     def table(self, *, all_rows: bool = False) -> str:
         """What ``print(plan)`` shows, and on demand all of it.
@@ -471,38 +237,10 @@ class Plan(Pictured):
         Returns:
             Lines as wide as the terminal or ``COLUMNS``; whole ones without either.
         """
-        from whalejax.planner.plan.report.page import page
-
-        return page(self, all_rows=all_rows)
+        return page.page(self, all_rows=all_rows)
 
     def __str__(self) -> str:
         return self.table()
-
-    def partition_specs(self) -> dict[str, Any]:
-        """The stored layout of every parameter.
-
-        Returns:
-            Path to ``jax.sharding.PartitionSpec``.
-        """
-        from whalejax.meshes.jax_mesh import partition_spec
-
-        return {leaf.path: partition_spec(leaf.param_spec) for leaf in self.leaves}
-
-    def mesh(self, devices: Any = None) -> Any:
-        """The ``jax.sharding.Mesh`` of the plan.
-
-        Args:
-            devices: the devices to use, in node order; all of them if left out. The
-                plan's ``device_order`` is taken of them.
-        """
-        from whalejax.meshes.jax_mesh import build_mesh
-
-        if self.apart:
-            raise PlanError(
-                "every stage of this plan has a mesh of its own. Take "
-                "plan.stages.plans[i].mesh(devices) with the devices of stage i"
-            )
-        return build_mesh(self.axes, devices, order=self.device_order)
 
     def document(self) -> dict[str, Any]:
         """The plan as plain JSON data, with hashes for checking."""

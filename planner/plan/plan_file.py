@@ -12,26 +12,23 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, TypeVar
 
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
 from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
-from whalejax.planner.plan.json_codec import DataError, decode, encode
+from whalejax.planner.json_codec import DataError, decode, encode
+from whalejax.planner.plan.validate import check_plan
+from whalejax.planner.plan_data import PLAN_VERSION, PlanData
 
 
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
-
-
-PLAN_VERSION: Final = 15
-"""Version of the file format."""
+P = TypeVar("P", bound=PlanData)
 
 _VERSION, _HASH, _WHOLE = "whalejax_plan", "hash", "document_hash"
 
 
-def document_of(plan: Plan) -> dict[str, Any]:
+def document_of(plan: PlanData) -> dict[str, Any]:
     """The plan as plain JSON data, with its hashes."""
     data = {_VERSION: PLAN_VERSION, _HASH: plan.hash, **encode(plan)}
     return {**data, _WHOLE: document_hash(data)}
@@ -49,7 +46,7 @@ def document_hash(data: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Write a plan as JSON; the file appears whole or not at all.
 
     Raises:
@@ -69,7 +66,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def read(cls: type[Plan], path: str | os.PathLike[str]) -> Plan:
+def read(cls: type[P], path: str | os.PathLike[str]) -> P:
     """The plan of a file.
 
     Raises:
@@ -94,7 +91,7 @@ def read(cls: type[Plan], path: str | os.PathLike[str]) -> Plan:
     return from_document(cls, data, str(path))
 
 
-def from_document(cls: type[Plan], document: Any, name: str) -> Plan:
+def from_document(cls: type[P], document: Any, name: str) -> P:
     """The plan that ``document_of`` wrote.
 
     Args:
@@ -111,8 +108,8 @@ def from_document(cls: type[Plan], document: Any, name: str) -> Plan:
     fields = {k: v for k, v in document.items() if k not in (_VERSION, _HASH, _WHOLE)}
     try:
         check_depth(document)
-        plan: Plan = decode(cls, fields)
-        _check_believable(plan)
+        plan: P = decode(cls, fields)
+        check_plan(plan)
         whole, stated = document_hash(document), document.get(_WHOLE)
     except (DataError, Unreadable, WhaleError, KeyError, TypeError) as error:
         raise PlanError(
@@ -137,10 +134,3 @@ def _check_version(version: Any, name: str) -> None:
         f"{PLAN_VERSION}. {upgrade} the plan again: whalejax plan MODEL --cluster "
         "CLUSTER -o FILE, or plan.save(FILE) where wh.plan made it"
     )
-
-
-def _check_believable(plan: Plan) -> None:
-    # Late, because it reads schedules, and these are made of plans' data.
-    from whalejax.planner.plan.validate import check_plan
-
-    check_plan(plan)

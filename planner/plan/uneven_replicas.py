@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.planner.balance.measured_speed import (
@@ -29,7 +28,6 @@ from whalejax.planner.balance.replicas import (
     nothing_fits,
 )
 from whalejax.planner.balance.shares import (
-    dealt,
     even_shares,
     gain_words,
     idle_note,
@@ -273,29 +271,6 @@ def _nearest(cluster: Cluster, problems: Sequence[PlanError]) -> PlanError:
         nearest=error.nearest,
         what=error.what,
     )
-
-
-def slices_of(plan: Plan, node: int) -> tuple[slice, ...]:
-    """``Plan.batch_slices``."""
-    if not is_whole(node, 0):
-        raise PlanError(f"node is {shown(node)}; expected the number of a node, from 0")
-    if not plan.shares:
-        raise PlanError(
-            "every device of this plan takes a part of each micro-batch, so nodes have "
-            "no micro-batches of their own. A compiled step's batch_rows says which "
-            "samples a process gives"
-        )
-    counts = [one.count for one in plan.cluster.nodes]
-    if not 0 <= node < len(counts):
-        raise PlanError(
-            f"node is {node}; the plan is for {len(counts)} nodes, numbered from 0. Of "
-            "processes that are no nodes, step.batch_rows() gives the samples"
-        )
-    size = plan.num_devices // len(plan.shares)
-    start, end = sum(counts[:node]), sum(counts[: node + 1])
-    mine = dealt(plan.shares)[start // size : -(-end // size)]
-    total = plan.num_micro_batches
-    return tuple(slice(m, None, total) for numbers in mine for m in numbers)
 
 
 def _roomy(found: Sequence[Replicas], case: Case, request: Request) -> bool:

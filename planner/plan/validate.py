@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES
 from whalejax.meshes.errors import Problems
@@ -18,17 +18,13 @@ from whalejax.meshes.texts import quoted
 from whalejax.planner.errors import PlanError
 from whalejax.planner.pipeline.schedules import NAMES
 from whalejax.planner.plan.compiler_options import check_options
-from whalejax.planner.plan.plan_file import PLAN_VERSION
 from whalejax.planner.plan.report.describe import SENT
 from whalejax.planner.plan.validate_batch import check_batch, is_dtype
+from whalejax.planner.plan_data import PLAN_VERSION, PlanData, StagesData
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
 from whalejax.planner.sharding.precision_regions import PRECISIONS
 from whalejax.planner.sharding.remat import POLICIES
 from whalejax.planner.terms import OFFLOADS
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan, Stages
 
 
 LOST_SECONDS: Final = 1e-9
@@ -47,7 +43,7 @@ _APART = frozenset(("cluster", "compiler_options", "question", "stages", "pipeli
 """Fields of a plan that are checked elsewhere, or one by one."""
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: PlanData) -> None:
     """Raise if a plan has numbers that none can have.
 
     Raises:
@@ -58,7 +54,7 @@ def check_plan(plan: Plan) -> None:
     problems.raise_if_any()
 
 
-def _check(plan: Plan, where: str, problems: Problems) -> None:
+def _check(plan: PlanData, where: str, problems: Problems) -> None:
     if plan.version != PLAN_VERSION:
         problems.add(f"{where}version is {plan.version}; expected {PLAN_VERSION}")
     for path, text in _unfit(plan):
@@ -103,7 +99,7 @@ def _unfit(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield path, f"is {value}; expected at most {MOST_MEMORY_BYTES}"
 
 
-def _check_choices(plan: Plan, where: str, problems: Problems) -> None:
+def _check_choices(plan: PlanData, where: str, problems: Problems) -> None:
     """What is one of a few words."""
     chosen: list[tuple[str, str, tuple[str, ...]]] = [
         ("precision", plan.precision, PRECISIONS),
@@ -132,7 +128,7 @@ def _check_choices(plan: Plan, where: str, problems: Problems) -> None:
 # The mesh and the layouts on it.
 
 
-def _check_mesh(plan: Plan, where: str, problems: Problems) -> None:
+def _check_mesh(plan: PlanData, where: str, problems: Problems) -> None:
     names = [axis for axis, _ in plan.axes]
     for axis, size in plan.axes:
         if axis not in MESH_AXES or names.count(axis) > 1:
@@ -155,7 +151,7 @@ def _check_mesh(plan: Plan, where: str, problems: Problems) -> None:
         problems.add(f"{where}{quoted(axis)} is no mesh axis: {', '.join(MESH_AXES)}")
 
 
-def _check_shares(plan: Plan, where: str, problems: Problems) -> None:
+def _check_shares(plan: PlanData, where: str, problems: Problems) -> None:
     shares, whole = plan.shares, plan.num_micro_batches
     if shares and sum(shares) != whole:
         problems.add(
@@ -171,7 +167,7 @@ def _check_shares(plan: Plan, where: str, problems: Problems) -> None:
         )
 
 
-def _check_leaves(plan: Plan, where: str, problems: Problems) -> None:
+def _check_leaves(plan: PlanData, where: str, problems: Problems) -> None:
     sizes = {role.name: role.size for role in plan.roles}
     # Where stages have programs of their own, axes are those of each one's plan.
     mesh = plan.axis_sizes if plan.stages is None else None
@@ -196,7 +192,7 @@ def _check_leaves(plan: Plan, where: str, problems: Problems) -> None:
         )
 
 
-def _check_trained(plan: Plan, where: str, problems: Problems) -> None:
+def _check_trained(plan: PlanData, where: str, problems: Problems) -> None:
     """Leaves have names of their own, and those that are trained stand first."""
     seen: set[str] = set()
     for place, leaf in enumerate(plan.leaves):
@@ -240,7 +236,7 @@ def _check_spec(
 # Memory.
 
 
-def _check_memory(plan: Plan, where: str, problems: Problems) -> None:
+def _check_memory(plan: PlanData, where: str, problems: Problems) -> None:
     largest = max(kind.memory_bytes for kind in plan.cluster.kinds)
     predicted = [("memory", plan.memory)]
     predicted += [
@@ -271,7 +267,7 @@ def _check_memory(plan: Plan, where: str, problems: Problems) -> None:
         )
 
 
-def _check_kinds(plan: Plan, where: str, problems: Problems) -> None:
+def _check_kinds(plan: PlanData, where: str, problems: Problems) -> None:
     """Every kind of device has room for what lies on all of them."""
     parts = [*plan.pipelines, *(() if plan.stages is None else plan.stages.plans)]
     given = {kind.name: kind.memory_bytes for kind in plan.cluster.kinds}
@@ -294,7 +290,9 @@ def _check_kinds(plan: Plan, where: str, problems: Problems) -> None:
 # Stages.
 
 
-def _check_stages(plan: Plan, stages: Stages, where: str, problems: Problems) -> None:
+def _check_stages(
+    plan: PlanData, stages: StagesData, where: str, problems: Problems
+) -> None:
     at = f"{where}stages."
     for path, text in _unfit(dataclasses.replace(stages, plans=())):
         problems.add(f"{at}{path} {text}")

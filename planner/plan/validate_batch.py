@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.read_file import Unreadable, parse_json
 from whalejax.meshes.texts import quoted
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 
 
 _DTYPE: Final = re.compile(
@@ -39,7 +36,7 @@ def is_dtype(text: str) -> bool:
     return _DTYPE.fullmatch(text) is not None
 
 
-def check_batch(plan: Plan, where: str, problems: Problems) -> None:
+def check_batch(plan: PlanData, where: str, problems: Problems) -> None:
     """Record what the batch of no plan has.
 
     Args:

@@ -11,17 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.user_shares import DATA
 from whalejax.planner.sharding.layout import STAGE
 
 
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
-
-
-def samples_at_a_time(plan: Plan) -> float:
+def samples_at_a_time(plan: PlanData) -> float:
     """The work that one device does at once, in samples of its stage.
 
     Devices share the samples of a micro-batch, or each sample's work: a device of four
@@ -69,7 +66,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     )
 
 
-def noted(before: Plan, after: Plan, changes: Mapping[str, Any]) -> Plan:
+def noted(before: PlanData, after: PlanData, changes: Mapping[str, Any]) -> PlanData:
     """A plan on another cluster, with what is to be said of its micro-batches.
 
     Args:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.meshes.topology import CompilerProfile
-from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError, Unobeyed
 from whalejax.planner.model.analysis import Analysed, analyse_graph
 from whalejax.planner.model.graph import ATTENTION, Graph
-from whalejax.planner.plan.build import written
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.analysis_cache import Program
 from whalejax.planner.search.batched.prefilter import MANY, promising
 from whalejax.planner.search.enumerate import PLANNED_AXES, Search, meshes, ranked
@@ -37,7 +35,7 @@ from whalejax.planner.sharding.virtual_devices import check_devices, copies
 from whalejax.planner.terms import ALL, Chosen, Remat
 
 
-def analysed_for(plan: Plan, graph: Graph) -> Analysed:
+def analysed_for(plan: PlanData, graph: Graph) -> Analysed:
     """A graph with the TaskGraphs of a plan.
 
     Args:
@@ -74,46 +72,6 @@ compiler; None where there is none such."""
 
 LOSS_CHUNKS = 16
 """Parts of the tokens of a device that the planner weighs, where memory is short."""
-
-
-def decide(
-    graph: Graph,
-    cluster: Cluster,
-    request: Request,
-    *,
-    precision: str = "f32",
-    batch: Sequence[BatchLeaf] = (),
-    again: Again | None = None,
-    known: Known | None = None,
-) -> Plan:
-    """Choose how to run a model on a cluster.
-
-    Args:
-        graph: the captured loss.
-        cluster: the machine.
-        request: optimizer state, micro-batches and the default strategy.
-        precision: noted in the plan.
-        batch: leaves of the GLOBAL batch, in the order of ``graph.batch_dims``; their
-            layouts are filled in here.
-        again: the graph with TaskGraphs computed again in the backward pass, and with
-            attention in blocks; without it nothing is.
-        known: what other searches of the same loss have found of it.
-
-    Raises:
-        PlanError: the marks cannot be obeyed, or no plan fits; every problem that was
-            found is listed.
-    """
-    request = by_marks(graph, request)
-    decided = decided_on(graph, cluster, request, again, known)
-    return written(
-        decided.analysed,
-        decided.search,
-        decided.weighed,
-        cluster,
-        request,
-        precision,
-        batch,
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.rank_order import Matrix, cost, place
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
 
 
 MOST_DEVICES = 256
@@ -28,7 +24,7 @@ _LEAST_GAIN = 1e-3
 """Relative; for less the cluster's own order stays."""
 
 
-def ordered(plan: Plan) -> Plan:
+def ordered(plan: PlanData) -> PlanData:
     """The plan with its devices placed by traffic, or as it is.
 
     Stages with programs of their own, unlike shares and devices of several kinds keep
@@ -59,7 +55,7 @@ def ordered(plan: Plan) -> Plan:
     return dataclasses.replace(plan, device_order=order, notes=(*plan.notes, note))
 
 
-def traffic_bytes(plan: Plan) -> Matrix:
+def traffic_bytes(plan: PlanData) -> Matrix:
     """What each rank of the mesh sends to each in one step.
 
     Collectives run as rings in the order of the ranks (Thakur et al., 2005): an

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from whalejax.planner.model.dimensions import Dimensions, Layout, analyse, roles_of
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions, Layout, roles_of
 from whalejax.planner.model.graph import LOOPS, Graph, Op, Tensor
 from whalejax.planner.model.reshape_factors import groups
 from whalejax.planner.sharding.layout import Spec, Table, spec_of

@@ -10,9 +10,9 @@ from whalejax.meshes import Cluster, cluster
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.spmd import decide
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import decide
 from whalejax.planner.sharding.parameter_layout import OptimizerBytes
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.planner.graphs import Program, gpt, mlp
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.dimensions import Dimensions, analyse
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph, Mark, Tensor
 from whalejax.planner.sharding.metadata_constraints import unplanned_pins, written
 from whalejax.planner.sharding.strategies import (

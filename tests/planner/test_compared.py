@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 from tests.planner.pages import spmd
-from whalejax.planner.plan.fingerprint import told, told_apart
+from whalejax.planner.fingerprint import told, told_apart
 from whalejax.planner.plan.plan import Plan
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from whalejax.estimates.decoder import REGIONS, Decoder, decoder_graph
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 
 
 GPT = Decoder(

@@ -15,7 +15,7 @@ from whalejax.capture import capture
 from whalejax.jobs import abstract_model
 from whalejax.meshes import cluster
 from whalejax.planner.model import repeated_layers as layers_module
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.layer_chain import (
     ENDS,

@@ -12,7 +12,7 @@ from tests.planner.plans import WIDE, search_of
 from whalejax.planner.cost.operation_cost import RowCost, flow_cost, row_cost, row_hits
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.memory.peak import peak_of
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.search.enumerate import Search
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.parameter_layout import lay_out

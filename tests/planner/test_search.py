@@ -11,7 +11,7 @@ from tests.planner.graphs import Program, Sizes, gpt
 from tests.planner.plans import HUGE, WIDE, plan_of, search_of
 from whalejax.meshes import cluster
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph, Mark
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.enumerate import Search, meshes, ranked

@@ -19,7 +19,7 @@ from whalejax.planner.cost.optimizer_step import (
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.memory.peak import largest_gather
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.fused_parameters import reading
 from whalejax.planner.sharding.operation_rows import Row

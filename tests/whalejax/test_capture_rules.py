@@ -21,7 +21,7 @@ from jax import lax
 
 from whalejax.adapters.base import adapt
 from whalejax.capture import capture
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.graph import Graph, Op
 
 

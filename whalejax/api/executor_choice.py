@@ -27,6 +27,7 @@ from whalejax.planner.plan.estimate_only import foresee
 from whalejax.planner.plan.pipeline_mpmd import SCHEDULES, decide_mpmd
 from whalejax.planner.plan.pipeline_spmd import LOCKSTEP, decide_stages
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan.spmd import decide
 from whalejax.planner.plan.stage_notes import (
     beside,
     evened,
@@ -38,7 +39,7 @@ from whalejax.planner.plan.uneven_pipelines import decide_pipelines
 from whalejax.planner.plan.uneven_replicas import decide_shares
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Request
-from whalejax.planner.search.spmd import Known, check_marks, decide
+from whalejax.planner.search.spmd import Known, check_marks
 from whalejax.planner.search.stage_cuts import TooFewParts, Whole
 from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import divisors

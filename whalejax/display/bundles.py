@@ -13,7 +13,6 @@ from typing import Any
 
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.page import (
     SHOWN_ROWS,
     TRAFFIC,
@@ -27,6 +26,7 @@ from whalejax.planner.plan.report.page import (
 )
 from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
 from whalejax.planner.plan.report.why import layout_text, shape_text, spec_text
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.units import gigabytes
 from whalejax.planner.units import milliseconds as seconds_text
 
@@ -41,14 +41,14 @@ def bundle(value: Any) -> dict[str, str]:
     Args:
         value: a plan or a cluster.
     """
-    html = plan_html(value) if isinstance(value, Plan) else cluster_html(value)
+    html = plan_html(value) if isinstance(value, PlanData) else cluster_html(value)
     return bundle_of(html, str(value))
 
 
 # Plans.
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: PlanData) -> str:
     """A plan as a fragment of a page, without its style."""
     return "".join(
         (
@@ -79,13 +79,13 @@ def _term_rows(
         )
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanData) -> str:
     seconds = plan.time.step_seconds
     rows = _term_rows(plan.time.by_size(), seconds, seconds_text)
     return table((), rows, caption=f"Step: {seconds_text(seconds)} predicted")
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     """Bars are parts of what a device has, so that what is free is seen too."""
     memory, room = plan.memory, plan.room_bytes
     pairs = sorted(memory.by_name().items(), key=lambda pair: -pair[1])
@@ -106,11 +106,11 @@ def _memory(plan: Plan) -> str:
     return f"<div>{found}</div>"
 
 
-def _mesh(plan: Plan) -> str:
+def _mesh(plan: PlanData) -> str:
     return f"<h4>Mesh</h4>{listed(crossings(plan))}"
 
 
-def _stages(plan: Plan) -> Iterator[str]:
+def _stages(plan: PlanData) -> Iterator[str]:
     """Stages and shares, where there are any."""
     if plan.stages is not None:
         head, rows = stage_rows(plan)
@@ -120,7 +120,7 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield f"<h4>Shares</h4>{listed(share_words(plan))}"
 
 
-def _parameters(plan: Plan) -> str:
+def _parameters(plan: PlanData) -> str:
     """The largest rows, then the others folded, then a count."""
     rows = parameter_rows(plan)
     if not rows:
@@ -163,7 +163,7 @@ def _parameter(row: ParameterRow, used: bool) -> str:
     )
 
 
-def _regions(plan: Plan) -> str:
+def _regions(plan: PlanData) -> str:
     rows = (
         cell(region.task_graph)
         + cell(" > ".join(region.marks) or "unmarked")
@@ -173,7 +173,7 @@ def _regions(plan: Plan) -> str:
     return table(("TaskGraph", "marks", "axis: dimensions"), rows)
 
 
-def _traffic(plan: Plan) -> str:
+def _traffic(plan: PlanData) -> str:
     rows = [
         "".join(cell(text, number=place > 2) for place, text in enumerate(row))
         for row in traffic_rows(plan)
@@ -181,7 +181,7 @@ def _traffic(plan: Plan) -> str:
     return table(TRAFFIC, rows) if rows else "<p>None.</p>"
 
 
-def _noted(plan: Plan) -> Iterator[str]:
+def _noted(plan: PlanData) -> Iterator[str]:
     """What stays whole and why, hints, and notes."""
     for name, texts, opened in (
         ("What stays whole, and why", whole_words(plan), False),
@@ -192,7 +192,7 @@ def _noted(plan: Plan) -> Iterator[str]:
             yield folded(f"{name} ({len(texts)})", listed(texts), opened=opened)
 
 
-def _weighed(plan: Plan) -> Iterator[str]:
+def _weighed(plan: PlanData) -> Iterator[str]:
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     rows = (
         cell(c.layout)

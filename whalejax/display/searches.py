@@ -24,7 +24,7 @@ from whalejax.display.page import (
     write,
 )
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.units import gigabytes
 from whalejax.planner.units import milliseconds as seconds_text
 
@@ -166,7 +166,7 @@ def _needed(name: str) -> Any:
         ) from error
 
 
-def _anchor(plan: Plan) -> str:
+def _anchor(plan: PlanData) -> str:
     return f"whalejax-plan-{plan.hash}"
 
 

@@ -16,7 +16,7 @@ from whalejax.display.page import folded, fragment
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.remat import POLICIES
 
 
@@ -39,7 +39,7 @@ class Sliders:
     """
 
     def __init__(
-        self, plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
+        self, plan: PlanData, batches: Sequence[int] | None, clusters: Sequence[str]
     ) -> None:
         _check(batches, clusters)
         if plan.question is None:
@@ -47,7 +47,7 @@ class Sliders:
         widgets = _needed()
         self.plan, self.problem = plan, ""
         self._first = plan
-        self._found: dict[tuple[tuple[str, Any], ...], Plan] = {(): plan}
+        self._found: dict[tuple[tuple[str, Any], ...], PlanData] = {(): plan}
         self.controls: dict[str, Any] = {
             "batch": widgets.SelectionSlider(
                 options=_sizes(plan, batches),
@@ -116,7 +116,7 @@ class Sliders:
 
 
 def sliders(
-    plan: Plan, batches: Sequence[int] | None, clusters: Sequence[str]
+    plan: PlanData, batches: Sequence[int] | None, clusters: Sequence[str]
 ) -> Sliders:
     """The sliders of a plan; see ``Plan.sliders``."""
     return Sliders(plan, batches, clusters)
@@ -144,7 +144,9 @@ def _check(batches: Any, clusters: Any) -> None:
         raise WhaleError("\n".join(problems.messages))
 
 
-def _sizes(plan: Plan, batches: Sequence[int] | None) -> list[tuple[str, int | str]]:
+def _sizes(
+    plan: PlanData, batches: Sequence[int] | None
+) -> list[tuple[str, int | str]]:
     """Labels and sizes of batches, in order; the planned one is ``_SAME``."""
     planned = next((leaf.shape[0] for leaf in plan.batch if leaf.shape), None)
     if batches is None:

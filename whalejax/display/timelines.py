@@ -16,7 +16,7 @@ from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
 from whalejax.planner.pipeline.timed_schedule import Paced, paced_beside
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.units import milliseconds as seconds_text
 
 
@@ -73,7 +73,7 @@ class StepTimeline(Picture):
         step_seconds: the whole step: what is done once, after the last row, included.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanData) -> None:
         self.step_seconds = plan.time.step_seconds
         self.bubble = 0.0
         if plan.stages is None:
@@ -97,7 +97,7 @@ class StepTimeline(Picture):
             svg=svg,
         )
 
-    def _words(self, plan: Plan) -> list[str]:
+    def _words(self, plan: PlanData) -> list[str]:
         """What stands above and below the drawing."""
         step = seconds_text(self.step_seconds)
         if not self._staged:
@@ -181,7 +181,7 @@ class StepTimeline(Picture):
         return {**super()._forms(), ".json": json.dumps(self.trace())}
 
 
-def timeline(plan: Plan) -> StepTimeline:
+def timeline(plan: PlanData) -> StepTimeline:
     """The timeline of a plan; see ``Plan.timeline``."""
     return StepTimeline(plan)
 
@@ -202,7 +202,7 @@ def _slices(lines: Sequence[Paced]) -> Iterator[Slice]:
         first += line.table.num_stages
 
 
-def _terms(plan: Plan) -> Iterator[Slice]:
+def _terms(plan: PlanData) -> Iterator[Slice]:
     now = 0.0
     for name, seconds in plan.time.by_size():
         end = now + seconds

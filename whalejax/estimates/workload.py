@@ -36,7 +36,8 @@ from whalejax.planner.cost.operation_cost import (
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.entries import Collective, CollectiveKind
 from whalejax.planner.memory.saved_tensors import Residents, kept_bytes, residents
-from whalejax.planner.model.dimensions import Dimensions, analyse
+from whalejax.planner.model.dimension_analysis import analyse
+from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.sharding.layout import Table
 from whalejax.planner.sharding.operation_rows import Row, Rows

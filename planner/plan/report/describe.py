@@ -9,17 +9,13 @@ Parallel and Distributed Deep Learning", 2019, sections 4-6; Mayer and Jacobsen,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
 from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import attention_words
 from whalejax.planner.units import gigabytes
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
 
 
 _KINDS = {
@@ -37,7 +33,7 @@ _ZERO = {
 }
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: PlanData) -> str:
     """A plan's place: what is parallel, who is synchronous, what is exchanged.
 
     Args:
@@ -60,7 +56,7 @@ def describe(plan: Plan) -> str:
     return plain(lines)
 
 
-def _parallel(plan: Plan) -> Iterator[str]:
+def _parallel(plan: PlanData) -> Iterator[str]:
     if plan.num_devices == 1:
         yield "nothing: one device computes everything"
         return
@@ -74,7 +70,7 @@ def _parallel(plan: Plan) -> Iterator[str]:
         yield f"together: hybrid parallelism over {len(kinds)} axes of one mesh"
 
 
-def _of_axis(plan: Plan, axis: str) -> str:
+def _of_axis(plan: PlanData, axis: str) -> str:
     """What an axis does, by what it shards where."""
     words = _KINDS[axis]
     if axis == "stage" and plan.stages is not None:
@@ -94,7 +90,7 @@ def _of_axis(plan: Plan, axis: str) -> str:
     return f"{words}; shards {'; '.join(shards)}" if shards else words
 
 
-def _synchronous(plan: Plan) -> Iterator[str]:
+def _synchronous(plan: PlanData) -> Iterator[str]:
     if plan.num_devices == 1:
         yield "one device waits for nobody"
         return
@@ -123,7 +119,7 @@ def _synchronous(plan: Plan) -> Iterator[str]:
         )
 
 
-def _exchanged(plan: Plan) -> Iterator[str]:
+def _exchanged(plan: PlanData) -> Iterator[str]:
     """Kinds of traffic, their bytes, and the links of their axes."""
     found = [*by_sort(plan).values()]
     if not found:
@@ -161,7 +157,7 @@ _HANDED = {
 }
 
 
-def _replicated(plan: Plan) -> Iterator[str]:
+def _replicated(plan: PlanData) -> Iterator[str]:
     total = sum(leaf.nbytes for leaf in plan.leaves)
     whole = sum(leaf.nbytes for leaf in plan.leaves if not any(leaf.param_spec))
     if plan.num_devices == 1:

@@ -17,7 +17,6 @@ from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.errors import PlanError
 from whalejax.planner.model.logical_dimensions import starred
-from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.page import SHOWN_ROWS, page_width
 from whalejax.planner.plan.report.parameter_table import (
     collective_words,
@@ -33,6 +32,7 @@ from whalejax.planner.plan.report.text_layout import (
 )
 from whalejax.planner.plan.report.traffic import by_sort
 from whalejax.planner.plan.report.why import mesh_words, spec_text
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import attention_words, precision_words, remat_words
 from whalejax.planner.units import gigabytes, milliseconds
@@ -247,13 +247,13 @@ def _traffic_cells(moved: TrafficShift) -> list[str]:
     ]
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: PlanData, after: PlanData) -> PlanDiff:
     """What changes from one plan to another.
 
     Args:
         before, after: of the same model or not, on any clusters.
     """
-    if not isinstance(after, Plan):
+    if not isinstance(after, PlanData):
         raise PlanError(f"other is {shown(after)}; expected a plan to compare with")
     return PlanDiff(
         changes=_changes(before, after),
@@ -272,7 +272,7 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
-def _held(plan: Plan) -> dict[str, float]:
+def _held(plan: PlanData) -> dict[str, float]:
     return {**plan.memory.by_name(), "host": plan.memory.host_bytes}
 
 
@@ -285,7 +285,7 @@ def _shifts(before: dict[str, float], after: dict[str, float]) -> tuple[Shift, .
     return tuple(sorted(changed, key=lambda shift: -abs(shift.more)))
 
 
-def _changes(before: Plan, after: Plan) -> tuple[Change, ...]:
+def _changes(before: PlanData, after: PlanData) -> tuple[Change, ...]:
     pairs = zip(_settings(before), _settings(after), strict=True)
     found = [
         Change(what=what, before=old, after=new)
@@ -300,7 +300,7 @@ def _changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def _settings(plan: Plan) -> list[tuple[str, str]]:
+def _settings(plan: PlanData) -> list[tuple[str, str]]:
     """Everything that a plan sets, as short words."""
     stages, options = plan.stages, plan.compiler_options
     batch = plan.batch[0].shape if plan.batch else ()
@@ -328,7 +328,7 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _regions(plan: Plan) -> dict[str, str]:
+def _regions(plan: PlanData) -> dict[str, str]:
     return {
         region.task_graph: "; ".join(
             f"{axis} shards {', '.join(roles)}" for axis, roles in region.axes if roles
@@ -351,7 +351,7 @@ class _Facts:
     seconds: float
 
 
-def _facts(plan: Plan) -> dict[str, _Facts]:
+def _facts(plan: PlanData) -> dict[str, _Facts]:
     own = homes(plan)
     known: dict[object, _Facts] = {}
     found = {}
@@ -364,7 +364,7 @@ def _facts(plan: Plan) -> dict[str, _Facts]:
     return found
 
 
-def _facts_of(home: Plan, leaf: LeafPlan, *, unlike: bool) -> _Facts:
+def _facts_of(home: PlanData, leaf: LeafPlan, *, unlike: bool) -> _Facts:
     collectives = collectives_of(home, leaf, unlike=unlike)
     where = ", in host memory" if leaf.hosted else ""
     return _Facts(
@@ -375,12 +375,12 @@ def _facts_of(home: Plan, leaf: LeafPlan, *, unlike: bool) -> _Facts:
     )
 
 
-def _seconds(plan: Plan, c: Collective) -> float:
+def _seconds(plan: PlanData, c: Collective) -> float:
     parts = axis_parts(c.axes, plan.axis_sizes, plan.cluster)
     return collective_seconds(c.kind, c.payload_bytes, parts) * plan.times(c)
 
 
-def _leaves(before: Plan, after: Plan) -> tuple[LeafShift, ...]:
+def _leaves(before: PlanData, after: PlanData) -> tuple[LeafShift, ...]:
     old, new = _facts(before), _facts(after)
     groups: dict[tuple[object, ...], list[str]] = {}
     for path in dict.fromkeys([*old, *new]):
@@ -408,7 +408,7 @@ def _leaves(before: Plan, after: Plan) -> tuple[LeafShift, ...]:
     return tuple(found)
 
 
-def _traffic(before: Plan, after: Plan) -> tuple[TrafficShift, ...]:
+def _traffic(before: PlanData, after: PlanData) -> tuple[TrafficShift, ...]:
     old, new = by_sort(before), by_sort(after)
     found = []
     for sort in dict.fromkeys([*old, *new]):

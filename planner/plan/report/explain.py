@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from whalejax.planner.entries import Candidate
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.plan.report.why import layout_text, whole_dimensions
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.units import gigabytes, milliseconds
 
 
-if TYPE_CHECKING:
-    from whalejax.planner.entries import Candidate
-    from whalejax.planner.plan.plan import Plan
-
-
-def explain(plan: Plan) -> str:
+def explain(plan: PlanData) -> str:
     """What decided for a plan, what would change the choice, and what stays whole."""
     spare = plan.room_bytes - plan.memory.total_bytes
     lines = [
@@ -46,7 +42,7 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _against(plan: Plan, other: Candidate) -> list[str]:
+def _against(plan: PlanData, other: Candidate) -> list[str]:
     """The runner-up, the terms that differ, and what would turn the choice."""
     slower = other.step_seconds - plan.time.step_seconds
     lines = [f"runner-up: {other}"]
@@ -75,7 +71,7 @@ def _against(plan: Plan, other: Candidate) -> list[str]:
     return lines
 
 
-def _whole(plan: Plan) -> list[str]:
+def _whole(plan: PlanData) -> list[str]:
     """Dimensions that no axis shards, and why, as far as the plan knows."""
     held: Counter[str] = Counter()
     for leaf in plan.leaves:

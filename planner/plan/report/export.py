@@ -9,18 +9,14 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems
 from whalejax.planner.cost.collectives import axis_parts
-from whalejax.planner.sharding.layout import MESH_AXES, STAGE
+from whalejax.planner.entries import LeafPlan
+from whalejax.planner.plan_data import PlanData
+from whalejax.planner.sharding.layout import MESH_AXES, STAGE, Spec
 
-
-if TYPE_CHECKING:
-    from whalejax.planner.entries import LeafPlan
-    from whalejax.planner.plan.plan import Plan
-    from whalejax.planner.sharding.layout import Spec
 
 MAXTEXT = {
     "stage": "pipeline",
@@ -37,7 +33,7 @@ Rules = tuple[tuple[str, tuple[str, ...] | None], ...]
 """Dimensions by name, and the mesh axes that shard them."""
 
 
-def flax_rules(plan: Plan) -> Rules:
+def flax_rules(plan: PlanData) -> Rules:
     """Logical dimensions and the mesh axes that shard them.
 
     A table of rules has one entry for each dimension, for activations and parameters
@@ -115,7 +111,7 @@ def _by_rules(names: Sequence[str], rules: Rules) -> Spec:
 
 
 def _before(
-    plan: Plan, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
+    plan: PlanData, axes_of: Mapping[str, tuple[str, ...]], order: Sequence[str]
 ) -> list[str]:
     """The names in an order in which each parameter's sharded ones stand first.
 
@@ -137,7 +133,7 @@ def _before(
     return found
 
 
-def maxtext_flags(plan: Plan) -> dict[str, int]:
+def maxtext_flags(plan: PlanData) -> dict[str, int]:
     """Degrees inside a slice or node (``ici``) and between them (``dcn``).
 
     Axes of size 1 are left out; MaxText takes them as 1.
@@ -167,7 +163,7 @@ def maxtext_flags(plan: Plan) -> dict[str, int]:
     return flags
 
 
-def _check_alike(plan: Plan) -> None:
+def _check_alike(plan: PlanData) -> None:
     """Refuse plans whose stages are models of their own."""
     from whalejax.planner.errors import PlanError
 
@@ -178,7 +174,7 @@ def _check_alike(plan: Plan) -> None:
         )
 
 
-def _check_even(plan: Plan, form: str) -> None:
+def _check_even(plan: PlanData, form: str) -> None:
     """Refuse plans whose devices take unlike shares."""
     from whalejax.planner.errors import PlanError
 

@@ -11,8 +11,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.plan.report.parameter_table import parameter_rows
 from whalejax.planner.plan.report.text_layout import (
@@ -32,13 +32,9 @@ from whalejax.planner.plan.report.why import (
     whole_dimensions,
     whole_reasons,
 )
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import NO_EFFECT, OBEYED
 from whalejax.planner.units import gigabytes, milliseconds
-
-
-if TYPE_CHECKING:
-    from whalejax.meshes.cluster import Cluster
-    from whalejax.planner.plan.plan import Plan
 
 
 BAR_CELLS = 24
@@ -63,13 +59,13 @@ def page_width() -> int | None:
     return None
 
 
-def page(plan: Plan, *, all_rows: bool) -> str:
+def page(plan: PlanData, *, all_rows: bool) -> str:
     """The plan as text, as wide as the terminal, or with whole lines without one."""
     check_lines(None, all_rows)
     return plain(plan_lines(plan, page_width(), all_rows=all_rows))
 
 
-def plan_lines(plan: Plan, width: int | None, *, all_rows: bool) -> list[Line]:
+def plan_lines(plan: PlanData, width: int | None, *, all_rows: bool) -> list[Line]:
     """A plan with everything that it says, in lines.
 
     Args:
@@ -98,7 +94,7 @@ def plan_lines(plan: Plan, width: int | None, *, all_rows: bool) -> list[Line]:
     return [*lines, *_next(plan, width)]
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: PlanData) -> list[str]:
     return [plan.cluster.describe(), *layout_text(plan).split(" · ")]
 
 
@@ -126,14 +122,14 @@ def _bars(
     return pieces
 
 
-def _step(plan: Plan, width: int | None) -> list[Line]:
+def _step(plan: PlanData, width: int | None) -> list[Line]:
     seconds = plan.time.step_seconds
     head = f"{milliseconds(seconds)} predicted"
     pieces = _bars(head, plan.time.by_size(), seconds, milliseconds)
     return paragraph("step", pieces, width)
 
 
-def _memory(plan: Plan, width: int | None) -> list[Line]:
+def _memory(plan: PlanData, width: int | None) -> list[Line]:
     total, limit = plan.memory.total_bytes, plan.room_bytes
     head = (
         f"{gigabytes(total)} of {gigabytes(limit)} ({total / limit:.1%}) per device "
@@ -158,7 +154,7 @@ def _memory(plan: Plan, width: int | None) -> list[Line]:
 # The mesh and what it is used for.
 
 
-def crossings(plan: Plan) -> list[str]:
+def crossings(plan: PlanData) -> list[str]:
     """Every axis with the links that it crosses and how fast these are."""
     mesh = mesh_of(plan)
     found = [_crossing(axis, mesh, plan.cluster) for axis in mesh if axis != INSIDE]
@@ -176,7 +172,7 @@ def _crossing(axis: str, mesh: dict[str, int], cluster: Cluster) -> str:
     return f"{axis} {mesh[axis]} crosses {' and '.join(words) or 'nothing'}"
 
 
-def _regions(plan: Plan, width: int | None) -> Iterator[Line]:
+def _regions(plan: PlanData, width: int | None) -> Iterator[Line]:
     for region in plan.compute:
         axes = [f"{axis}: {', '.join(roles)}" for axis, roles in region.axes if roles]
         marks = " > ".join(region.marks) or "unmarked"
@@ -184,14 +180,14 @@ def _regions(plan: Plan, width: int | None) -> Iterator[Line]:
         yield from paragraph("axes", pieces, width)
 
 
-def _stages(plan: Plan, width: int | None) -> Iterator[Line]:
+def _stages(plan: PlanData, width: int | None) -> Iterator[Line]:
     """One row for each stage, where there are any."""
     if plan.stages is not None:
         yield from paragraph("stages", pipeline_words(plan), width, " · ")
         yield from table(*stage_rows(plan), width)
 
 
-def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+def stage_rows(plan: PlanData) -> tuple[list[str], list[list[str]]]:
     """Names of columns, and a row for each stage of a plan that has some."""
     stages = plan.stages
     assert stages is not None
@@ -220,11 +216,11 @@ def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _shares(plan: Plan, width: int | None) -> list[Line]:
+def _shares(plan: PlanData, width: int | None) -> list[Line]:
     return paragraph("shares", share_words(plan), width, " · ") if plan.shares else []
 
 
-def share_words(plan: Plan) -> list[str]:
+def share_words(plan: PlanData) -> list[str]:
     """Micro-batches of the ranks of ``data``, or pipelines, where these are unlike."""
     each = max(1, plan.num_devices // len(plan.shares))
     kinds = [
@@ -254,7 +250,7 @@ def share_words(plan: Plan) -> list[str]:
 # The parameters and the traffic.
 
 
-def _parameters(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
+def _parameters(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
     rows = parameter_rows(plan)
     by_size = sorted(rows, key=lambda row: -row.device_bytes)
     shown = rows if all_rows else by_size[:SHOWN_ROWS]
@@ -286,7 +282,7 @@ def _parameters(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
     return table(head, cells, width, right=[len(head) - 2])
 
 
-def _traffic(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
+def _traffic(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
     rows = traffic_rows(plan)
     if not rows:
         return paragraph("traffic", ["none"], width)
@@ -296,7 +292,7 @@ def _traffic(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
     return table(TRAFFIC, shown, width, right=[3, 4])
 
 
-def traffic_rows(plan: Plan) -> list[list[str]]:
+def traffic_rows(plan: PlanData) -> list[list[str]]:
     """What a plan communicates in one step, by sort, most bytes first."""
     return [
         [row.kind, row.over, row.what, str(row.times), gigabytes(row.nbytes)]
@@ -307,7 +303,7 @@ def traffic_rows(plan: Plan) -> list[list[str]]:
 # What stays whole, what was asked for, and what else there was.
 
 
-def _whole(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
+def _whole(plan: PlanData, width: int | None, all_rows: bool) -> list[Line]:
     return [
         line
         for text in whole_words(plan, all_rows)
@@ -315,7 +311,7 @@ def _whole(plan: Plan, width: int | None, all_rows: bool) -> list[Line]:
     ]
 
 
-def whole_words(plan: Plan, all_rows: bool = False) -> list[str]:
+def whole_words(plan: PlanData, all_rows: bool = False) -> list[str]:
     """Parameters that every device holds whole, by the reason."""
     reasons = whole_reasons(plan)
     lines: list[str] = []
@@ -332,11 +328,11 @@ def whole_words(plan: Plan, all_rows: bool = False) -> list[str]:
     return [*lines, *whole_dimensions(plan)]
 
 
-def _hints(plan: Plan, width: int | None) -> list[Line]:
+def _hints(plan: PlanData, width: int | None) -> list[Line]:
     return [line for text in hints(plan) for line in paragraph("hints", [text], width)]
 
 
-def hints(plan: Plan) -> list[str]:
+def hints(plan: PlanData) -> list[str]:
     """Marks that were obeyed, and what was asked for without effect."""
     idle = [note for note in plan.notes if NO_EFFECT in note]
     obeyed, whole = [], []
@@ -352,12 +348,12 @@ def hints(plan: Plan) -> list[str]:
     return [*found, *(f"without effect: {note}" for note in (*whole, *idle))]
 
 
-def other_notes(plan: Plan) -> list[str]:
+def other_notes(plan: PlanData) -> list[str]:
     """Notes that are no hints."""
     return [n for n in plan.notes if NO_EFFECT not in n and not n.endswith(OBEYED)]
 
 
-def _next(plan: Plan, width: int | None) -> list[Line]:
+def _next(plan: PlanData, width: int | None) -> list[Line]:
     """The plan that was weighed behind this one."""
     others = [c for c in plan.candidates if c.verdict != "chosen"]
     if not others:

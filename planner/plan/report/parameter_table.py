@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from whalejax.planner.cost.optimizer_step import combined_gradients
-from whalejax.planner.entries import Collective
+from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.model.logical_dimensions import starred
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import Spec, shards
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.entries import LeafPlan
-    from whalejax.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +34,7 @@ class ParameterRow:
     collectives: str
 
 
-def parameter_rows(plan: Plan) -> list[ParameterRow]:
+def parameter_rows(plan: PlanData) -> list[ParameterRow]:
     """A plan's parameters, repeated layers folded, in the model's order."""
     stored = homes(plan)
     groups: dict[tuple[object, ...], list[LeafPlan]] = {}
@@ -73,7 +68,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     return rows
 
 
-def homes(plan: Plan) -> dict[str, Plan]:
+def homes(plan: PlanData) -> dict[str, PlanData]:
     """The plan that stores each parameter, where stages have programs of their own."""
     return {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
 
@@ -85,7 +80,7 @@ def added_axes(before: Spec, after: Spec) -> tuple[str, ...]:
 
 
 def collectives_of(
-    plan: Plan, leaf: LeafPlan, *, unlike: bool = False
+    plan: PlanData, leaf: LeafPlan, *, unlike: bool = False
 ) -> tuple[Collective, ...]:
     """What one parameter causes in a micro-batch, and in the update.
 
@@ -144,7 +139,7 @@ def _sum(axes: tuple[str, ...], phase: str, nbytes: int) -> Collective:
     )
 
 
-def _as_run(plan: Plan, asked: Collective) -> Collective:
+def _as_run(plan: PlanData, asked: Collective) -> Collective:
     """What the plan says that its compiler runs in place of a collective."""
     kinds = [
         c.kind
@@ -154,7 +149,7 @@ def _as_run(plan: Plan, asked: Collective) -> Collective:
     return asked if asked.kind in kinds or not kinds else replace(asked, kind=kinds[0])
 
 
-def collective_words(collectives: Sequence[Collective], plan: Plan) -> str:
+def collective_words(collectives: Sequence[Collective], plan: PlanData) -> str:
     """Collectives of a step in few words, such as ``"2 all-gather over fsdp"``."""
     times: dict[str, int] = {}
     for c in collectives:

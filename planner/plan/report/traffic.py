@@ -9,14 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
 
 
 Home = tuple[int | None, int]
@@ -105,7 +101,7 @@ def _numbered(name: str, numbers: Sequence[int]) -> str:
     return f"{name}s {', '.join(map(str, numbers))}"
 
 
-def traffic(plan: Plan) -> list[Traffic]:
+def traffic(plan: PlanData) -> list[Traffic]:
     """All traffic of a plan's step, most bytes first; stages that are alike in one row.
 
     Args:
@@ -130,7 +126,7 @@ def traffic(plan: Plan) -> list[Traffic]:
     return sorted(found, key=lambda row: -row.nbytes)
 
 
-def mesh_of(plan: Plan) -> dict[str, int]:
+def mesh_of(plan: PlanData) -> dict[str, int]:
     """Sizes of a plan's mesh; where stages have their own, ``INSIDE`` stands for it."""
     sizes = plan.axis_sizes
     if not plan.apart:
@@ -139,7 +135,7 @@ def mesh_of(plan: Plan) -> dict[str, int]:
     return outer | {INSIDE: plan.apart[0].num_devices}
 
 
-def by_sort(plan: Plan) -> dict[tuple[str, tuple[str, ...], str], Traffic]:
+def by_sort(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], Traffic]:
     """Of each sort of traffic, that of the stages which send most."""
     found: dict[tuple[str, tuple[str, ...], str], Traffic] = {}
     for row in traffic(plan):
@@ -147,7 +143,7 @@ def by_sort(plan: Plan) -> dict[tuple[str, tuple[str, ...], str], Traffic]:
     return found
 
 
-def _collectives(plan: Plan, where: tuple[Home, ...]) -> Iterator[Traffic]:
+def _collectives(plan: PlanData, where: tuple[Home, ...]) -> Iterator[Traffic]:
     """Of one program, folded."""
     found: dict[tuple[str, tuple[str, ...], str], Traffic] = {}
     for c in plan.collectives:
@@ -175,7 +171,7 @@ def _collectives(plan: Plan, where: tuple[Home, ...]) -> Iterator[Traffic]:
     yield from found.values()
 
 
-def _handed(plan: Plan, home: Home, count: int) -> Iterator[Traffic]:
+def _handed(plan: PlanData, home: Home, count: int) -> Iterator[Traffic]:
     """What one stage is handed by others in a step, and hands back.
 
     Args:

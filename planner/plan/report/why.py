@@ -6,21 +6,15 @@ Plain text with no dependency, so that a plan can be read wherever it can be loa
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from whalejax.meshes.checks import shown
+from whalejax.planner.entries import LeafPlan
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.terms import chunk_words, own_words, precision_words
 from whalejax.planner.units import gigabytes
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.entries import LeafPlan
-    from whalejax.planner.plan.plan import Plan
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -39,7 +33,7 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
     return " × ".join(words) or "one device"
 
 
-def layout_text(plan: Plan) -> str:
+def layout_text(plan: PlanData) -> str:
     """Mesh, ZeRO level and micro-batches in one line."""
     words = mesh_words(plan.axis_sizes)
     inner = dict.fromkeys(mesh_words(stage.axis_sizes) for stage in plan.apart)
@@ -57,7 +51,7 @@ def layout_text(plan: Plan) -> str:
     return " · ".join([words, *own, *beyond])
 
 
-def pipeline_words(plan: Plan) -> list[str]:
+def pipeline_words(plan: PlanData) -> list[str]:
     """A plan's pipeline in a few words, or each of those side by side."""
     each = [one.stages.words() for one in plan.pipelines or (plan,) if one.stages]
     if len(set(each)) < 2:
@@ -87,18 +81,7 @@ def leaf_note(
     return "; ".join(reasons)
 
 
-def no_such_leaf(plan: Plan, path: object) -> str:
-    """Message for a path that no parameter has."""
-    paths = [leaf.path for leaf in plan.leaves]
-    text = path if isinstance(path, str) else ""
-    near = difflib.get_close_matches(text, paths, n=3, cutoff=0.3) or paths[:3]
-    return (
-        f"no parameter has the path {shown(path)} (the model has {len(paths)}). "
-        f"Nearest: {', '.join(near)}"
-    )
-
-
-def whole_reasons(plan: Plan) -> list[tuple[str, list[LeafPlan]]]:
+def whole_reasons(plan: PlanData) -> list[tuple[str, list[LeafPlan]]]:
     """Parameters that no axis shards, by the reason, those of most bytes first."""
     found: dict[str, list[LeafPlan]] = {}
     homes = {leaf.path: p for p in reversed(plan.apart) for leaf in p.leaves}
@@ -110,7 +93,7 @@ def whole_reasons(plan: Plan) -> list[tuple[str, list[LeafPlan]]]:
     return sorted(found.items(), key=lambda pair: -sum(leaf.nbytes for leaf in pair[1]))
 
 
-def whole_dimensions(plan: Plan) -> list[str]:
+def whole_dimensions(plan: PlanData) -> list[str]:
     """Logical dimensions that nothing can shard, and why."""
     shared_out = {
         names[0]
@@ -125,7 +108,7 @@ def whole_dimensions(plan: Plan) -> list[str]:
     ]
 
 
-def _whole_leaf(home: Plan, leaf: LeafPlan, *, alone: bool) -> str:
+def _whole_leaf(home: PlanData, leaf: LeafPlan, *, alone: bool) -> str:
     """Why a parameter is whole on every device, for all its dimensions at once."""
     if not home.axes:
         return "there is one device" if alone else "its stage is one device"
@@ -139,7 +122,7 @@ def _whole_leaf(home: Plan, leaf: LeafPlan, *, alone: bool) -> str:
     return "; ".join(dict.fromkeys(reasons)) or "it is a single number"
 
 
-def why(plan: Plan, leaf: LeafPlan) -> str:
+def why(plan: PlanData, leaf: LeafPlan) -> str:
     """Why a parameter is laid out as it is.
 
     Args:
@@ -176,7 +159,7 @@ def why(plan: Plan, leaf: LeafPlan) -> str:
     return "\n".join(lines)
 
 
-def _readers(plan: Plan, path: str) -> list[str]:
+def _readers(plan: PlanData, path: str) -> list[str]:
     """Which other stages read a parameter."""
     back = ", and gives its gradient back" if plan.leaf(path).trained else ""
     found = dict.fromkeys(
@@ -188,7 +171,7 @@ def _readers(plan: Plan, path: str) -> list[str]:
     return [*found]
 
 
-def _stage_words(plan: Plan, path: str) -> str:
+def _stage_words(plan: PlanData, path: str) -> str:
     """The stage that stores a parameter, of each pipeline where there are several."""
     each = [one.apart.index(one.home(path)) for one in plan.pipelines or (plan,)]
     if len(set(each)) == 1:
@@ -198,7 +181,7 @@ def _stage_words(plan: Plan, path: str) -> str:
 
 
 def _why_dim(
-    plan: Plan,
+    plan: PlanData,
     leaf: LeafPlan,
     dim: int,
     names: tuple[str, ...],
@@ -236,7 +219,7 @@ def _why_dim(
     return f"  dim {dim} is {label} ({leaf.shape[dim]}): {'; '.join(reasons)}"
 
 
-def _homes(plan: Plan, axes: Sequence[str], names: Sequence[str]) -> list[str]:
+def _homes(plan: PlanData, axes: Sequence[str], names: Sequence[str]) -> list[str]:
     """TaskGraphs that shard a dimension of these names over some of the axes."""
     return [
         r.task_graph
@@ -246,7 +229,7 @@ def _homes(plan: Plan, axes: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _whole_reason(
-    plan: Plan,
+    plan: PlanData,
     leaf: LeafPlan,
     dim: int,
     names: tuple[str, ...],

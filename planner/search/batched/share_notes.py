@@ -17,7 +17,7 @@ from whalejax.planner.balance.shares import (
     gain_words,
     shares,
 )
-from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.batched.cases import Cases, Model, Placement
 from whalejax.planner.search.batched.mesh_grid import Frames
 from whalejax.planner.search.batched.partition import (
@@ -54,7 +54,7 @@ def share_notes(model: Model, frames: Frames, placement: Placement) -> Iterator[
         )
 
 
-def split_notes(plan: Plan) -> list[str]:
+def split_notes(plan: PlanData) -> list[str]:
     """Why shards of a split are even on unlike devices, where anything is split.
 
     Args:

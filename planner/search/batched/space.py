@@ -12,7 +12,7 @@ import numpy as np
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.planner.cost.row_builder import Views
-from whalejax.planner.model.dimensions import analyse
+from whalejax.planner.model.dimension_analysis import analyse
 from whalejax.planner.model.expert_regions import with_expert_regions
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.model.rebatch import resized

@@ -23,7 +23,7 @@ from whalejax import _compat_processes
 from whalejax.distributed import heartbeat
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.planner.errors import PlanError
-from whalejax.planner.plan.fingerprint import told, told_apart
+from whalejax.planner.fingerprint import told, told_apart
 
 
 if TYPE_CHECKING:

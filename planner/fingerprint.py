@@ -10,13 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from whalejax.planner.plan.json_codec import encode
-
-
-if TYPE_CHECKING:
-    from whalejax.planner.plan.plan import Plan
+from whalejax.planner.json_codec import encode
 
 
 _NOT_THE_PROGRAM = (
@@ -65,7 +61,7 @@ _FOLLOWING: Final = frozenset(
 _LONGEST = 48
 
 
-def program_data(plan: Plan) -> dict[str, Any]:
+def program_data(plan: Any) -> dict[str, Any]:
     """Everything of a plan that changes the program, as plain data."""
     data = encode(plan)
     assert isinstance(data, dict)
@@ -78,7 +74,7 @@ def program_data(plan: Plan) -> dict[str, Any]:
     return data
 
 
-def told(plan: Plan, also: Mapping[str, object]) -> dict[str, str]:
+def told(plan: Any, also: Mapping[str, object]) -> dict[str, str]:
     """A short text for each part of a plan, by its name in words.
 
     Args:
