@@ -13,11 +13,11 @@ import re
 from dataclasses import replace
 
 from whalejax.meshes.catalogue import Link
-from whalejax.meshes.cluster import Cluster, Level
+from whalejax.meshes.cluster_data import ClusterData, Level
 from whalejax.meshes.errors import WhaleError
 
 
-def check_kind(name: str, beside: Cluster | None) -> None:
+def check_kind(name: str, beside: ClusterData | None) -> None:
     """Refuse a name that a kind cannot have in a file.
 
     Args:
@@ -40,7 +40,7 @@ def check_kind(name: str, beside: Cluster | None) -> None:
         )
 
 
-def check_replaced(name: str, there: Cluster) -> None:
+def check_replaced(name: str, there: ClusterData) -> None:
     """Refuse to write one kind over a file that describes others.
 
     Args:
@@ -58,7 +58,7 @@ def check_replaced(name: str, there: Cluster) -> None:
         )
 
 
-def renamed(cluster: Cluster, name: str) -> Cluster:
+def renamed(cluster: ClusterData, name: str) -> ClusterData:
     """The same devices, all of one kind, under another name, shown by it, too.
 
     Args:
@@ -77,7 +77,7 @@ def renamed(cluster: Cluster, name: str) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def check_joined(first: Cluster, platform: str) -> None:
+def check_joined(first: ClusterData, platform: str) -> None:
     """Refuse clusters to which no devices of a platform can be joined.
 
     Args:
@@ -100,7 +100,9 @@ def check_joined(first: Cluster, platform: str) -> None:
         )
 
 
-def joined(first: Cluster, second: Cluster, network: Link | None = None) -> Cluster:
+def joined(
+    first: ClusterData, second: ClusterData, network: Link | None = None
+) -> ClusterData:
     """The devices of two clusters, in this order, as nodes of one.
 
     Inside a node the slower link counts. Between nodes it is the slowest network of
@@ -140,7 +142,7 @@ def _slower(one: Level, other: Level) -> Level:
 
 
 def _between(
-    first: Cluster, second: Cluster, network: Link | None, within: Level
+    first: ClusterData, second: ClusterData, network: Link | None, within: Level
 ) -> Level:
     """The level of the network, for any number of nodes."""
     known = [one.levels[-1] for one in (first, second) if len(one.nodes) > 1]

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, SupportsIndex, overload
 
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.terms import MemoryTerms, TimeTerms
-from whalejax.planner.units import gigabytes, milliseconds
 
 
 Spec = tuple[tuple[str, ...], ...]

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.cluster_data import ClusterData
 from whalejax.meshes.errors import WhaleError, warn
+from whalejax.meshes.formats.cluster_toml import from_data
 
 
 # Raised when what is measured, or how, changes.
@@ -46,7 +47,7 @@ def file_of(key: MachineKey) -> Path:
     return directory() / f"calibration-{name}.json"
 
 
-def load(key: MachineKey, budget_seconds: float) -> Cluster | None:
+def load(key: MachineKey, budget_seconds: float) -> ClusterData | None:
     """What was measured on this machine with at least this budget, if anything."""
     try:
         record = json.loads(file_of(key).read_text(encoding="utf-8"))
@@ -54,12 +55,12 @@ def load(key: MachineKey, budget_seconds: float) -> Cluster | None:
             return None
         if float(record["budget_seconds"]) < budget_seconds:
             return None
-        return Cluster.from_json(record["cluster"])
+        return from_data(record["cluster"], "cluster")
     except (OSError, ValueError, KeyError, TypeError, WhaleError):
         return None
 
 
-def store(key: MachineKey, budget_seconds: float, cluster: Cluster) -> None:
+def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
     """Keep a measurement; readers see the old file or the whole new one.
 
     A directory that cannot be written is a warning: the next run measures again.

@@ -34,7 +34,7 @@ from whalejax.meshes.calibration.probes import (
 )
 from whalejax.meshes.catalogue import Entry, Link, entry_of_device
 from whalejax.meshes.checks import Arguments, is_number, shown
-from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
+from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import (
     BandwidthPoint,
     DeviceKind,
@@ -56,7 +56,7 @@ def calibrate(
     use_cache: bool = True,
     clock: Callable[[], float] = time.perf_counter,
     today: datetime.date | None = None,
-) -> Cluster:
+) -> ClusterData:
     """The local devices as one node, measured or from the cache.
 
     Args:
@@ -96,9 +96,9 @@ def measured(
     budget_seconds: float = DEFAULT_BUDGET_SECONDS,
     *,
     kind: str | None = None,
-    beside: Cluster | None = None,
-    instead: Cluster | None = None,
-) -> Cluster:
+    beside: ClusterData | None = None,
+    instead: ClusterData | None = None,
+) -> ClusterData:
     """Measure the local devices anew, for a file.
 
     Args:
@@ -152,7 +152,7 @@ def _cluster(
     found: Seconds,
     machine: dict[str, str | int | float],
     date: str,
-) -> Cluster:
+) -> ClusterData:
     entry = entry_of_device(devices[0].device_kind)
     platform = platform_of(devices[0])
     times = [
@@ -178,7 +178,7 @@ def _cluster(
         date=date,
     )
     kind = replace(kind, sources=(*kind.sources, source))
-    return Cluster(
+    return ClusterData(
         nodes=(Node(kind=kind, count=len(devices)),),
         levels=(_level(len(devices), entry, fit, kind),),
         compiler=COMPILERS[platform],

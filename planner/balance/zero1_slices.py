@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.checks import is_whole, shown
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Collective, LeafPlan
@@ -20,7 +21,6 @@ from whalejax.planner.errors import PlanError
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.request import Request
 from whalejax.planner.sharding.layout import extend_spec, shards
-from whalejax.planner.units import gigabytes
 
 
 DATA = "data"

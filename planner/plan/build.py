@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.cost.collectives import axis_parts, runs_as
 from whalejax.planner.entries import (
     BatchLeaf,
@@ -33,7 +34,6 @@ from whalejax.planner.sharding.metadata_constraints import unplanned_pins
 from whalejax.planner.sharding.parameter_layout import batch_homes, batch_specs
 from whalejax.planner.sharding.strategies import idle_marks
 from whalejax.planner.terms import OBEYED, UNCOUNTED_MOVES
-from whalejax.planner.units import gigabytes
 
 
 FROZEN_SHARE = 0.01

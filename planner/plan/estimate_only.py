@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import (
     BatchLeaf,
     Beyond,
@@ -55,7 +56,6 @@ from whalejax.planner.sharding.layout import MESH_AXES, Spec, Table
 from whalejax.planner.sharding.offload_candidates import hosts_known, sliced_leaves
 from whalejax.planner.sharding.parameter_layout import LeafFacts, lay_out
 from whalejax.planner.terms import ALL, OFFLOADS, UNCOUNTED_MOVES, Remat, own_words
-from whalejax.planner.units import gigabytes, milliseconds
 
 
 def foresee(

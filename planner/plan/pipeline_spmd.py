@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.cost.operation_cost import Setting, as_run, row_ahead, row_hits
 from whalejax.planner.cost.row_builder import build_rows
 from whalejax.planner.entries import BatchLeaf, Collective, LeafPlan, Pace
@@ -54,7 +55,6 @@ from whalejax.planner.search.user_choices import Asked
 from whalejax.planner.sharding.layout import Spec, divisors, shards
 from whalejax.planner.sharding.operation_rows import Row
 from whalejax.planner.terms import ALL, MemoryTerms, Remat, TimeTerms
-from whalejax.planner.units import gigabytes
 
 
 LOCKSTEP = {"1f1b": "1f1b-lockstep", "gpipe": "gpipe-lockstep"}

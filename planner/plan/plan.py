@@ -22,7 +22,7 @@ from whalejax.planner.plan.report import describe, explain, export, page, why
 from whalejax.planner.plan.report.diff import PlanDiff, diff
 from whalejax.planner.plan.report.pictures import Pictured
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
-from whalejax.planner.plan_data import PlanData, Question, StagesData
+from whalejax.planner.plan_data import Question, StagesData
 from whalejax.planner.search.micro_batches import noted
 
 
@@ -34,7 +34,7 @@ class Stages(StagesData):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(PlanData, Pictured):
+class Plan(Pictured):
     """How to run one model on one cluster.
 
     Attributes:

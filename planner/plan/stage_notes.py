@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.entries import BatchLeaf, Candidate
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.graph import Graph
@@ -15,7 +16,6 @@ from whalejax.planner.plan.build import KEPT_CANDIDATES
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.request import Request
 from whalejax.planner.terms import MemoryTerms, TimeTerms
-from whalejax.planner.units import gigabytes
 
 
 UNEVEN = 1.5

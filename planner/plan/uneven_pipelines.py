@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.shares import (
     even_shares,
     gain_words,
@@ -37,7 +38,6 @@ from whalejax.planner.search.stage_cuts import TooFewParts
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.terms import MemoryTerms, TimeTerms
-from whalejax.planner.units import gigabytes
 
 
 Decide = Callable[[Cluster, Request], Plan]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from whalejax.meshes.errors import Problems
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.model.dimensions import roles_of
 from whalejax.planner.search.enumerate import (
@@ -33,7 +34,6 @@ from whalejax.planner.sharding.strategies import (
     Choice,
     sharded_by_split,
 )
-from whalejax.planner.units import gigabytes
 
 
 MOST_LEAVES = 4

@@ -25,7 +25,7 @@ from whalejax.meshes import (
 )
 from whalejax.meshes.catalogue import entry
 from whalejax.meshes.checked_tables import toml_text
-from whalejax.meshes.cluster_toml import from_data
+from whalejax.meshes.formats.cluster_toml import from_data
 
 
 POSITIVE = st.floats(1e-9, 1e18)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import Cluster, WhaleError, cluster, kind_names
 from whalejax.meshes.catalogue import entries
-from whalejax.meshes.cluster_text import GRAMMAR, near_cube
 from whalejax.meshes.fitted_constants import constants
+from whalejax.meshes.formats.cluster_text import GRAMMAR, near_cube
 
 
 NODE_KINDS = [n for n, e in entries().items() if e.torus is None and n != "cpu"]

@@ -21,6 +21,7 @@ from tests.planner.pages import (
     spmd,
     staged,
 )
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.diff import Shift, signed
 from whalejax.planner.plan.report.page import plan_lines
@@ -38,7 +39,6 @@ from whalejax.planner.plan.report.text_layout import (
     table,
 )
 from whalejax.planner.plan.report.why import layout_text
-from whalejax.planner.units import gigabytes
 
 
 made = functools.cache(pages)

@@ -15,8 +15,8 @@ from whalejax.estimates.read_table import (
     read_table,
 )
 from whalejax.estimates.run import Run
-from whalejax.meshes.device_aliases import read_device
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.device_aliases import read_device
 
 
 ROW = {

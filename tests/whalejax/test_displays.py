@@ -25,10 +25,10 @@ from whalejax.cli.show import seconds_text
 from whalejax.display.device_map import parts_of
 from whalejax.display.page import page
 from whalejax.meshes.jax_mesh import build_mesh, partition_spec
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.timed_schedule import paced, table_of
 from whalejax.planner.sharding.layout import MESH_AXES, Spec
-from whalejax.planner.units import gigabytes
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Adam promotes its count.

@@ -18,9 +18,9 @@ import whalejax as wh
 from tests.equality import FLOAT64_TOLERANCE, check, on_one_device
 from whalejax import jobs, models
 from whalejax.meshes.device_kinds import TimedModel
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.measured_speed import weights_hash
 from whalejax.planner.plan.report.traffic import traffic
-from whalejax.planner.units import gigabytes
 
 
 pytestmark = pytest.mark.relaxed_promotion  # Flax promotes in its norms

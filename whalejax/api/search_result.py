@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import Candidate
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan.plan import Plan
@@ -26,7 +27,6 @@ from whalejax.planner.plan.report.text_layout import (
     table,
 )
 from whalejax.planner.plan.report.why import layout_text
-from whalejax.planner.units import gigabytes, milliseconds
 
 
 if TYPE_CHECKING:

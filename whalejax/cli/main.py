@@ -379,12 +379,10 @@ def _complete(shell: str) -> None:
 
 def _described(path: Path) -> Cluster | None:
     """What a file describes that would be written over; None for an empty one."""
-    from whalejax.meshes.cluster_toml import load
-
     if not path.is_file() or not path.stat().st_size:
         return None
     try:
-        return load(path)
+        return Cluster.load(path)
     except WhaleError as error:
         raise WhaleError(
             f"{path} is there, and is no description of a cluster ({error}). Remove "
@@ -395,7 +393,6 @@ def _described(path: Path) -> Cluster | None:
 def _calibrate(command: CalibrateCommand) -> None:
     from whalejax.cli.progress import Working
     from whalejax.meshes.calibration.calibrate import local_network, measured
-    from whalejax.meshes.cluster_toml import load
     from whalejax.meshes.merge import joined
 
     _check_output(command.output)
@@ -409,14 +406,14 @@ def _calibrate(command: CalibrateCommand) -> None:
             "--set, --samples and --precision are of --model; it is missing"
         )
     job = None
-    beside = load(command.output) if command.append else None
+    beside = Cluster.load(command.output) if command.append else None
     instead = None if command.append else _described(command.output)
     if command.model is not None:
         job = find_job(command.model, named_values(command.set))
     words = []
     with Working("calibrating"):
-        cluster = measured(
-            command.seconds, kind=command.kind, beside=beside, instead=instead
+        cluster = Cluster.of(
+            measured(command.seconds, kind=command.kind, beside=beside, instead=instead)
         )
         if job is not None:
             from whalejax.cli.measure_model import timing_words, with_timing
@@ -427,7 +424,7 @@ def _calibrate(command: CalibrateCommand) -> None:
             words.append(timing_words(timed))
     words.append(f"{cluster.describe()}, measured and written to {command.output}")
     if beside is not None:
-        cluster = joined(beside, cluster, local_network())
+        cluster = Cluster.of(joined(beside, cluster, local_network()))
     cluster.save(command.output)
     if beside is not None:
         outer = cluster.levels[-1]

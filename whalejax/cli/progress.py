@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.text import Text
 
 from whalejax.meshes.progress_events import listening
-from whalejax.planner.units import milliseconds as seconds_text
+from whalejax.meshes.units import milliseconds as seconds_text
 
 
 _LINE_SECONDS = 5.0

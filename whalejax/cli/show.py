@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
+from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.plan.plan import Plan
 from whalejax.planner.plan.report.page import plan_lines
 from whalejax.planner.plan.report.parameter_table import ParameterRow as ParameterRow
@@ -21,7 +22,6 @@ from whalejax.planner.plan.report.parameter_table import (
     parameter_rows as parameter_rows,
 )
 from whalejax.planner.plan.report.text_layout import Line
-from whalejax.planner.units import milliseconds as seconds_text
 
 
 __all__ = ["Lines", "plan_table", "print_plan", "seconds_text"]

@@ -1,4 +1,4 @@
-"""Plans and clusters as notebooks show them: one static block of HTML each.
+"""Plans as notebooks show them: one static block of HTML each.
 
 Tables first show what holds most and fold the rest; very long ones end in a count, so
 that a plan of ten thousand parameters is still a page.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import groupby
-from typing import Any
 
 from whalejax.display.page import FILLS, bar, bundle_of, cell, folded, listed, table
-from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.plan.report.page import (
     SHOWN_ROWS,
     TRAFFIC,
@@ -27,22 +26,19 @@ from whalejax.planner.plan.report.page import (
 from whalejax.planner.plan.report.parameter_table import ParameterRow, parameter_rows
 from whalejax.planner.plan.report.why import layout_text, shape_text, spec_text
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.units import gigabytes
-from whalejax.planner.units import milliseconds as seconds_text
 
 
 UNFOLDED_ROWS = 300
 """Rows of parameters that unfold; of more there is only a count."""
 
 
-def bundle(value: Any) -> dict[str, str]:
+def bundle(plan: PlanData) -> dict[str, str]:
     """MIME type to text.
 
     Args:
-        value: a plan or a cluster.
+        plan: what a notebook shows.
     """
-    html = plan_html(value) if isinstance(value, PlanData) else cluster_html(value)
-    return bundle_of(html, str(value))
+    return bundle_of(plan_html(plan), str(plan))
 
 
 # Plans.
@@ -205,36 +201,3 @@ def _weighed(plan: PlanData) -> Iterator[str]:
     if others:
         summary = f"{len(others)} other plan{'s' if len(others) > 1 else ''} weighed"
         yield folded(summary, table(names, rows))
-
-
-# Clusters.
-
-
-def cluster_html(cluster: Cluster) -> str:
-    """A cluster as a fragment of a page, without its style."""
-    groups = groupby(cluster.nodes, key=lambda node: (node.kind, node.count))
-    nodes = []
-    for (kind, count), alike in groups:
-        peaks = ", ".join(
-            f"{dtype} {flops / 1e12:,.4g}" for dtype, flops in kind.flops_per_second
-        )
-        nodes.append(
-            cell(f"{len(list(alike))} × {count}", number=True)
-            + cell(kind.display_name())
-            + cell(gigabytes(kind.memory_bytes), number=True)
-            + cell(f"{gigabytes(kind.memory_bytes_per_second)}/s", number=True)
-            + cell(peaks)
-        )
-    names = "nodes × devices", "kind", "memory", "its bandwidth", "peak TFLOP/s"
-    links = (
-        cell(level.name)
-        + cell(f"{level.size:,}", number=True)
-        + cell(f"{gigabytes(level.bandwidth_bytes_per_second)}/s", number=True)
-        + cell(seconds_text(level.latency_seconds), number=True)
-        for level in cluster.levels
-    )
-    return (
-        f"<h3>{escape(cluster.describe())}</h3>"
-        + table(names, nodes)
-        + table(("link", "joins", "per device, one way", "latency"), links)
-    )

@@ -14,9 +14,9 @@ from whalejax.display.page import (
     words,
 )
 from whalejax.display.page import cell as td
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import MemoryTerms
-from whalejax.planner.units import gigabytes
 
 
 _LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 90.0, 640.0, 26.0, 12.0, 130.0

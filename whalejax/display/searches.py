@@ -24,9 +24,9 @@ from whalejax.display.page import (
     write,
 )
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.units import gigabytes
+from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.units import gigabytes
-from whalejax.planner.units import milliseconds as seconds_text
 
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from whalejax.display.page import FILLS, INK, Picture, drawing, stage_names, words
+from whalejax.meshes.units import milliseconds as seconds_text
 from whalejax.planner.pipeline.timed_schedule import Paced, paced_beside
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.units import milliseconds as seconds_text
 
 
 _LEFT, _WIDTH, _LANE, _GAP, _TOP, _RIGHT = 70.0, 860.0, 26.0, 4.0, 6.0, 20.0

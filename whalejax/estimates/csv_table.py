@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from whalejax.meshes.cluster_text import MAX_DEVICES
 from whalejax.meshes.errors import Problems, WhaleError
+from whalejax.meshes.formats.cluster_text import MAX_DEVICES
 from whalejax.meshes.read_file import Unreadable, read_text
 from whalejax.meshes.texts import quoted
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from whalejax.estimates.run import Replica, StageOf
-from whalejax.meshes.device_aliases import read_device
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.device_aliases import read_device
 from whalejax.meshes.texts import quoted
 
 

@@ -22,9 +22,9 @@ from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
 from whalejax.estimates.run import Run, StageOf
 from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import Entry
-from whalejax.meshes.device_aliases import Device, read_device
 from whalejax.meshes.device_kinds import VOLTA
 from whalejax.meshes.errors import WhaleError
+from whalejax.meshes.formats.device_aliases import Device, read_device
 from whalejax.planner.sharding.layout import largest_divisor
 
 

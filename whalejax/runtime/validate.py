@@ -28,10 +28,10 @@ from whalejax.meshes.checks import shown
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.errors import Problems, warn
 from whalejax.meshes.jax_mesh import are_devices
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.entries import BatchLeaf
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
-from whalejax.planner.units import gigabytes
 from whalejax.runtime.batch_record import dtype_of
 from whalejax.runtime.optimizer_state import optimizer_bytes
 

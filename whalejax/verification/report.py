@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.report.why import layout_text
-from whalejax.planner.units import gigabytes
 from whalejax.verification.comparison import Finding, Quantity, Verification
 
 

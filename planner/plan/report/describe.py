@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.plan.report.page import page_width
 from whalejax.planner.plan.report.text_layout import Line, indented, plain
 from whalejax.planner.plan.report.traffic import HANDED, TIED, TIED_GRADIENT, by_sort
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import attention_words
-from whalejax.planner.units import gigabytes
 
 
 _KINDS = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whalejax.meshes.checks import shown
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Collective, LeafPlan
 from whalejax.planner.errors import PlanError
@@ -35,7 +36,6 @@ from whalejax.planner.plan.report.why import mesh_words, spec_text
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import shards
 from whalejax.planner.terms import attention_words, precision_words, remat_words
-from whalejax.planner.units import gigabytes, milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.entries import Candidate
 from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.plan.report.why import layout_text, whole_dimensions
 from whalejax.planner.plan_data import PlanData
-from whalejax.planner.units import gigabytes, milliseconds
 
 
 def explain(plan: PlanData) -> str:

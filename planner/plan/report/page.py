@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from whalejax.meshes.cluster import Cluster
+from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts
 from whalejax.planner.plan.report.parameter_table import parameter_rows
 from whalejax.planner.plan.report.text_layout import (
@@ -34,7 +35,6 @@ from whalejax.planner.plan.report.why import (
 )
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.terms import NO_EFFECT, OBEYED
-from whalejax.planner.units import gigabytes, milliseconds
 
 
 BAR_CELLS = 24

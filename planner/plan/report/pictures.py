@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from whalejax.meshes import displays
+from whalejax.planner.plan_data import PlanData
 
 
 if TYPE_CHECKING:
-    from whalejax.meshes.displays import DeviceMap, MemoryChart, Sliders, StepTimeline
+    from whalejax.display.device_map import DeviceMap
+    from whalejax.display.memory import MemoryChart
+    from whalejax.display.sliders import Sliders
+    from whalejax.display.timelines import StepTimeline
 
 
-class Pictured(displays.Shown):
+class Pictured(PlanData):
     """What notebooks and files can show of a plan."""
 
     __slots__ = ()
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> dict[str, str]:
+        from whalejax.display.bundles import bundle
+
+        return bundle(self)
 
     def timeline(self) -> StepTimeline:
         """The step in time: the schedule's rows, a lane for each stage.
@@ -25,7 +35,9 @@ class Pictured(displays.Shown):
             ``trace.json`` for https://ui.perfetto.dev, or a page or drawing
             (``.html``, ``.svg``). A plan without stages has one lane, of its terms.
         """
-        return displays.timeline(self)
+        from whalejax.display import timelines
+
+        return timelines.timeline(self)
 
     def memory_chart(self) -> MemoryChart:
         """Memory per device by term, of every stage where they have their own.
@@ -33,7 +45,9 @@ class Pictured(displays.Shown):
         Returns:
             What a notebook draws and ``print`` says; ``save`` writes it to a file.
         """
-        return displays.memory_chart(self)
+        from whalejax.display import memory
+
+        return memory.memory_chart(self)
 
     def device_map(self, path: str, of: str = "params") -> DeviceMap:
         """Which device holds which part of a parameter.
@@ -50,7 +64,9 @@ class Pictured(displays.Shown):
             PlanError: no parameter has that path; the nearest are named.
             WhaleError: there is no such layout.
         """
-        return displays.device_map(self, path, of)
+        from whalejax.display import device_map
+
+        return device_map.device_map(self, path, of)
 
     def sliders(
         self, *, batches: Sequence[int] | None = None, clusters: Sequence[str] = ()
@@ -71,4 +87,6 @@ class Pictured(displays.Shown):
             PlanError: the plan was read from a file, which holds no model.
             WhaleError: ipywidgets is missing, or a batch is no number of samples.
         """
-        return displays.sliders(self, batches, clusters)
+        from whalejax.display import sliders
+
+        return sliders.sliders(self, batches, clusters)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from whalejax.meshes.units import gigabytes
 from whalejax.planner.entries import LeafPlan
 from whalejax.planner.model.dimensions import Dimensions
 from whalejax.planner.model.graph import Tensor
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import STAGE, Spec, shards
 from whalejax.planner.terms import chunk_words, own_words, precision_words
-from whalejax.planner.units import gigabytes
 
 
 def shape_text(shape: Sequence[int]) -> str:

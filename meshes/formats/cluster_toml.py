@@ -25,15 +25,14 @@ from typing import Any
 
 from whalejax.meshes.catalogue import Entry, entry, kind_names
 from whalejax.meshes.checked_tables import Table, toml_text
-from whalejax.meshes.cluster import (
+from whalejax.meshes.cluster_data import (
     COMPILERS,
-    Cluster,
+    ClusterData,
     CompilerProfile,
     Level,
     Node,
     check_level,
 )
-from whalejax.meshes.cluster_text import MAX_DEVICES, node_levels
 from whalejax.meshes.device_kinds import (
     PLATFORMS,
     BandwidthPoint,
@@ -44,10 +43,11 @@ from whalejax.meshes.device_kinds import (
 )
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import ASSUMED
+from whalejax.meshes.formats.cluster_text import MAX_DEVICES, node_levels
 from whalejax.meshes.read_file import Unreadable, check_depth, parse_toml, read_text
 
 
-def load(path: str | os.PathLike[str]) -> Cluster:
+def load(path: str | os.PathLike[str]) -> ClusterData:
     """Read a cluster from a TOML file."""
     try:
         data = parse_toml(read_text(path))
@@ -63,13 +63,13 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     return from_data(data, f"cluster file {os.fspath(path)!r}")
 
 
-def save(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+def save(cluster: ClusterData, path: str | os.PathLike[str]) -> None:
     """Write a cluster to a TOML file."""
     text = f"# {cluster.describe()}\n{toml_text(to_data(cluster))}"
     Path(path).write_text(text, encoding="utf-8")
 
 
-def to_data(cluster: Cluster) -> dict[str, Any]:
+def to_data(cluster: ClusterData) -> dict[str, Any]:
     """A cluster as plain data, complete: the catalogue is not needed to read it."""
     nodes = []
     for node, group in groupby(cluster.nodes):
@@ -113,7 +113,7 @@ def _level_data(level: Level) -> dict[str, Any]:
     return {k: v for k, v in data.items() if v is not None}
 
 
-def from_data(data: Mapping[str, Any], title: str) -> Cluster:
+def from_data(data: Mapping[str, Any], title: str) -> ClusterData:
     """A cluster from plain data.
 
     Args:
@@ -149,7 +149,7 @@ def from_data(data: Mapping[str, Any], title: str) -> Cluster:
         check_level(i, level, problems)
     problems.raise_if_any()
     try:
-        return Cluster(
+        return ClusterData(
             nodes=nodes,
             levels=tuple(levels),
             compiler=dataclasses.replace(COMPILERS[nodes[0].kind.platform], **facts),

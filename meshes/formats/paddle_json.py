@@ -27,12 +27,12 @@ from typing import Any, Final
 
 from whalejax.meshes.catalogue import Entry, entry
 from whalejax.meshes.checked_tables import Table
-from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
-from whalejax.meshes.cluster_text import node_levels
-from whalejax.meshes.device_aliases import read_device
+from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.device_kinds import MOST_MEMORY_BYTES, DeviceKind
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.paddle_topo import NIC_BANDWIDTH, join_topo, topo_machines
+from whalejax.meshes.formats.cluster_text import node_levels
+from whalejax.meshes.formats.device_aliases import read_device
+from whalejax.meshes.formats.paddle_topo import NIC_BANDWIDTH, join_topo, topo_machines
 from whalejax.meshes.read_file import Unreadable, check_depth, parse_json, read_text
 
 
@@ -83,7 +83,7 @@ class _File:
         return gpus or [d for d in devices if d.type == "CPU"]
 
 
-def load(path: str | os.PathLike[str]) -> Cluster:
+def load(path: str | os.PathLike[str]) -> ClusterData:
     """Read a cluster from PaddlePaddle's JSON.
 
     Args:
@@ -107,7 +107,7 @@ def load(path: str | os.PathLike[str]) -> Cluster:
     return from_data(data, f"cluster file {name!r}")
 
 
-def from_data(data: Any, title: str) -> Cluster:
+def from_data(data: Any, title: str) -> ClusterData:
     """The cluster that PaddlePaddle's description means.
 
     Args:
@@ -132,7 +132,7 @@ def from_data(data: Any, title: str) -> Cluster:
     levels = _levels(found, devices, nodes, entries, rates)
     platform = nodes[0].kind.platform
     try:
-        return Cluster(
+        return ClusterData(
             nodes=nodes,
             levels=levels,
             compiler=COMPILERS[platform],

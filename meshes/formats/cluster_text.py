@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, Link, Torus, entry, kind_names
-from whalejax.meshes.cluster import COMPILERS, Cluster, Level, Node
+from whalejax.meshes.cluster_data import COMPILERS, ClusterData, Level, Node
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.fitted_constants import WHOLE, Achieved, constants
 from whalejax.meshes.texts import quoted
@@ -55,19 +55,13 @@ class _Part:
         return self.groups * self.per_group
 
 
-def parse(text: str) -> Cluster:
-    """The cluster that a text describes.
+def parse(text: str) -> ClusterData:
+    """The cluster that a text such as ``h100:4x8`` describes.
 
     Raises:
         WhaleError: with every problem of the text, and the grammar.
     """
     stripped = text.strip()
-    if stripped.lower() == "local":
-        return Cluster.detect()
-    if stripped.lower().endswith(".toml"):
-        return Cluster.load(stripped)
-    if stripped.lower().endswith(".json"):
-        return Cluster.from_paddle(stripped)
     problems = Problems(f"cluster {quoted(text)}")
     if len(stripped) > MOST_TEXT:
         raise WhaleError(
@@ -91,7 +85,7 @@ def parse(text: str) -> Cluster:
     else:
         counts = [node.count for node in nodes]
         levels = node_levels([part.entry for part in parts], counts)
-    return Cluster(nodes=nodes, levels=levels, compiler=COMPILERS[platform])
+    return ClusterData(nodes=nodes, levels=levels, compiler=COMPILERS[platform])
 
 
 def _part(term: str, problems: Problems) -> _Part | None:
