@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whalejax._version import __version__ as __version__
+
 
 if TYPE_CHECKING:
     from whalejax.api.annotations import pipeline as pipeline
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from whalejax.runtime.state import TrainState as TrainState
     from whalejax.runtime.train_step import TrainStep as TrainStep
     from whalejax.runtime.train_step import compile as compile
-
-__version__ = "0.1.0"
 
 _MODULE_OF_NAME = {
     "Aux": "whalejax.api.losses",

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
 
-from whalejax.adapters.base import Adapter, adapt
+from whalejax.adapters.base import adapt
 from whalejax.api.ambient_mesh import without_mesh
 from whalejax.api.argument_checks import refuse_bad_optimizer
 from whalejax.api.executor_choice import decider
@@ -20,15 +20,16 @@ from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneve
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.plan_options import NO_OPTIMIZER, check_options, checked_offload
+from whalejax.api.plan_request import PlanRequest
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.patterns.calls import most_tokens
-from whalejax.capture.programs import Programs, Traces, attention_note, check_reports
+from whalejax.capture.programs import Programs, attention_note, check_reports
 from whalejax.lowering.pipeline_mpmd.update_split import check_update
 from whalejax.lowering.spmd.executor import hosted
 from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
-from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import PlanError, Unobeyed
@@ -55,18 +56,6 @@ from whalejax.runtime.compiler_options import (
 )
 from whalejax.runtime.mixed_precision import CAST_BYTES, bf16_note, taken_precision
 from whalejax.runtime.optimizer_state import optimizer_bytes
-
-
-_NUMBERS: Final = (
-    "num_micro_batches",
-    "batch_axes",
-    "mesh",
-    "zero",
-    "loss_chunks",
-    "shares",
-    "compiler_options",
-)
-"""Options that are whole numbers or hold some, which may be NumPy's."""
 
 
 def plan(
@@ -237,38 +226,8 @@ def ask(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Everything that ``plan`` was asked, so that it can be asked again with changes.
-
-    Attributes:
-        traced: captures of the model by what they depend on.
-    """
-
-    adapter: Adapter
-    batch: Any
-    optimizer: optax.GradientTransformation
-    cluster: Cluster
-    default: Any = None
-    precision: str | Mapping[str, str] = "f32"
-    num_micro_batches: int | None = None
-    allow_idle: bool = False
-    sync_batch_stats: bool = False
-    batch_axes: Any = 0
-    mesh: Mapping[str, int] | None = None
-    zero: int | None = None
-    runnable: bool = True
-    remat: str | Mapping[str, str] | None = None
-    offload: str | Sequence[str] | None = None
-    sequence_parallel: bool | None = None
-    attention: str | Mapping[str, str] | None = None
-    loss_chunks: int | None = None
-    shares: str | Sequence[int] | None = None
-    compiler_options: Mapping[str, bool | int | float | str] | None = None
-    traced: Traces = field(default_factory=Traces)
-
-    def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            object.__setattr__(self, name, plain(getattr(self, name)))
+class Asked(PlanRequest):
+    """A request with what answers it, so that it can be asked again with changes."""
 
     @collections_paused()
     @without_mesh

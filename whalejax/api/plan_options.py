@@ -7,12 +7,13 @@ means for a model is checked where the model's graph is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import numpy as np
 import optax
 
+from whalejax.api.plan_request import PlanRequest
 from whalejax.meshes.checks import Arguments, is_whole, shown
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
@@ -21,15 +22,11 @@ from whalejax.planner.terms import OFFLOADS
 from whalejax.runtime.mixed_precision import PRECISIONS
 
 
-if TYPE_CHECKING:
-    from whalejax.api.plan import Asked
-
-
 NO_OPTIMIZER: Final = optax.identity()
 """Stands for the optimizer where none was given."""
 
 
-def check_options(asked: Asked) -> str | None:
+def check_options(asked: PlanRequest) -> str | None:
     """Refuse options that are none, all at once.
 
     Args:
@@ -50,7 +47,7 @@ def check_options(asked: Asked) -> str | None:
     return None if mark is None else str(mark.kind)
 
 
-def _check_switches(asked: Asked, problems: Arguments) -> None:
+def _check_switches(asked: PlanRequest, problems: Arguments) -> None:
     for name in ("runnable", "allow_idle", "sync_batch_stats"):
         problems.switch(name, getattr(asked, name))
     value = asked.sequence_parallel
@@ -62,7 +59,7 @@ def _check_switches(asked: Asked, problems: Arguments) -> None:
         )
 
 
-def _check_words(asked: Asked, problems: Arguments) -> None:
+def _check_words(asked: PlanRequest, problems: Arguments) -> None:
     """Options that are a word, or one for each TaskGraph."""
     known = ", ".join(PRECISIONS)
     precision = asked.precision
@@ -112,7 +109,7 @@ def _by_name(value: object) -> bool:
     )
 
 
-def _check_numbers(asked: Asked, problems: Arguments) -> None:
+def _check_numbers(asked: PlanRequest, problems: Arguments) -> None:
     count, zero, chunks = asked.num_micro_batches, asked.zero, asked.loss_chunks
     if count is not None and not is_whole(count, 1):
         problems.refuse("num_micro_batches", count, "1 or more, or None")
@@ -163,7 +160,7 @@ def _checked_default(default: Any, problems: Arguments) -> Any:
 
 
 def checked_offload(
-    asked: Asked, hosts: Callable[[], Hosted]
+    asked: PlanRequest, hosts: Callable[[], Hosted]
 ) -> tuple[str, ...] | None:
     """What is to lie in host memory, in the usual order.
 

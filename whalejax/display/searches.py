@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from whalejax.api.search_result import price_text
+from whalejax.api.search_data import FoundData, price_text
 from whalejax.display.bundles import plan_html
 from whalejax.display.page import (
     bundle_of,
@@ -32,18 +32,17 @@ from whalejax.planner.plan_data import PlanData
 if TYPE_CHECKING:
     import os
 
-    from whalejax.api.search_result import Found
 
 UNFOLDED_PLANS = 10
 """Plans that the table brings with it, to unfold."""
 
 
-def bundle(found: Found) -> dict[str, str]:
+def bundle(found: FoundData) -> dict[str, str]:
     """MIME type to text."""
     return bundle_of(found_html(found), str(found))
 
 
-def found_html(found: Found) -> str:
+def found_html(found: FoundData) -> str:
     """The table, every plan folded below it, and where there is none."""
     plural = "s" if len(found) > 1 else ""
     rows = ("".join(cell(text) for text in row) for row in found.rows())
@@ -59,7 +58,7 @@ def found_html(found: Found) -> str:
     )
 
 
-def _plans(found: Found) -> str:
+def _plans(found: FoundData) -> str:
     html = []
     for index, plan in enumerate(found[:UNFOLDED_PLANS]):
         name = f"{index}: {found.names[index]}"
@@ -81,7 +80,7 @@ class SearchChart:
         rows: its data, a dictionary for each point.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundData) -> None:
         self._alt = _needed("altair")
         _needed("vl_convert")
         self.rows = points(found)
@@ -151,7 +150,7 @@ class SearchChart:
         return svg
 
 
-def chart(found: Found) -> SearchChart:
+def chart(found: FoundData) -> SearchChart:
     """The chart of a search; see ``Found.chart``."""
     return SearchChart(found)
 
@@ -170,7 +169,7 @@ def _anchor(plan: PlanData) -> str:
     return f"whalejax-plan-{plan.hash}"
 
 
-def points(found: Found) -> list[dict[str, Any]]:
+def points(found: FoundData) -> list[dict[str, Any]]:
     """One row for each plan that was weighed: its numbers, and the same as text."""
     rows = []
     front = pareto(

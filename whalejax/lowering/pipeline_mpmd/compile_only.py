@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,9 @@ import jax.numpy as jnp
 from whalejax import _compat
 from whalejax.jaxpr.steps import Fixed, Operand
 from whalejax.lowering.global_arrays import laid, results_of
+from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.pipeline_mpmd.stage_programs import Piece, Site
 from whalejax.planner.pipeline.schedules import Action
-
-
-if TYPE_CHECKING:
-    from whalejax.lowering.pipeline_mpmd.executor import Apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +108,7 @@ class Rehearsal:
     once_bytes: tuple[int, ...]
 
 
-def rehearsed(apart: Apart, state: Any, batch: Sequence[Any]) -> Rehearsal:
+def rehearsed(apart: StageExecutor, state: Any, batch: Sequence[Any]) -> Rehearsal:
     """Compile all programs of a step.
 
     Args:
@@ -138,7 +135,7 @@ class _Site:
 class _Rehearsing:
     """One rehearsal of a step."""
 
-    def __init__(self, apart: Apart, state: Any, batch: Sequence[Any]) -> None:
+    def __init__(self, apart: StageExecutor, state: Any, batch: Sequence[Any]) -> None:
         self.apart = apart
         self.state = state
         params = jax.tree.leaves(state.params)

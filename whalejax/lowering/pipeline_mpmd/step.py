@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from whalejax.jaxpr.steps import Fixed
 from whalejax.lowering.global_arrays import seen_on
 from whalejax.lowering.pipeline_mpmd.channels import Coming
+from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.pipeline_mpmd.stage_programs import Site
 from whalejax.lowering.pipeline_mpmd.stage_trace import ABSENT
 from whalejax.lowering.spmd.executor import Sums
@@ -23,10 +24,6 @@ from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, Row
 from whalejax.planner.pipeline.transfer_order import Handing
 from whalejax.runtime.state import TrainState
-
-
-if TYPE_CHECKING:
-    from whalejax.lowering.pipeline_mpmd.executor import Apart
 
 
 class Pass:
@@ -45,7 +42,7 @@ class Pass:
 
     def __init__(
         self,
-        apart: Apart,
+        apart: StageExecutor,
         state: TrainState,
         batch: Sequence[Any],
         *,

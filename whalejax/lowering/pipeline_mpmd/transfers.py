@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from whalejax.lowering.multihost.agreement import Agreement
 from whalejax.lowering.pipeline_mpmd.channels import Aside, Coming, Way
+from whalejax.lowering.pipeline_mpmd.interface import StageExecutor
 from whalejax.lowering.spmd.evaluate import named
 from whalejax.planner.pipeline.program_cut import Value
 from whalejax.planner.pipeline.schedules import Action, Row, Schedule
 from whalejax.planner.pipeline.transfer_order import Handing, issue_order
-
-
-if TYPE_CHECKING:
-    from whalejax.lowering.pipeline_mpmd.executor import Apart
 
 
 class Moves:
@@ -28,7 +25,7 @@ class Moves:
     ``order``; a process that holds none of the devices passes over it.
     """
 
-    def __init__(self, apart: Apart) -> None:
+    def __init__(self, apart: StageExecutor) -> None:
         self._apart = apart
         self._ways: dict[Hashable, Way] = {}
         self._aside: Aside | None = None

@@ -1,0 +1,76 @@
+"""What steps, transfers and compilation of stages read of the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jax.sharding import Mesh, NamedSharding
+
+from whalejax.lowering.pipeline_mpmd.stage_programs import Site
+from whalejax.lowering.spmd.executor import Program, Sums
+from whalejax.planner.pipeline.program_cut import Division, Value
+from whalejax.planner.pipeline.schedules import Schedule
+from whalejax.planner.plan.plan import Plan
+from whalejax.runtime.state import TrainState
+
+
+class StageExecutor(Protocol):
+    """Stages with programs of their own, laid out and compiled; ``executor.Apart``.
+
+    Attributes:
+        plan, plans: that it runs, and of each stage.
+        mesh, meshes: of all stages, and of each.
+        whole: for each stage, the layout of what all its devices hold.
+        here: for each stage, whether this process has devices of it.
+        division: the loss in parts.
+        table: who does what when.
+        layouts: for each stage, the layouts of values.
+        moves: what stages bring each other.
+        finish: the end of a step.
+        program: of the whole model.
+    """
+
+    plan: Plan
+    plans: tuple[Plan, ...]
+    mesh: Mesh
+    meshes: list[Mesh]
+    whole: list[NamedSharding]
+    here: list[bool]
+    division: Division
+    table: Schedule
+    layouts: dict[int, dict[Value, Any]]
+    moves: Any
+    finish: Any
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def stages(self) -> TrainState: ...
+    @property
+    def sites(self) -> Sequence[Site]: ...
+    @property
+    def sums(self) -> Sums: ...
+    @property
+    def wide_params(self) -> Sequence[Any]: ...
+    @property
+    def avals(self) -> Any: ...
+    @property
+    def zeros(self) -> Sequence[tuple[Callable[[], Any], Callable[[], Any]]]: ...
+    @property
+    def numbers(self) -> Sequence[Any]: ...
+    @property
+    def total(self) -> Callable[..., Any]: ...
+    @property
+    def one(self) -> Any: ...
+    def owner(self, number: int) -> int:
+        """The stage that holds an input of the loss."""
+        ...
+
+    def input_sharding(self, number: int, stage: int) -> NamedSharding:
+        """The layout of an input of the loss on a stage."""
+        ...
+
+    def gradient_sharding(self, number: int, stage: int) -> NamedSharding:
+        """The layout of a gradient on a stage."""
+        ...
