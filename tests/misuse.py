@@ -279,8 +279,16 @@ def _fault(
     except Reached:
         pass
     except Exception as error:
+        # What the user's own function raises stays as it is, with a note of where.
+        own = any("raised in loss_fn" in note for note in _notes(error))
+        if own and (right or either):
+            return ""
         return f"ends in {type(error).__name__}: {str(error)[:200]}"
     return "" if right or either else "is taken"
+
+
+def _notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _callable(name: str, entry: Entry, world: Any) -> Callable[..., Any]:

@@ -76,7 +76,7 @@ _PLAN_LEGAL: Final[dict[str, tuple[str, str]]] = {
     "runnable": SWITCH,
     "remat": ("none dict text?", "the planner chooses; the model knows what it names"),
     "offload": ("none list", "the planner chooses, or nothing"),
-    "sequence_parallel": ("none true", "it is a switch, or the planner's choice"),
+    "sequence_parallel": ("none true?", "the planner chooses; a model has a sequence"),
     "attention": (
         "none dict text?",
         "the planner chooses; the model knows what it has",
@@ -153,7 +153,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             step=None,
             seed=0,
             first=0,
-            first_sample=None,
+            first_sample=0,
             epochs=1,
         ),
         legal={
@@ -161,7 +161,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
             "step": ("none", "whole global batches"),
             "seed": ("none zero", "the order of the source; a seed"),
             "first": ("zero", "the first step"),
-            "first_sample": ("none zero", "as first says; the first sample"),
+            "first_sample": ("zero", "the first sample"),
             "epochs": ("none zero", "no end; an end at once"),
         },
         says={"source": "source|samples"},

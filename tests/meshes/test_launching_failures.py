@@ -17,7 +17,8 @@ import pytest
 from whalejax.distributed import launcher, process_group
 from whalejax.distributed.launch_env import MARK, Blamed, Introduced
 from whalejax.distributed.launcher import Launch
-from whalejax.distributed.process_output import TAIL_BYTES, Pump, Shown
+from whalejax.distributed.process_output import TAIL_BYTES, Log, Pump, Shown
+from whalejax.meshes.errors import WhaleError
 
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -219,12 +220,32 @@ def test_logs_that_are_deleted(tmp_path: Path) -> None:
     assert status == 1 and "  [1] boom" in errors and "Traceback" not in errors
 
 
-def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "rank-1.log").mkdir()
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (os.mkdir, "Is a directory"),
+        (os.mkfifo, "it is a pipe or a socket, where writing may block"),
+    ],
+)
+def test_a_log_that_cannot_be_written(
+    tmp_path: Path, make: Callable[[Path], None], says: str
+) -> None:
+    make(tmp_path / "rank-1.log")
     program = f"open({str(tmp_path / 'began')!r}, 'w')"
     status, _, errors = ended(start(tmp_path, program))
-    assert status == 2 and "rank-1.log cannot be written (Is a directory)" in errors
+    assert status == 2 and f"rank-1.log cannot be written ({says})" in errors
     assert "Traceback" not in errors and not (tmp_path / "began").exists()
+
+
+def test_a_pipe_for_a_log_that_somebody_reads(tmp_path: Path) -> None:
+    """Who reads may stop reading, and then the process would wait for that."""
+    os.mkfifo(tmp_path / "rank-0.log")
+    reader = os.open(tmp_path / "rank-0.log", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(WhaleError, match=r"rank-0\.log .* \(it is a pipe"):
+            Log(tmp_path / "rank-0.log", print)
+    finally:
+        os.close(reader)
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

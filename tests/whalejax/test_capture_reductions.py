@@ -117,6 +117,64 @@ def test_a_division_by_a_count_that_is_not_zero_is_a_weight(guard: str) -> None:
     assert found(loss) == [("", "weight")]
 
 
+INVERSES: dict[str, Any] = {
+    "times the inverse": lambda each, ok, n: each.sum() * (1 / jnp.maximum(n, 1)),
+    "of the samples": lambda each, ok, n: (each * (1 / jnp.maximum(n, 1))).sum(),
+    "divided samples": lambda each, ok, n: jnp.sum(each / jnp.maximum(n, 1)),
+    "in the mask": lambda each, ok, n: jnp.sum(each * (ok / n)),
+    "in a product": lambda each, ok, n: jnp.dot(each, ok / n),
+    "chosen inverse": lambda each, ok, n: each.sum() * jnp.where(n > 0, 1 / n, 0.0),
+    "chosen mean": lambda each, ok, n: jnp.where(n > 0, each.sum() / n, 0.0),
+    "safe and chosen": lambda each, ok, n: jnp.where(
+        n > 0, each.sum() / jnp.where(n > 0, n, 1), 0.0
+    ),
+    "reciprocal": lambda each, ok, n: each.sum() * jnp.reciprocal(n),
+    "power": lambda each, ok, n: each.sum() * n**-1,
+    "scaled": lambda each, ok, n: 0.5 * each.sum() * (2 * (1 / n).astype(jnp.float32)),
+    "mean of shares": lambda each, ok, n: jnp.mean(each * (ok / jnp.mean(ok))),
+    "the inverse divided by": lambda each, ok, n: each.sum() / (1 / (1 / n)),
+}
+
+
+@pytest.mark.parametrize("form", INVERSES)
+def test_a_mean_with_its_count_in_another_place_is_a_weight(form: str) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        valid = (batch["x"][:, 0] > 0).astype(jnp.float32)
+        each = hidden(params, batch).sum(-1) * valid
+        return INVERSES[form](each, valid, jnp.sum(valid))
+
+    assert {what for _, what in found(loss)} == {"weight"}
+
+
+NO_WEIGHTS: dict[str, Any] = {
+    "inverse added": lambda each, n: each.mean() + 1 / n,
+    "inverse bent": lambda each, n: each.sum() * jnp.log(1 / n),
+    "square": lambda each, n: each.sum() * (1 / n) * (1 / n),
+    "divided twice": lambda each, n: each.sum() / n / n,
+    "by what is trained": lambda each, n: jnp.sum(each * (each / jnp.sum(each))),
+    "samples off a share": lambda each, n: jnp.sum(jnp.abs(each / n - each.mean())),
+    "of an inverse": lambda each, n: each.sum() * (1 / n) * (1 / (1 / n)),
+    "shares bent": lambda each, n: jnp.sum((each / n) ** 2),
+    "shares of shares": lambda each, n: jnp.sum((each / n) * (each / n)),
+    "by the largest": lambda each, n: jnp.sum(each / jnp.max(each)),
+    "by the deviation": lambda each, n: jnp.sum(each / jnp.std(each)),
+    "largest share": lambda each, n: jnp.max(each / n),
+    "times the count": lambda each, n: jnp.mean(each * n),
+    "a mean off": lambda each, n: jnp.mean((each - each.sum() / n) ** 2),
+    "chosen samples": lambda each, n: jnp.mean(jnp.where(n > 3, each, 0.0)),
+}
+
+
+@pytest.mark.parametrize("form", NO_WEIGHTS)
+def test_what_no_weight_makes_right_is_none(form: str) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        valid = (batch["x"][:, 0] > 0).astype(jnp.float32)
+        each = hidden(params, batch).sum(-1) * valid
+        return NO_WEIGHTS[form](each, jnp.sum(valid))
+
+    assert {what for _, what in found(loss)} & {"auxiliary", "statistic"}
+
+
 def test_what_is_kept_from_zero_and_no_divisor_is_an_auxiliary_term() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.maximum(jnp.mean(hidden(params, batch)), 1.0)

@@ -362,7 +362,7 @@ def test_weighted_losses_divide_by_the_weight_of_all_samples(
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_metrics_of_plain_means_are_means_over_micro_batches(count: int) -> None:
+def test_metrics_of_a_plain_mean_are_of_the_whole_batch(count: int) -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         y = batch["x"] @ params["w"]
         return jnp.mean(y**2), {"largest": jnp.max(jnp.abs(y)), "samples": y.shape[0]}
@@ -373,8 +373,7 @@ def test_metrics_of_plain_means_are_means_over_micro_batches(count: int) -> None
     step = compiled(job, model, mesh={"data": 8}, num_micro_batches=count)
     _, metrics = step(step.init_from(model), {"x": x})
     sums = np.abs(x.sum(-1, dtype=np.float64))
-    largest = np.mean([sums[m::count].max() for m in range(count)])
-    assert float(metrics["largest"]) == pytest.approx(largest, rel=1e-5)
+    assert float(metrics["largest"]) == pytest.approx(sums.max(), rel=1e-5)
     assert int(metrics["samples"]) == 32
     assert float(metrics["loss"]) == pytest.approx(np.mean(sums**2), rel=1e-5)
 

@@ -236,11 +236,20 @@ def test_nodes_of_a_plan_know_their_samples() -> None:
             {"batch_size": 8, "first": 2, "first_sample": 16},
             "first is 2 and first_sample 16, and both say where to begin",
         ),
+        (
+            {"batch_size": 8, "first_sample": None},
+            r"first_sample is None, which does not say where.*samples=state\.samples",
+        ),
     ],
 )
-def test_sizes_that_cannot_be(arguments: dict[str, int], text: str) -> None:
+def test_sizes_that_cannot_be(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(wh.WhaleError, match=text):
-        wh.Feed(SAMPLES, **arguments)  # type: ignore[arg-type]
+        wh.Feed(SAMPLES, **arguments)
+
+
+def test_the_first_step_may_say_it_alone() -> None:
+    feed = wh.Feed(SAMPLES, 8, seed=None, first=2, first_sample=None)
+    assert numbers(next(iter(feed))) == list(range(16, 24))
 
 
 def test_a_batch_of_another_size_than_planned_is_refused() -> None:

@@ -44,6 +44,14 @@ def test_weighted_losses_add_up_to_the_mean_over_all() -> None:
     assert total.mean == 1.0
 
 
+@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32])
+def test_a_weight_of_zero_gives_what_arrays_give(kind: Any) -> None:
+    for weight in (0, 0.0, kind(0)):
+        assert np.isnan(wh.WeightedLoss(kind(0), weight).mean)
+        assert np.isposinf(wh.WeightedLoss(kind(1), weight).mean)
+        assert np.isnan(wh.WeightedLoss(kind("nan"), weight).mean)
+
+
 def test_both_return_types_pass_through_jit() -> None:
     def make(x: jax.Array) -> Any:
         return wh.WeightedLoss(x, x + 1), wh.Aux(metrics={"m": x}, variables={"v": x})

@@ -42,7 +42,8 @@ for turn in range(1000):
         print("begins to", how, os.getpid(), flush=True)
         if how == "fail":
             raise ValueError("no such file: part-7")
-        os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+        name = {"die": "SIGKILL", "stand": "SIGSTOP", "interrupt": "SIGINT"}[how]
+        os.kill(os.getpid(), getattr(signal, name))
     rows = step.batch_rows()
     state, metrics = step(state, {"x": x[rows], "y": y[rows]})
     float(metrics["loss"])
@@ -69,6 +70,9 @@ def launched(
 
 
 FAILED: Final = "failed (first, with status 1|with ValueError: no such file: part-7)"
+INTERRUPTED: Final = r"failed (first, with signal SIGINT|with KeyboardInterrupt \(rank)"
+"""Process 0 goes last, for the service is in it, and others end for it before."""
+
 CASES: Final = [
     ("uneven", 1, "die", "failed first, with signal SIGKILL"),
     ("spmd", 0, "stand", r"has said nothing for \d+ s: it is gone or stands still"),
@@ -78,6 +82,8 @@ CASES: Final = [
     ("uneven", 0, "die", "failed first, with signal SIGKILL"),
     ("spmd", 2, "fail", FAILED),
     ("uneven", 0, "fail", FAILED),
+    ("spmd", 1, "interrupt", "failed first, with signal SIGINT"),
+    ("uneven", 0, "interrupt", INTERRUPTED),
 ]
 
 

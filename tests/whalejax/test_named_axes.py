@@ -15,7 +15,9 @@ from jax import lax
 
 import whalejax as wh
 from tests.equality import check, free_links, on_one_device
+from tests.whalejax.capture_zoo import captured
 from whalejax.api.losses import Job
+from whalejax.capture import batch_reductions
 
 
 class Normal(nnx.Module):
@@ -40,6 +42,7 @@ def named(model: Any, x: Any) -> Any:
     def means(y: Any) -> Any:
         return lax.pmean(y, "batch")
 
+    x = x + lax.axis_index("batch").astype(x.dtype)  # its place, of one: 0
     total = lax.psum(jnp.sum(means(jnp.tanh(model(x))) ** 2), "batch")
     count = lax.psum(jnp.float32(x.size), "batch") + lax.axis_index("batch").astype(
         x.dtype
@@ -61,6 +64,40 @@ def test_statistics_and_means_are_those_of_all(options: dict[str, Any]) -> None:
         "so that pmean and psum over it change nothing"
     )
     assert note in outcome.plan.notes
+
+
+@pytest.mark.parametrize("reduce", [lax.pmean, lax.psum, lax.pmax])
+def test_reductions_over_places_are_known(reduce: Any) -> None:
+    """With ``axis_index``, the axis is a dimension of what is computed."""
+
+    def loss(model: Any, x: Any) -> Any:
+        place = lax.axis_index("batch").astype(x.dtype)
+        each = lax.stop_gradient(reduce(x, "batch") + place) @ model["w"]
+        return lax.pmean(jnp.mean(reduce(each, "batch") ** 2), "batch")
+
+    found = captured({"w": jnp.ones((8, 8))}, loss, samples())
+    assert found.graph.unknown_primitives == ()
+    assert batch_reductions(found) == ()
+    collectives = {"psum", "pmax"} & {op.kind for op in found.graph.ops}
+    assert collectives
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: lax.pmean(x, "batch", axis_index_groups=[[0, 1]]),
+        lambda x: lax.ppermute(x, "batch", [(0, 1), (1, 0)]),
+        lambda x: lax.all_to_all(x, "batch", 0, 0),
+    ],
+)
+def test_what_needs_several_members_says_what_the_axis_is(collective: Any) -> None:
+    with pytest.raises((RuntimeError, AssertionError, ValueError)) as caught:
+        captured(
+            {"w": jnp.ones((8, 8))}, lambda m, x: jnp.mean(collective(x)), samples()
+        )
+    notes = " ".join(caught.value.__notes__)
+    assert 'axis "batch" stands for all samples and has one member' in notes
+    assert "ppermute, all_to_all" in notes
 
 
 class Linen(nn.Module):

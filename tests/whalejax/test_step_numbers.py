@@ -79,7 +79,10 @@ def test_metrics_are_summed_in_types_that_hold_the_sum(parts: int) -> None:
             "count": jnp.asarray(100, jnp.int8),
             "flag": jnp.asarray(True),
         }
-        return jnp.mean(batch["x"] @ net["w"]), wh.Aux(metrics=found)
+        same = {f"the {name}": value for name, value in found.items()}
+        half = {"half": found.pop("half")}
+        reports = wh.Aux(metrics=same, means=half, sums=found)
+        return jnp.mean(batch["x"] @ net["w"]), reports
 
     step = step_for(loss, model, num_micro_batches=parts, default=wh.split())
     state = step.init_from(model)
@@ -88,6 +91,8 @@ def test_metrics_are_summed_in_types_that_hold_the_sum(parts: int) -> None:
     for metrics in (evaluated, trained):
         assert float(metrics["half"]) == pytest.approx(0.9, rel=4e-3)
         assert (int(metrics["count"]), int(metrics["flag"])) == (100 * parts, parts)
+        assert float(metrics["the half"]) == pytest.approx(0.9, rel=4e-3)
+        assert (int(metrics["the count"]), int(metrics["the flag"])) == (100, 1)
     assert {k: v.dtype for k, v in evaluated.items()} == {
         k: v.dtype for k, v in trained.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
@@ -27,6 +28,16 @@ class Source(Protocol):
     def __getitem__(self, number: int, /) -> Any:
         """A sample: a pytree of arrays without a batch dimension."""
         ...
+
+
+class NotGiven(enum.Enum):
+    """Stands for an argument that is left out, where None is a value that it can have.
+
+    A state that was put together anew has None for its number of samples; taken for
+    nothing, that would begin again at the first sample.
+    """
+
+    NOT_GIVEN = enum.auto()
 
 
 class Feed:
@@ -62,7 +73,7 @@ class Feed:
         *,
         seed: int | None = 0,
         first: int = 0,
-        first_sample: int | None = None,
+        first_sample: int | None | NotGiven = NotGiven.NOT_GIVEN,
         epochs: int | None = None,
     ) -> None:
         """Read nothing yet.
@@ -78,9 +89,10 @@ class Feed:
                 iterable's order is its own.
             first: the step that comes next, counted from 0, all of this batch size.
             first_sample: instead of it, how many samples were given before, whatever
-                the batch size was then: ``state.samples``. An epoch counts as many as
-                it gives at this batch size; where another one left out more of it or
-                less, ``get_state`` knows the place in a later epoch exactly.
+                the batch size was then: ``state.samples``, and not None, as a state
+                has it that lost the count. An epoch counts as many as it gives at this
+                batch size; where another one left out more of it or less,
+                ``get_state`` knows the place in a later epoch exactly.
             epochs: after so many it ends; None goes on for ever, with an iterator that
                 can be read once until it ends.
 
@@ -106,15 +118,11 @@ class Feed:
                 f"{len(source)}"
             )
         problems.whole("first", first, what="the number of a step")
-        problems.whole(
-            "first_sample", first_sample, none=True, what="the number of a sample"
-        )
-        if is_whole(first, 1) and first_sample is not None:
-            problems.add(
-                f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
-                "both say where to begin. Give one of them; "
-                "first_sample=state.samples is right with another batch size too"
-            )
+        if isinstance(first_sample, NotGiven):
+            first_sample = None
+        elif first_sample is None and not is_whole(first, 1):
+            problems.add(_LOST)
+        _check_beginning(problems, first, first_sample)
         problems.whole("seed", seed, none=True)
         problems.whole("epochs", epochs, none=True)
         if step is not None and not _is_step(step):
@@ -123,15 +131,16 @@ class Feed:
             for problem in _unlike(step, batch_size):
                 problems.add(problem)
         problems.raise_if_any(WhaleError)
-        first, first_sample = plain((first, first_sample))
+        begins: int | None
+        first, begins = plain((first, first_sample))
         self._source, self._size, self._step = source, int(batch_size), step
         self._seed, self._epochs = plain((seed, epochs))
         self._iterator: Iterator[Any] | None = None
         self._epoch, self._read = 0, 0
         self.step, self._shift = first, 0
-        if first_sample is not None:
-            self.step, self._shift = divmod(first_sample, self._size)
-        self._anchor = self._beginning(first_sample or 0)
+        if begins is not None:
+            self.step, self._shift = divmod(begins, self._size)
+        self._anchor = self._beginning(begins or 0)
 
     def __iter__(self) -> Iterator[Any]:
         return self._in_a_row() if not _numbered(self._source) else self._by_number()
@@ -294,6 +303,28 @@ class Feed:
         assert self._iterator is not None
         found = [*itertools.islice(self._iterator, self._size)]
         return found if len(found) == self._size else None
+
+
+def _check_beginning(problems: Arguments, first: Any, first_sample: Any) -> None:
+    """Refuse a sample to begin at that is no number, or that a step contradicts."""
+    problems.whole(
+        "first_sample", first_sample, none=True, what="the number of a sample"
+    )
+    if is_whole(first, 1) and first_sample is not None:
+        problems.add(
+            f"first is {shown(first)} and first_sample {shown(first_sample)}, and "
+            "both say where to begin. Give one of them; "
+            "first_sample=state.samples is right with another batch size too"
+        )
+
+
+_LOST = (
+    "first_sample is None, which does not say where to begin: state.samples is None "
+    "where jax.tree.map or another function has put the state together anew. Keep the "
+    "number with dataclasses.replace(new, samples=state.samples), give int(state.step) "
+    "* batch_size if all steps took as many samples, or leave first_sample out, which "
+    "begins at the first"
+)
 
 
 def _numbered(source: Any) -> TypeGuard[Source]:

@@ -10,7 +10,7 @@ from whalejax.planner.terms import NO_EFFECT, Remat, remat_words
 
 
 def loss_notes(captured: Captured, found: Plan) -> list[str]:
-    """State that samples change, and axes that the loss names.
+    """State that samples change, axes that the loss names, and what is averaged.
 
     Args:
         captured: the loss.
@@ -18,7 +18,8 @@ def loss_notes(captured: Captured, found: Plan) -> list[str]:
     """
     changing = _changing_note(captured.changing, found.num_micro_batches)
     numbering = _numbering_note(captured.numbering, found.num_micro_batches)
-    return [*changing, *numbering, *_axes_note(captured.axes)]
+    axes = _axes_note(captured.axes)
+    return [*changing, *numbering, *axes, *_averaged_note(captured, found)]
 
 
 def _changing_note(paths: Sequence[str], count: int) -> list[str]:
@@ -56,6 +57,20 @@ def _axes_note(names: Sequence[str]) -> list[str]:
         f'the loss names the axis "{name}": it stands for all samples of a '
         "micro-batch, so that pmean and psum over it change nothing"
         for name in names
+    ]
+
+
+def _averaged_note(captured: Captured, found: Plan) -> list[str]:
+    """Numbers of which micro-batches report the mean, perhaps unlike one device."""
+    count = found.num_micro_batches
+    if not found.runnable or count == 1 or not (averaged := captured.apart().averaged):
+        return []
+    why = "; ".join(dict.fromkeys(value.why for _, value in averaged))
+    return [
+        f"{', '.join(name for name, _ in averaged)}: reported as the mean over the "
+        f"{count} micro-batches, from which the whole batch's value may differ ({why})"
+        "; wh.Aux(means={...}) says that the mean is meant, and num_micro_batches=1 "
+        "reports the whole batch's"
     ]
 
 

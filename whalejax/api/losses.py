@@ -54,7 +54,19 @@ class WeightedLoss:
 
     @property
     def mean(self) -> Any:
-        """The loss itself: total over weight."""
+        """The loss itself: total over weight.
+
+        A weight of 0 gives what arrays give: NaN where the total is 0 too, else inf.
+
+        >>> WeightedLoss(0.0, 0).mean
+        nan
+        """
+        import numpy as np
+
+        numbers = int, float, np.number
+        if isinstance(self.total, numbers) and isinstance(self.weight, numbers):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return float(np.divide(self.total, self.weight))
         return self.total / self.weight
 
 
@@ -64,10 +76,11 @@ class Aux:
 
     Attributes:
         metrics: values to report, by name. With several micro-batches those with a
-            batch dimension are put together in the order of the global batch; of the
-            others, floating-point ones are averaged over the micro-batches (by weight,
-            beside a ``WeightedLoss``) and integers, such as counts, are added up.
-            Where a value's relation to the batch cannot be told, it is refused.
+            batch dimension are put together in the order of the global batch; means
+            over the samples are averaged, sums and counts added up, of maxima and
+            minima the largest and the least is taken, and what depends on no sample
+            stays as it is. Other floating-point scalars are averaged, which the plan
+            notes, and all else is refused.
         means: such values that are averaged, whatever their shape.
         sums: such values that are added up over the micro-batches, whatever their type.
         samples: such values with a row for each sample, which are put together in the
@@ -97,8 +110,9 @@ class Merged:
 
     Attributes:
         value: of one, or of several.
-        how: ``"mean"``; ``"sum"``; ``"concat"`` along the samples, as the user says;
-            or ``"rows"``, the same where the program shows it.
+        how: ``"mean"``, by the loss's weights; ``"average"`` over the samples;
+            ``"sum"``; ``"max"`` or ``"min"``; ``"same"`` of all; ``"concat"`` along the
+            samples, as the user says; or ``"rows"``, where the program shows it.
         axis: the dimension with the samples.
         outer: how often all samples are repeated in it.
         inner: how many elements in a row are of one sample.

@@ -298,7 +298,7 @@ class Asked(PlanRequest):
         """What a search found, checked against the optimizer and with its notes."""
         captured = programs.traced.captured
         check_update(found, programs.adapter, self.optimizer, captured.steady)
-        check_reports(captured, found)
+        check_reports(programs, found)
         xla = checked_options(self.compiler_options)
         found = compiled_with(found, xla, captured.precisions)
         found = dataclasses.replace(

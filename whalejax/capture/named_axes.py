@@ -41,6 +41,16 @@ def traced_with_axes(
             if name is None or name in names:
                 raise
             names = (*names, name)
+        except Exception as error:
+            for name in names:
+                error.add_note(
+                    f'whalejax: the axis "{name}" stands for all samples and has one '
+                    "member. pmean, psum, pmax, pmin and all_gather over it are those "
+                    "of all samples; what needs several members (ppermute, all_to_all, "
+                    "axis_index_groups) has no meaning there: write it on the samples "
+                    "themselves"
+                )
+            raise
 
 
 def bound(function: Flat, names: Sequence[str]) -> Flat:

@@ -201,17 +201,18 @@ class Traces:
         return self._known[key]
 
 
-def check_reports(captured: Captured, plan: Plan) -> None:
+def check_reports(programs: Programs, plan: Plan) -> None:
     """Refuse what micro-batches of a plan report and cannot be put together.
 
     Args:
-        captured: the loss, perhaps traced with another number of them.
+        programs: of the loss, perhaps traced with another number of them.
         plan: that may be run.
     """
-    if plan.runnable and (num_micro_batches := plan.num_micro_batches) > 1:
-        traced = captured.graph.batch_size
-        size = traced * captured.graph.num_micro_batches // num_micro_batches
-        check_clear(captured.unclear, size, traced=traced)
+    if plan.runnable and (count := plan.num_micro_batches) > 1:
+        captured = programs.traced.captured
+        size = captured.graph.batch_size * captured.graph.num_micro_batches // count
+        chosen = None if programs.graph.num_micro_batches == count else count
+        check_clear(captured.apart().unclear, size, chosen=chosen)
 
 
 def attention_note(found: Plan, programs: Programs) -> list[str]:

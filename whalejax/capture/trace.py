@@ -6,6 +6,7 @@ flat function, traces that once with ``jax.make_jaxpr`` and hands the jaxpr to t
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import jax
 
 from whalejax import _compat
 from whalejax.adapters.base import Adapter
+from whalejax.adapters.leaves import is_key
 from whalejax.api.ambient_mesh import tracing
 from whalejax.api.annotations import recording
 from whalejax.api.losses import check_rows
@@ -35,7 +37,14 @@ from whalejax.capture.patterns.calls import (
     with_logits,
 )
 from whalejax.capture.patterns.full_length import lengthened
-from whalejax.capture.reported.values import Reports, Told, check_clear, reports
+from whalejax.capture.reported.paired import Trace
+from whalejax.capture.reported.values import (
+    Reports,
+    check_clear,
+    check_keys,
+    reports,
+    undivided,
+)
 from whalejax.capture.sharding_constraints import constraint_notes
 from whalejax.capture.split_dims.rewrite import taken_apart
 from whalejax.capture.walk import Walk
@@ -73,7 +82,7 @@ class Captured:
         given_rules: the same for every call with a derivative rule of its own.
         batch_axes: the batch dimension of each batch leaf; None where it has none.
         reader: describes another program of the same inputs and results.
-        unclear: reported values that several micro-batches cannot put together.
+        apart: how what is reported of parts of the batch is put together.
         notes: what could not be counted, in words.
         attention: (TaskGraph, ``"ring"`` or ``"gather"``) of what is run in blocks.
         precisions: (TaskGraph, precision) where only some compute in 16 bits.
@@ -95,7 +104,7 @@ class Captured:
     given_rules: dict[Position, tuple[Value, ...]]
     batch_axes: tuple[int | None, ...]
     reader: _Reader
-    unclear: Told = ()
+    apart: Callable[[], Reports]
     notes: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
@@ -392,21 +401,22 @@ def capture(
         num_micro_batches=num_micro_batches,
     )
     read = reader.read(jaxpr)
-    told = _told(flat, reader, arguments, axes, read)
+    again = functools.partial(_with_samples, flat, reader, arguments, axes)
+    out_tree, apart = _told(_traced_as(jaxpr, read), flat, again, changing)
     jaxpr, (graph, walk, results) = _rewritten(jaxpr, reader, read)
     return Captured(
         graph=graph,
         jaxpr=jaxpr,
         adapter=adapter,
         batch_tree=batch_tree,
-        out_tree=told.out_tree,
+        out_tree=out_tree,
         outputs=walk.outputs,
         given=walk.given,
         given_rules=walk.given_rules,
         results=results,
         batch_axes=tuple(leaf.axis for leaf in leaves),
         reader=reader,
-        unclear=told.unclear,
+        apart=apart,
         notes=tuple(dict.fromkeys(walk.notes)),
         axes=axes,
         steady=steady,
@@ -426,36 +436,53 @@ def _lengthened(jaxpr: Any, reader: _Reader, read: _Read) -> tuple[Any, _Read]:
 
 
 def _told(
+    trace: Trace,
+    flat: _FlatLoss,
+    again: Callable[[int], Trace],
+    changing: Sequence[int],
+) -> tuple[Any, Callable[[], Reports]]:
+    """How what the loss reports is put together; refused where it cannot be.
+
+    Returns:
+        Structure of what the loss gives of the batch as it is cut, and what tells how
+        parts are put together: that takes another trace, without which one
+        micro-batch may do.
+    """
+    check_keys(trace, flat.out_tree)
+    first, rest = len(flat.adapter.param_paths), jax.tree.leaves(flat.adapter.rest)
+    noise = {first + i for i in changing}
+    noise |= {first + i for i, leaf in enumerate(rest) if is_key(leaf)}
+    noise |= {t.id for t in trace.graph.tensors if t.kind == "rng"}
+    apart = functools.cache(
+        functools.partial(reports, trace, flat.out_tree, again, noise)
+    )
+    if trace.graph.num_micro_batches == 1:
+        return undivided(flat.out_tree), apart
+    check_clear(apart().unclear, flat.size)
+    return apart().out_tree, apart
+
+
+def _with_samples(
     flat: _FlatLoss,
     reader: _Reader,
     arguments: Sequence[Any],
     axes: Sequence[str],
-    read: _Read,
-) -> Reports:
-    """How what the loss reports is put together; refused where it cannot be."""
-    found = reports(
-        read[0],
-        read[2],
-        flat.out_tree,
-        lambda: _with_two(flat, reader, arguments, axes),
-    )
-    if reader.num_micro_batches > 1:
-        check_clear(found.unclear, flat.size)
-    return found
-
-
-def _with_two(
-    flat: _FlatLoss, reader: _Reader, arguments: Sequence[Any], axes: Sequence[str]
-) -> tuple[Graph, tuple[Value, ...]]:
-    """The loss as it is with two samples, by which dimensions can be told."""
-    twice = [replace(leaf, micro_shape=leaf.sized(2)) for leaf in reader.leaves]
+    size: int,
+) -> Trace:
+    """The loss as it is with another number of samples in a micro-batch."""
+    other = [replace(leaf, micro_shape=leaf.sized(size)) for leaf in reader.leaves]
     first = len(flat.model_avals)
-    behind = arguments[first + len(twice) :]
-    given = [*flat.model_avals, *(leaf.aval for leaf in twice), *behind]
-    other = bound(_FlatLoss(flat.adapter, flat.batch_tree, 2), axes)
-    program = tracing(_compat.trace)(other, given)
-    graph, _, results = replace(reader, leaves=twice).read(program)
-    return graph, results
+    behind = arguments[first + len(other) :]
+    given = [*flat.model_avals, *(leaf.aval for leaf in other), *behind]
+    with recording():
+        again = bound(_FlatLoss(flat.adapter, flat.batch_tree, size), axes)
+        program = tracing(_compat.trace)(again, given)
+    return _traced_as(program, replace(reader, leaves=other).read(program))
+
+
+def _traced_as(program: Any, read: _Read) -> Trace:
+    graph, walk, results = read
+    return Trace(program=program, graph=graph, walk=walk, results=results)
 
 
 def _keeps_calls(jaxpr: Any, other: Any, graph: Graph) -> bool:

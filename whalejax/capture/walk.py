@@ -139,6 +139,10 @@ class Walk:
             return env[atom]
         return self._constant(atom.val, atom.aval) if atom.aval.shape else None
 
+    def constant(self, tensor: int) -> Any:
+        """The value of a tensor that is a constant of the program."""
+        return next(value for value, t in self._constants.values() if t == tensor)
+
     # Equations.
 
     def _body(

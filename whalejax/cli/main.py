@@ -16,7 +16,6 @@ import importlib.util
 import inspect
 import io
 import json
-import os
 import shlex
 import sys
 import time
@@ -51,6 +50,12 @@ from whalejax.cli.options import (
     prices,
     share_counts,
 )
+from whalejax.distributed.standard_streams import (
+    Unwritten,
+    drop_stdout,
+    say,
+    standard_output,
+)
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.texts import quoted
 
@@ -76,32 +81,46 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         0; 1 where a plan that was verified does not fit, or a host has a problem; 2
-        where something the user gave cannot be used, with the reason on standard
-        error; 130 where the user interrupted.
+        where something the user gave cannot be used, or standard output cannot be
+        written, with the reason on standard error; 130 where the user interrupted.
     """
     started = time.monotonic()
     if isinstance(sys.stdout, io.TextIOWrapper):  # what has no bars or arrows gets "?"
         sys.stdout.reconfigure(errors="replace")
+    closed = sys.stdout is None
+    with standard_output():
+        try:
+            status = _answered(argv, started, closed=closed)
+            sys.stdout.flush()
+            return status
+        except WhaleError as error:
+            if isinstance(error, Unwritten):
+                drop_stdout()
+            say(f"whalejax: {error}")
+            return _USER_ERROR
+        except KeyboardInterrupt:
+            say("whalejax: interrupted")
+            return _INTERRUPTED
+        except BrokenPipeError:  # Who reads our output has seen enough.
+            drop_stdout()
+            return 0
+
+
+def _answered(argv: Sequence[str], started: float, *, closed: bool) -> int:
+    """Run a command, or print what was asked of the program itself."""
     if list(argv) == ["--version"]:
         print(f"whalejax {__version__}")
         return 0
     try:
-        try:
-            command = _parse(argv)
-        except SystemExit as stop:  # after --help, or an error that was printed
-            sys.stdout.flush()
-            return stop.code if isinstance(stop.code, int) else _USER_ERROR
-        return _run(command, started)
-    except WhaleError as error:
-        print(f"whalejax: {error}", file=sys.stderr)
-        return _USER_ERROR
-    except KeyboardInterrupt:
-        print("whalejax: interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # Who reads our output has seen enough. Python must not write the rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        command = _parse(argv)
+    except SystemExit as stop:  # after --help, or an error that was printed
+        return stop.code if isinstance(stop.code, int) else _USER_ERROR
+    if closed and getattr(command, "json", False):
+        raise WhaleError(
+            "--json prints to standard output, which is closed. Send it to a file, or "
+            "leave --json out"
+        )
+    return _run(command, started)
 
 
 def _parse(argv: Sequence[str]) -> Command:
@@ -319,7 +338,7 @@ def _verify(command: VerifyCommand) -> int:
 
     _check_output(command.output)
     if command.setup_gpu:
-        print(f"the GPU compiler is installed in {gpu.set_up()}", file=sys.stderr)
+        say(f"the GPU compiler is installed in {gpu.set_up()}")
         if command.plan is None:
             return 0
     if command.plan is None:
@@ -469,7 +488,7 @@ def find_job(name: str, options: Mapping[str, Any] | None = None) -> Job:
         if wider := models.widened(name, words):
             sizes = " ".join(f"{key}={value}" for key, value in wider.items())
             text = f"{sizes}, in proportion to hidden as in {name}; --set fixes others"
-            print(f"whalejax: {text}", file=sys.stderr)
+            say(f"whalejax: {text}")
         return models.job(name, **words, **wider)
     near = difflib.get_close_matches(name, models.available(), n=3, cutoff=0.5)
     raise WhaleError(

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from whalejax.cli.options import (
 from whalejax.cli.progress import Meter, Working, make_console, progress_words, remark
 from whalejax.cli.show import print_plan
 from whalejax.cli.train_report import Report, units_of, words_of
+from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import Problems
 from whalejax.planner.plan.plan import Plan
 from whalejax.runtime.resume import batches_from, held, resumed
@@ -303,7 +303,7 @@ class _Session:
         if not self.options.quiet:
             self.console.print(text, markup=False)
         elif jax.process_index() == 0:
-            print(f"whalejax: {text}", file=sys.stderr)
+            say(f"whalejax: {text}")
 
     def _show(
         self,

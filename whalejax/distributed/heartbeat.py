@@ -25,6 +25,7 @@ import jax
 
 from whalejax import _compat_processes
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER, blame, exit_seconds
+from whalejax.distributed.standard_streams import say
 
 
 SILENT_SECONDS: Final = 30.0
@@ -297,13 +298,18 @@ class Beats:
         With process 0 goes the service: the others must have seen why before.
 
         Args:
-            status: of the process.
+            status: of the process; below 0 it ends by that signal, as Python ends one
+                that Ctrl-C has interrupted.
         """
         if self._mine == 0:
             time.sleep((GRACE_LOOKS + 2) * self._pause)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        for stream in (sys.stdout, sys.stderr):
+            # One that is closed or full keeps nobody from ending.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        if status < 0:
+            os.kill(os.getpid(), -status)  # whose handler is the system's own again
+        os._exit(128 - status if status < 0 else status)
 
     def ended(self) -> set[int]:
         """Other processes that have ended, and well."""
@@ -359,11 +365,11 @@ class Beats:
     def _say_briefly(self, **more: Any) -> None:
         """Say a last word, to a service that may not listen any more."""
 
-        def say() -> None:
+        def speak() -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._say(**more)
 
-        last = threading.Thread(target=say, name="whalejax-last", daemon=True)
+        last = threading.Thread(target=speak, name="whalejax-last", daemon=True)
         last.start()
         last.join(2 * self._pause)
 
@@ -379,11 +385,7 @@ class Beats:
                 self._end(self._named(gone))
 
     def _end(self, said: str) -> None:
-        print(
-            f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"whalejax: {said}. Process {self._mine} ends for it. {_REMEDY}")
         self.leave(ENDS_FOR_ANOTHER)
 
     def _close(self) -> None:
@@ -400,8 +402,10 @@ class Beats:
             # It came where nothing of ours was looking on.
             said = self.missing()
             if said:
-                print(f"whalejax: {said}. {_REMEDY}", file=sys.stderr, flush=True)
-        failed = "" if error is None else f"{type(error).__name__}: {error}"
+                say(f"whalejax: {said}. {_REMEDY}")
+        failed = ""
+        if error is not None:
+            failed = f"{type(error).__name__}: {error}".removesuffix(": ")
         if not failed and self._together:
             self._end_together()
         self._over.set()
@@ -413,7 +417,8 @@ class Beats:
         else:
             self._say_briefly(failed=failed.splitlines()[0][:200])
         if failed:
-            self.leave(1)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.leave(-signal.SIGINT if interrupted else 1)
         if self._together:
             threading.Thread(target=self._cut_short, daemon=True).start()
 

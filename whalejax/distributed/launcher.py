@@ -17,7 +17,7 @@ from whalejax.distributed.launch_spec import Launch as Launch
 from whalejax.distributed.launch_spec import free_port as free_port
 from whalejax.distributed.launch_spec import is_here as is_here
 from whalejax.distributed.process_group import Group
-from whalejax.distributed.process_output import hold_standard_streams
+from whalejax.distributed.standard_streams import hold_standard_streams
 from whalejax.meshes.errors import WhaleError
 
 
@@ -35,7 +35,8 @@ def run(launch: Launch) -> int:
 
     Returns:
         0 if all ended well; else the status of the first that did not, 128 and its
-        number where a signal ended it.
+        number where a signal ended it; 2 if all ended well and what is printed of them
+        could not be.
 
     Raises:
         WhaleError: a log or a process cannot be made, or the port is in use.

@@ -14,7 +14,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -29,7 +28,8 @@ from whalejax.distributed.launch_env import (
     Joining,
 )
 from whalejax.distributed.launch_spec import Launch
-from whalejax.distributed.process_output import Log, Pump, Shown, drop_stdout
+from whalejax.distributed.process_output import Log, Pump, Shown
+from whalejax.distributed.standard_streams import drop_stdout, say
 from whalejax.meshes.errors import WhaleError
 
 
@@ -47,6 +47,9 @@ STOPPED_LOOKS: Final = 20
 
 TAIL_LINES: Final = 20
 """So much of what it said is shown of the process that failed first."""
+
+UNPRINTED: Final = 2
+"""Status where all ended well, and how they did cannot be printed."""
 
 _FOR_ANOTHER: Final = (ENDS_FOR_ANOTHER, -signal.SIGABRT)
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG, linux/prctl.h
@@ -77,10 +80,11 @@ class Group:
         self._stopped: dict[int, int] = {}
         self._over: set[int] = set()
         self._shown = False
+        self._terminal = Shown(say)
         self._lock = threading.Lock()
         self._logs = []
         for rank in range(launch.processes):
-            log = Log(self.log(rank), _say)
+            log = Log(self.log(rank), say)
             self._stack.callback(log.close)
             self._logs.append(log)
 
@@ -93,7 +97,7 @@ class Group:
         """
         launch = self._launch
         if launch.tells and not launch.json:
-            _say(f"whalejax: {launch.listens(coordinator)}")
+            say(f"whalejax: {launch.listens(coordinator)}")
         for rank in range(launch.processes):
             own = {**launch.environment_of(rank, coordinator), **given}
             words = launch.words(rank, own)
@@ -132,7 +136,7 @@ class Group:
         assert process.stdout is not None
         self._stack.callback(process.stdout.close)
         shows = rank == 0 and not self._launch.json
-        outputs = (self._logs[rank], *((Shown(_say),) if shows else ()))
+        outputs = (self._logs[rank], *((self._terminal,) if shows else ()))
         return Pump(
             process.stdout.fileno(), outputs, lambda found: self._told(rank, found)
         )
@@ -157,7 +161,7 @@ class Group:
         with self._lock:
             if self._launch.tells and not (self._shown or self._launch.json):
                 self._shown = True
-                _say(self.table())
+                say(self.table())
 
     def _slow_down(self) -> None:
         """Set the quotas, or say in one line why there are none."""
@@ -167,7 +171,7 @@ class Group:
             ):
                 self._stack.enter_context(Quota(percent)).add(process.pid)
         except WhaleError as error:
-            _say(f"whalejax: running without CPU quotas: {error}")
+            say(f"whalejax: running without CPU quotas: {error}")
 
     def log(self, rank: int) -> Path:
         """Where a rank's output goes."""
@@ -217,10 +221,12 @@ class Group:
         status = status if status >= 0 else 128 - status
         failure = self._failure(failed) if failed else None
         if self._launch.json:
-            self._print(status, failure)
-        elif failure and (self._launch.tells or rank):
-            _say(failure)
-        return status
+            return status if self._print(status, failure) else status or UNPRINTED
+        if failure and (self._launch.tells or rank):
+            say(failure)
+        # Logs of what tells nothing of its ranks are gone when it ends.
+        lost = self._terminal.lost and not self._launch.tells
+        return status or (UNPRINTED if lost else 0)
 
     def _next(self) -> tuple[int, int]:
         """The next rank that ends and its status, or one that never will, and 1."""
@@ -290,8 +296,8 @@ class Group:
             return stat.rpartition(")")[2].split()[0]
         return ""
 
-    def _print(self, status: int, failure: str | None) -> None:
-        """One line of JSON."""
+    def _print(self, status: int, failure: str | None) -> bool:
+        """Print one line of JSON; False if that cannot be."""
         quotas = self._launch.quotas
         ranks = []
         for rank in range(len(self._running)):
@@ -311,9 +317,13 @@ class Group:
                 json.dumps({"status": status, "failure": failure, "ranks": ranks}),
                 flush=True,
             )
+        except BrokenPipeError:  # who read has seen enough
+            drop_stdout()
         except (OSError, ValueError) as error:
             drop_stdout()
-            _say(f"whalejax: --json: the result cannot be printed ({error})")
+            say(f"whalejax: --json: {error}")
+            return False
+        return True
 
     def _failing(self) -> dict[int, int]:
         """Ranks that fail in the moments after the first, and their status."""
@@ -365,7 +375,7 @@ class Group:
         try:
             if alive and self._launch.tells and not self._launch.json:
                 who = f"rank {', '.join(map(str, alive))}"
-                _say(
+                say(
                     f"whalejax: stopping {who if len(alive) < 9 else len(alive)} "
                     f"{'' if len(alive) < 9 else 'ranks '}by SIGTERM; what is left in "
                     f"{GRACE_SECONDS:.0f} s is killed"
@@ -419,9 +429,3 @@ def _die_with_parent() -> None:
     """A launcher that is killed outright takes its processes with it, on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)

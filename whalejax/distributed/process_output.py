@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import os
 import re
 import select
+import stat
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from whalejax.distributed.launch_env import MARK, Blamed, Introduced, Joining, heard
+from whalejax.distributed.standard_streams import drop_stdout
 from whalejax.meshes.errors import WhaleError
 
 
@@ -56,11 +59,14 @@ class Log:
         self._say = say
         self._said = False
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = open(path, "wb", buffering=0, opener=_without_waiting)
         except OSError as error:
+            why = error.strerror
+            if error.errno == errno.ENXIO:
+                why = "it is a pipe or a socket, where writing may block"
             raise WhaleError(
                 f"--logs {path.parent}: {path.name} cannot be written "
-                f"({error.strerror}). Name another folder, or remove that file"
+                f"({why}). Name another folder, or remove that file"
             ) from error
 
     def write(self, data: bytes) -> None:
@@ -84,8 +90,26 @@ class Log:
             self._file.close()
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file to write; a pipe, whether somebody reads it or not, is refused.
+
+    Raises:
+        OSError: ENXIO for a pipe, as the system itself says where nobody reads it.
+    """
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISFIFO(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), path)
+    os.set_blocking(number, True)
+    return number
+
+
 class Shown:
-    """The terminal, or what stands for it; what it cannot take is lost."""
+    """The terminal, or what stands for it; what it cannot take is lost.
+
+    Attributes:
+        lost: it took no more, and somebody was there to read.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Write to ``sys.stdout``.
@@ -94,6 +118,7 @@ class Shown:
             say: is given a line when nothing can be written any more.
         """
         self._say = say
+        self.lost = False
         self._over = False
         self._lost_bytes = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -116,6 +141,7 @@ class Shown:
                 self._write_to(number, coded)
         except (OSError, ValueError) as error:
             self._over = True
+            self.lost = not isinstance(error, BrokenPipeError)
             drop_stdout()
             why = getattr(error, "strerror", None) or error
             self._say(
@@ -142,24 +168,6 @@ def _takes(number: int, seconds: float) -> bool:
     found = select.poll()
     found.register(number, select.POLLOUT)
     return bool(found.poll(seconds * 1000))
-
-
-def drop_stdout() -> None:
-    """Send what stdout still holds nowhere: Python would fail over it at its end."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def hold_standard_streams() -> None:
-    """Open what of stdin, stdout and stderr is closed, so that no pipe or log gets
-    its number and what is printed does not end in it."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 class Pump:

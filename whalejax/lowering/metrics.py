@@ -2,7 +2,8 @@
 
 Executors know one way to put micro-batches together: they add them. Means are sums that
 are divided at the end, and rows of samples are sums of arrays that are zero where other
-micro-batches have theirs.
+micro-batches have theirs. So are the maxima and minima of all micro-batches, of which
+one is taken at the end.
 """
 
 from __future__ import annotations
@@ -38,11 +39,20 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
             return metric if weight is None else _weighed(metric, weight)
         if metric.how == "sum":
             return replace(metric, value=jax.tree.map(_summable, metric.value))
+        if metric.how == "same":
+            once = jax.tree.map(lambda x: _once(x, number, count), metric.value)
+            return replace(metric, value=once)
+        if metric.how == "average":
+            share = jax.tree.map(lambda x: wide(x) / count, metric.value)
+            return replace(metric, value=share)
         if metric.how == "mean":
             means = jax.tree.map(wide, jax.tree.map(jnp.asarray, metric.value))
             if weight is not None:
                 means = jax.tree.map(lambda x: _weighed(x, weight), means)
             return replace(metric, value=means)
+        if metric.how in ("max", "min"):
+            each = jax.tree.map(lambda x: jnp.asarray(x)[None], metric.value)
+            metric = replace(metric, value=each)
         rows = jax.tree.map(lambda x: _spread(metric, x, number, count), metric.value)
         return replace(metric, value=rows)
 
@@ -60,6 +70,9 @@ def reported(metrics: Any, count: Any) -> Any:
     def one(metric: Any) -> Any:
         if isinstance(metric, Merged) and metric.how == "mean":
             return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), metric.value)
+        if isinstance(metric, Merged) and metric.how in ("max", "min"):
+            end = getattr(jnp, metric.how)
+            return jax.tree.map(lambda x: end(x, axis=0), metric.value)
         if isinstance(metric, Merged):
             return metric.value
         if not jnp.issubdtype(metric.dtype, jnp.inexact):
@@ -82,10 +95,20 @@ def _summable(metric: Any) -> Any:
     return metric.astype(jnp.int32) if narrow else metric
 
 
+def _once(metric: Any, number: Any, count: int) -> Any:
+    """What all micro-batches have alike, which the first alone reports."""
+    metric = _summable(metric)
+    if count == 1:
+        return metric
+    return jnp.where(number == 0, metric, jnp.zeros_like(metric))
+
+
 def _weighed(metric: Any, weight: Any) -> Any:
     if not jnp.issubdtype(metric.dtype, jnp.inexact):
         return metric
-    return metric * weight.astype(metric.dtype)
+    # A micro-batch without weight has perhaps divided by it.
+    part = metric * weight.astype(metric.dtype)
+    return jnp.where(weight != 0, part, jnp.zeros_like(part))
 
 
 def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
@@ -94,7 +117,7 @@ def _spread(metric: Merged, rows: Any, number: Any, count: int) -> Any:
     Micro-batch ``m`` has samples ``m, m + count, m + 2 count …``.
     """
     rows = jnp.asarray(rows)
-    if metric.how == "rows":
+    if metric.how != "concat":
         rows = _summable(rows)
     rows = rows.astype(jnp.int32) if rows.dtype == jnp.bool_ else rows
     if count == 1:

@@ -20,7 +20,6 @@ from whalejax.adapters.leaves import is_key
 from whalejax.api.losses import Merged
 from whalejax.capture import Captured
 from whalejax.capture.batch_reductions import batch_reductions
-from whalejax.capture.reported.values import told_words
 from whalejax.meshes.errors import Problems
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
@@ -108,12 +107,13 @@ def check_mean(captured: Captured, samples: int, whole: int) -> None:
     problems = Problems(kind=PlanError)
     for found in batch_reductions(captured):
         problems.add(f"{found.scope or 'the loss'} {_WHAT[found.what]}")
-    for text in told_words(captured.unclear):
+    for text in captured.apart().told():
         problems.add(text)
     problems.raise_if_any(
         title=f"the batch has {samples} samples, the plan is for {whole}, and the "
         "evaluation of these alone cannot be had from whole batches. Leave them out, "
-        "or plan without an optimizer for batches of this size"
+        "plan without an optimizer for batches of this size, or say how reported "
+        "values are put together, with wh.Aux(means=..., sums=..., samples=...)"
     )
 
 
@@ -141,7 +141,7 @@ def together(
         for count, (_, weight) in parts
     ]
     combined = _Combined(counts=counts, weights=weights, whole=whole)
-    tree = captured.out_tree
+    tree = captured.apart().out_tree
     _, _, kinds, _ = tree.unflatten(range(tree.num_leaves))
     several = [metrics for _, (metrics, _) in parts]
     found: Metrics = jax.tree.map(
@@ -170,11 +170,27 @@ class _Combined:
     def value(self, kind: Any, *values: Any) -> Any:
         """One reported value, which is put together as its kind says."""
         if not isinstance(kind, Merged):
-            exact = not jnp.issubdtype(values[0].dtype, jnp.inexact)
-            return (self.sum if exact else self.mean)(*values)
-        if kind.how in ("mean", "sum"):
+            return self.mean(*values)
+        if kind.how in ("mean", "average", "sum", "same", "max", "min"):
             return jax.tree.map(getattr(self, kind.how), *values)
         return jax.tree.map(lambda *rows: self.rows(kind, rows), *values)
+
+    def same(self, *values: Any) -> Any:
+        """What is the same of all samples."""
+        return values[0]
+
+    def max(self, *values: Any) -> Any:
+        """The maximum over the samples."""
+        return jnp.stack(values).max(0)
+
+    def min(self, *values: Any) -> Any:
+        """The minimum over the samples."""
+        return jnp.stack(values).min(0)
+
+    def average(self, *values: Any) -> Any:
+        """The mean over the samples, whatever the loss's weights."""
+        total = sum(x * n for x, n in zip(values, self.counts, strict=True))
+        return total / sum(self.counts)
 
     def mean(self, *values: Any) -> Any:
         """The weighted mean; a pass without weight has divided by it."""

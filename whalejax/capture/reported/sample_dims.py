@@ -40,13 +40,10 @@ class Unclear:
     Attributes:
         shape: of one micro-batch's.
         why: what is known of it.
-        sizes: dimensions of unknown origin: it is unclear if one of them is as long as
-            a micro-batch. Empty if it is unclear whatever their length.
     """
 
     shape: tuple[int, ...]
     why: str
-    sizes: tuple[int, ...] = ()
 
 
 class _Mark(enum.Enum):
@@ -79,6 +76,13 @@ def reported_rows(graph: Graph, values: Sequence[int]) -> list[Rows | Unclear | 
     follow = _Follow(graph)
     follow.run()
     return [follow.said(value) for value in values]
+
+
+def rows_of(graph: Graph) -> set[int]:
+    """All tensors of which it is known in which one dimension the samples stand."""
+    follow = _Follow(graph)
+    follow.run()
+    return {t.id for t in graph.tensors if isinstance(follow.said(t.id), Rows)}
 
 
 class _Follow:
@@ -128,11 +132,7 @@ class _Follow:
             return rows[0]
         if value in self.single:
             return Unclear(shape=shape, why="is of one sample of the micro-batch")
-        sizes = [
-            size for size, x in zip(shape, dims, strict=True) if x is None and size > 1
-        ]
-        why = "has a dimension as long as a micro-batch whose origin is not known"
-        return Unclear(shape=shape, why=why, sizes=tuple(sizes)) if sizes else None
+        return None
 
     def _set(self, tensor: int, dim: int, found: _Where) -> None:
         key = tensor, dim

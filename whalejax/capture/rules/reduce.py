@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Final
 
-from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule
+from whalejax.capture.rules.behaviour import Behaviour, Equation, Letters, Rule, unknown
 
 
 def _reduce(equation: Equation, axes: tuple[int, ...], count: int) -> Letters:
@@ -37,6 +38,31 @@ def _general_reduce(equation: Equation) -> Behaviour:
     return Behaviour(
         factors=letters.factors, saves=tuple((s, w) for s in slots for w in slots)
     )
+
+
+def _over_places(*saves: tuple[int, int]) -> Rule:
+    """A collective over dimensions, as ``vmap`` makes of one over its axis.
+
+    Each operand has a result of its own; over an axis by name nothing is known.
+    """
+
+    def rule(equation: Equation) -> Behaviour:
+        axes, count = equation.params["axes"], len(equation.inputs)
+        groups = equation.params.get("axis_index_groups")
+        if groups is not None or not all(isinstance(a, Integral) for a in axes):
+            return unknown(equation)
+        letters = Letters(equation)
+        for slot, shape in enumerate(equation.inputs):
+            kept = iter(range(len(shape)))
+            for dim in range(len(shape)):
+                members = [(slot, dim)]
+                if dim not in axes:
+                    members.append((count + slot, next(kept)))
+                letters.link(*members)
+        each = tuple((count * side + n, n) for n in range(count) for side, _ in saves)
+        return Behaviour(factors=letters.factors, saves=each)
+
+    return rule
 
 
 def _along(*saves: tuple[int, int]) -> Rule:
@@ -151,6 +177,8 @@ RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(
         ("reduce_and", "reduce_or", "argmax", "argmin"), _reduction(flat=True)
     ),
+    "psum": _over_places(),
+    **dict.fromkeys(("pmax", "pmin"), _over_places((0, 0), (1, 0))),
     "reduce": _general_reduce,
     "cumsum": _along(),
     **dict.fromkeys(

@@ -7,6 +7,7 @@ is waited for, and ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from whalejax.distributed import heartbeat
 from whalejax.distributed.launch_env import ENDS_FOR_ANOTHER
+from whalejax.distributed.standard_streams import say
 from whalejax.meshes.errors import WhaleError
 from whalejax.planner.pipeline.schedules import Row
 from whalejax.planner.pipeline.transfer_order import Handing, words_of
@@ -167,15 +169,14 @@ class Watch:
             "All processes are there and have begun as many steps: another one does "
             "something else than this one"
         )
-        print(
+        say(
             f"whalejax: {kind} has waited for {waited:.0f} s at {self._where()}; the "
             f"longest before took {longest:.1f} s. {who}. This process ends here. Look "
             "for the first error of the others, start all processes anew, and restore "
-            "the latest checkpoint",
-            file=sys.stderr,
-            flush=True,
+            "the latest checkpoint"
         )
-        faulthandler.dump_traceback(file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            faulthandler.dump_traceback(file=sys.stderr)
         heartbeat.begun().leave(ENDS_FOR_ANOTHER)
 
 
