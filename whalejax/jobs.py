@@ -22,7 +22,8 @@ from whalejax.api.search_result import Found
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.errors import WhaleError
-from whalejax.planner.plan.plan import Plan, Question
+from whalejax.planner.plan.plan import Plan
+from whalejax.planner.plan_data import Question
 
 
 def abstract_model(job: Job) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from whalejax.meshes.cluster_data import ClusterData
 from whalejax.meshes.errors import WhaleError, warn
-from whalejax.meshes.formats.cluster_toml import from_data
+from whalejax.meshes.formats.cluster_toml import from_data, to_data
 
 
 # Raised when what is measured, or how, changes.
@@ -69,7 +69,7 @@ def store(key: MachineKey, budget_seconds: float, cluster: ClusterData) -> None:
         "format": _FORMAT,
         "machine": dict(key),
         "budget_seconds": budget_seconds,
-        "cluster": cluster.to_json(),
+        "cluster": to_data(cluster),
     }
     path = file_of(key)
     try:

@@ -148,7 +148,8 @@ class Plan(Pictured):
             PlanError: the plan was read from a file, which holds no model; or there is
                 no such plan.
         """
-        return noted(self, self._asked("what_if").again(**changes), changes)
+        found: Plan = self._asked("what_if").again(**changes)
+        return noted(self, found, changes)
 
     def verify(
         self, topology: str | None = None, *, timeout_seconds: float = 1800.0

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
@@ -472,7 +472,7 @@ def _written(
     best = next((one for one in found if one.fits), None)
     if best is None:
         raise nothing_fits(found, asked)
-    plan, slices = best.plan, best.slices
+    plan, slices = cast("Plan", best.plan), best.slices
     candidates = [
         Candidate(
             layout=one.layout,

@@ -11,11 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.search.user_shares import DATA
 from whalejax.planner.sharding.layout import STAGE
+
+
+P = TypeVar("P", bound=PlanData)
 
 
 def samples_at_a_time(plan: PlanData) -> float:
@@ -66,7 +69,7 @@ def unlike_note(asked: int, samples: Mapping[str, float]) -> tuple[str, ...]:
     )
 
 
-def noted(before: PlanData, after: PlanData, changes: Mapping[str, Any]) -> PlanData:
+def noted(before: PlanData, after: P, changes: Mapping[str, Any]) -> P:
     """A plan on another cluster, with what is to be said of its micro-batches.
 
     Args:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeVar
 
 import numpy as np
 
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.rank_order import Matrix, cost, place
 
+
+P = TypeVar("P", bound=PlanData)
 
 MOST_DEVICES = 256
 """Of more the order is not looked for: exchanges are compared by matrix products."""
@@ -24,7 +27,7 @@ _LEAST_GAIN = 1e-3
 """Relative; for less the cluster's own order stays."""
 
 
-def ordered(plan: PlanData) -> PlanData:
+def ordered(plan: P) -> P:
     """The plan with its devices placed by traffic, or as it is.
 
     Stages with programs of their own, unlike shares and devices of several kinds keep

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 from tyro import conf
 
-from whalejax import __version__
+from whalejax._version import __version__
 from whalejax.cli.option_checks import check_words, checked
 from whalejax.cli.options import (
     CalibrateCommand,

@@ -39,15 +39,16 @@ class Sliders:
     """
 
     def __init__(
-        self, plan: PlanData, batches: Sequence[int] | None, clusters: Sequence[str]
+        self, plan: Any, batches: Sequence[int] | None, clusters: Sequence[str]
     ) -> None:
         _check(batches, clusters)
         if plan.question is None:
             plan.what_if()  # says that its model is missing
         widgets = _needed()
-        self.plan, self.problem = plan, ""
+        self.plan: Any = plan
+        self.problem = ""
         self._first = plan
-        self._found: dict[tuple[tuple[str, Any], ...], PlanData] = {(): plan}
+        self._found: dict[tuple[tuple[str, Any], ...], Any] = {(): plan}
         self.controls: dict[str, Any] = {
             "batch": widgets.SelectionSlider(
                 options=_sizes(plan, batches),

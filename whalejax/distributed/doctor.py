@@ -14,7 +14,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from whalejax import __version__
+from whalejax._version import __version__
 from whalejax.cli.options import DoctorCommand
 from whalejax.cli.progress import make_console
 from whalejax.distributed import launcher

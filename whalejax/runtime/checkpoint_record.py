@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
-from whalejax import __version__
+from whalejax._version import __version__
 from whalejax.meshes.errors import Problems, WhaleError
 from whalejax.meshes.read_file import read_text
 

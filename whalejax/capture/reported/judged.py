@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from whalejax import _compat
-from whalejax.capture.batch_reductions import statistics
 from whalejax.capture.drafts import Value
 from whalejax.capture.reported.paired import Pairing, Trace, avals, power_of
 from whalejax.capture.reported.parts import HOWS, MADE_OTHERWISE, Parts
 from whalejax.capture.reported.sample_dims import Rows, Unclear, reported_rows, rows_of
+from whalejax.capture.sample_following import statistics
 
 
 Said = Rows | Unclear | str | None
@@ -44,7 +44,9 @@ def judged(
         pairing=pairing,
         rows=frozenset(rows_of(small.graph)),
         changing=changing,
-        statistics=statistics(small.graph, [*loss.values()], [*after.values()]),
+        statistics=statistics(
+            small.graph, small.program, [*loss.values()], [*after.values()]
+        ),
     )
     parts.run()
     tensors = _tensors(small, wanted)

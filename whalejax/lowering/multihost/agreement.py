@@ -18,8 +18,8 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-import whalejax
 from whalejax import _compat_processes
+from whalejax._version import __version__
 from whalejax.distributed import heartbeat
 from whalejax.lowering.multihost.fingerprints import fingerprint
 from whalejax.planner.errors import PlanError
@@ -98,7 +98,7 @@ class Agreement:
         facts = {
             "plan": hashlib.sha256(repr(what).encode()).hexdigest()[:12],
             "optimizer": optimizer,
-            "whalejax": whalejax.__version__,
+            "whalejax": __version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
             "python": ".".join(platform.python_version_tuple()[:2]),

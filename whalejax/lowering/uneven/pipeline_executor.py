@@ -367,7 +367,7 @@ class Pipes(Following):
     def _told_of(self, run: Pass, numbers: Sequence[int]) -> dict[int, Any]:
         """A pipeline's part of what is not trained, by its number."""
         old = jax.tree.leaves(run.state.rest)
-        replica = self.pipelines.index(run.apart)
+        replica = [*map(id, self.pipelines)].index(id(run.apart))
         ran, later = self.shares[replica], sum(self.shares[replica + 1 :])
         return {
             n: self._tell(i, old[i], run.leaves[n], np.float32(ran), np.float32(later))
