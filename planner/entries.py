@@ -31,6 +31,15 @@ def itemsize_bytes(dtype: str) -> int:
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
+def starred(path: str) -> str:
+    """A path with the numbers of repeated layers replaced by ``*``.
+
+    >>> starred("blocks.3.up.kernel"), starred("layer_11.conv2d.kernel")
+    ('blocks.*.up.kernel', 'layer_*.conv2d.kernel')
+    """
+    return re.sub(r"\d+(?=\.|$)", "*", path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
     """One parameter.

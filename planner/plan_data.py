@@ -28,10 +28,10 @@ from whalejax.planner.entries import (
     Pace,
     RegionTable,
     RoleInfo,
+    starred,
 )
 from whalejax.planner.errors import PlanError
 from whalejax.planner.fingerprint import program_data
-from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.terms import Chosen, MemoryTerms, Remat, TimeTerms
 
 

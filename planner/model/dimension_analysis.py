@@ -31,7 +31,6 @@ from whalejax.planner.model.dimensions import (
 from whalejax.planner.model.graph import Graph, Op, Tensor
 from whalejax.planner.model.logical_dimensions import Role as Role
 from whalejax.planner.model.logical_dimensions import fold
-from whalejax.planner.model.logical_dimensions import starred as starred
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 from whalejax.planner.model.sequence import with_whole_operations
 

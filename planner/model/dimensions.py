@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from whalejax.planner.model.graph import Op
 from whalejax.planner.model.logical_dimensions import Role as Role
-from whalejax.planner.model.logical_dimensions import starred as starred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import Factor, Op, Tensor
 from whalejax.planner.model.reshape_factors import Atoms, Union, slots_of
 
@@ -41,15 +42,6 @@ class Role:
     is_batch: bool = False
     of_weights: bool = False
     copies: int = 1
-
-
-def starred(path: str) -> str:
-    """A path with the numbers of repeated layers replaced by ``*``.
-
-    >>> starred("blocks.3.up.kernel"), starred("layer_11.conv2d.kernel")
-    ('blocks.*.up.kernel', 'layer_*.conv2d.kernel')
-    """
-    return re.sub(r"\d+(?=\.|$)", "*", path)
 
 
 def fold(

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from whalejax.planner.entries import starred
 from whalejax.planner.model.graph import LOOPS, Graph, Op, Tensor
-from whalejax.planner.model.logical_dimensions import starred
 
 
 _NUMBER = re.compile(r"^(.*?)(\d+)(?=\.|$)(.*)$")

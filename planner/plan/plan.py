@@ -14,7 +14,6 @@ from typing import Any
 
 from whalejax.meshes.checks import is_printable
 from whalejax.planner import fields
-from whalejax.planner.balance.zero1_slices import slices_of
 from whalejax.planner.errors import NothingFits as NothingFits
 from whalejax.planner.errors import PlanError as PlanError
 from whalejax.planner.plan import plan_file
@@ -24,6 +23,7 @@ from whalejax.planner.plan.report.pictures import Pictured
 from whalejax.planner.plan_data import PLAN_VERSION as PLAN_VERSION
 from whalejax.planner.plan_data import Question, StagesData
 from whalejax.planner.search.micro_batches import noted
+from whalejax.planner.search.zero1_slices import slices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

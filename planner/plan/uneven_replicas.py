@@ -21,12 +21,6 @@ from whalejax.planner.balance.measured_speed import (
     timing_note,
     weights_hash,
 )
-from whalejax.planner.balance.replicas import (
-    Case,
-    Replicas,
-    device_kinds,
-    nothing_fits,
-)
 from whalejax.planner.balance.shares import (
     even_shares,
     gain_words,
@@ -34,12 +28,6 @@ from whalejax.planner.balance.shares import (
     makespan,
     shares,
     speed_bound,
-)
-from whalejax.planner.balance.zero1_slices import (
-    check_zero,
-    sliceable,
-    sliced,
-    with_slices,
 )
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
 from whalejax.planner.entries import Candidate, Collective
@@ -49,7 +37,19 @@ from whalejax.planner.plan.plan import Plan
 from whalejax.planner.search.batched.prefilter import Likely, likely_replicas
 from whalejax.planner.search.request import Request
 from whalejax.planner.search.spmd import check_marks, unlike
+from whalejax.planner.search.uneven_replicas import (
+    Case,
+    Replicas,
+    device_kinds,
+    nothing_fits,
+)
 from whalejax.planner.search.user_shares import DATA, check_shares, said_of
+from whalejax.planner.search.zero1_slices import (
+    check_zero,
+    sliceable,
+    sliced,
+    with_slices,
+)
 from whalejax.planner.sharding.layout import divisors
 from whalejax.planner.terms import TimeTerms
 

@@ -247,7 +247,7 @@ def test_memory_of_a_device_that_does_not_tell() -> None:
 
 SCRIPT = """
 import json, sys
-from whalejax.meshes import calibrate
+from whalejax.meshes.calibration import calibrate
 one = calibrate.measured(0.5)
 one.save(sys.argv[1])
 print(json.dumps([one.to_json(), calibrate.calibrate(0.5) == one]))

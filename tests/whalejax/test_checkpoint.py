@@ -311,7 +311,7 @@ def test_numbers_that_orbax_cannot_read(copy: Path) -> None:
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from tests.whalejax import runs
-from whalejax import checkpoint
+from whalejax.runtime import checkpoint
 
 step = runs.shared_step()
 state = runs.fresh_state(step)

@@ -122,8 +122,8 @@ def test_every_option_has_a_help_text(command: str, capsys: Captured) -> None:
 
 def test_help_and_errors_import_nothing_heavy() -> None:
     code = (
-        "import sys; from whalejax import cli; cli.main(['train', '--help']); "
-        "cli.main(['trein']); assert 'jax' not in sys.modules"
+        "import sys; from whalejax.cli import main; main.main(['train', '--help']); "
+        "main.main(['trein']); assert 'jax' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -355,8 +355,8 @@ def test_a_plan_is_made_shown_explained_and_run(here: Path, capsys: Captured) ->
 
 def test_planning_touches_no_device(here: Path) -> None:
     code = (
-        "from whalejax import cli; import jax._src.xla_bridge as bridge; "
-        "assert cli.main(['plan', 'jobs.py:make', '--cluster', 'h100:4x8', "
+        "from whalejax.cli import main; import jax._src.xla_bridge as bridge; "
+        "assert main.main(['plan', 'jobs.py:make', '--cluster', 'h100:4x8', "
         "'--batch', '64']) == 0; assert not bridge._backends"
     )
     done = subprocess.run(

@@ -316,7 +316,7 @@ TRAINED_UNTIL_KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.whalejax import runs
-from whalejax import loop
+from whalejax.cli import train_loop
 
 def batches(index):
     if index == int(sys.argv[2]):
@@ -324,8 +324,8 @@ def batches(index):
     return runs.batch_at(index, 16)
 
 step = runs.shared_step()
-loop.train(step, runs.fresh_state(step), batches, steps=12,
-           save_dir=Path(sys.argv[1]), save_every=4)
+train_loop.train(step, runs.fresh_state(step), batches, steps=12,
+                 save_dir=Path(sys.argv[1]), save_every=4)
 """
 
 

@@ -20,8 +20,8 @@ from whalejax import jobs, models
 from whalejax.api import executor_choice
 from whalejax.api.losses import Job
 from whalejax.planner.balance.online import Rebalance
-from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.plan import uneven_replicas
+from whalejax.planner.search.uneven_replicas import most_shares
 from whalejax.runtime.sample_shares import checked_shares
 
 

@@ -34,13 +34,10 @@ from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance.shares import even_shares
 from whalejax.planner.pipeline.schedules import schedule
-from whalejax.planner.pipeline.simulate import simulate
+from whalejax.planner.pipeline.simulate import STEADY_AFTER, simulate
 
 
 Array = np.ndarray
-OUTER = 3
-"""Micro-batches for each stage after which a pipeline's pace is steady."""
-
 ALIGNED = 8
 """Elements of 16 bits by which sizes of a product divide where it is fastest."""
 
@@ -583,7 +580,7 @@ def pipeline_seconds(
         transfer: seconds from one part to the next.
     """
     parts, chunks = run.num_micro_batches, run.chunks
-    few = min(parts, OUTER * run.stages)
+    few = min(parts, STEADY_AFTER * run.stages)
     if chunks > 1:
         # Chunks take turns in rounds of the stages.
         few = few // run.stages * run.stages

@@ -15,9 +15,8 @@ from typing import Any
 from whalejax.meshes.checks import shown
 from whalejax.meshes.units import gigabytes, milliseconds
 from whalejax.planner.cost.collectives import axis_parts, collective_seconds
-from whalejax.planner.entries import Collective, LeafPlan
+from whalejax.planner.entries import Collective, LeafPlan, starred
 from whalejax.planner.errors import PlanError
-from whalejax.planner.model.logical_dimensions import starred
 from whalejax.planner.plan.report.page import SHOWN_ROWS, page_width
 from whalejax.planner.plan.report.parameter_table import (
     collective_words,

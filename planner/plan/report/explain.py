@@ -9,8 +9,7 @@ import dataclasses
 from collections import Counter
 
 from whalejax.meshes.units import gigabytes, milliseconds
-from whalejax.planner.entries import Candidate
-from whalejax.planner.model.logical_dimensions import starred
+from whalejax.planner.entries import Candidate, starred
 from whalejax.planner.plan.report.why import layout_text, whole_dimensions
 from whalejax.planner.plan_data import PlanData
 

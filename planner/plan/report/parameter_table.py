@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from whalejax.planner.cost.optimizer_step import combined_gradients
-from whalejax.planner.entries import Collective, LeafPlan
-from whalejax.planner.model.logical_dimensions import starred
+from whalejax.planner.entries import Collective, LeafPlan, starred
 from whalejax.planner.plan_data import PlanData
 from whalejax.planner.sharding.layout import Spec, shards
 

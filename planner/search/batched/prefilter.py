@@ -17,7 +17,6 @@ from typing import ClassVar, Final, TypeVar
 import numpy as np
 
 from whalejax.meshes.cluster import Cluster
-from whalejax.planner.balance.zero1_slices import sliceable
 from whalejax.planner.model.graph import Graph
 from whalejax.planner.search.batched.branch_and_bound import NoMeshError, WideSearch
 from whalejax.planner.search.batched.cases import Placement
@@ -26,6 +25,7 @@ from whalejax.planner.search.batched.mesh_grid import Frames
 from whalejax.planner.search.batched.step_time import Weighed
 from whalejax.planner.search.enumerate import PLANNED_AXES
 from whalejax.planner.search.request import Hosted, Request
+from whalejax.planner.search.zero1_slices import sliceable
 from whalejax.planner.terms import OFFLOADS, Chosen
 
 

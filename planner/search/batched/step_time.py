@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whalejax.estimates.step_model import OUTER
 from whalejax.planner.cost.collectives import Spans
 from whalejax.planner.model.layer_chain import ENDS, EVERYWHERE, FIRST, LAST, LAYER
 from whalejax.planner.pipeline.schedules import written
-from whalejax.planner.pipeline.simulate import Compiled, any_cut_share, compiled
+from whalejax.planner.pipeline.simulate import (
+    STEADY_AFTER,
+    Compiled,
+    any_cut_share,
+    compiled,
+)
 from whalejax.planner.search.batched.cases import PHASES, PLACES, TERMS, Cases, Group
 from whalejax.planner.search.batched.cells import Column
 from whalejax.planner.search.batched.layout_variants import Array
@@ -278,7 +282,7 @@ def settle(cases: Cases, found: Weighed, rows: Array, micro_batches: Array) -> N
     found.pipeline[some] = micro_batches[some] * found.pace[some]
     rows = rows[~alone]
     keys = np.stack([f.schedule[rows], f.stage[rows], f.chunks[rows]])
-    few = np.minimum(micro_batches[rows], OUTER * f.stage[rows]).astype(np.int64)
+    few = np.minimum(micro_batches[rows], STEADY_AFTER * f.stage[rows]).astype(np.int64)
     rounds = -(-few // f.stage[rows]) * f.stage[rows]
     few = np.where(f.chunks[rows] > 1, rounds, few)
     keys = np.concatenate([keys, few[None]])

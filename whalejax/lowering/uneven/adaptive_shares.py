@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from whalejax.lowering.spmd.executor import Program
 from whalejax.lowering.uneven.timer import Stopwatch
 from whalejax.planner.balance.online import Rebalance
-from whalejax.planner.balance.replicas import most_shares
 from whalejax.planner.balance.shares import dealt
 from whalejax.planner.errors import PlanError
 from whalejax.planner.plan.plan import Plan
+from whalejax.planner.search.uneven_replicas import most_shares
 from whalejax.runtime.sample_shares import PortionLayout, checked_shares
 
 

@@ -10,10 +10,10 @@ from whalejax.meshes.cluster import Cluster
 from whalejax.meshes.device_kinds import DeviceKind
 from whalejax.meshes.units import gigabytes
 from whalejax.planner.balance.shares import Device, check_pieces, makespan
-from whalejax.planner.balance.zero1_slices import Slices
 from whalejax.planner.entries import Collective
 from whalejax.planner.errors import NothingFits, PlanError
 from whalejax.planner.plan_data import PlanData
+from whalejax.planner.search.zero1_slices import Slices
 from whalejax.planner.terms import MemoryTerms
 
 
