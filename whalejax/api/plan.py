@@ -20,7 +20,7 @@ from whalejax.api.fixed_axes import Uneven, check_mesh, idle_note, synced, uneve
 from whalejax.api.garbage_collection import collections_paused
 from whalejax.api.loss_notes import loss_notes, remat_note
 from whalejax.api.plan_options import NO_OPTIMIZER, check_options, checked_offload
-from whalejax.api.plan_request import PlanRequest
+from whalejax.api.plan_request import PlanRequest, changeable
 from whalejax.capture.batch import aval_of, check_batch, resized
 from whalejax.capture.patterns.calls import most_tokens
 from whalejax.capture.programs import Programs, attention_note, check_reports
@@ -172,31 +172,8 @@ def plan(
     >>> found.num_devices
     8
     """
-    return ask(
-        loss_fn,
-        model,
-        batch,
-        optimizer=optimizer,
-        cluster=cluster,
-        trainable=trainable,
-        axis_names=axis_names,
-        default=default,
-        precision=precision,
-        num_micro_batches=num_micro_batches,
-        allow_idle=allow_idle,
-        sync_batch_stats=sync_batch_stats,
-        batch_axes=batch_axes,
-        mesh=mesh,
-        zero=zero,
-        runnable=runnable,
-        remat=remat,
-        offload=offload,
-        sequence_parallel=sequence_parallel,
-        attention=attention,
-        loss_chunks=loss_chunks,
-        shares=shares,
-        compiler_options=compiler_options,
-    ).plan()
+    given = dict(locals())
+    return ask(**given).plan()
 
 
 @without_mesh
@@ -404,11 +381,7 @@ class Asked(PlanRequest):
 
     def again(self, **changes: Any) -> Plan:
         """``Plan.what_if``."""
-        known = (
-            "batch cluster mesh zero num_micro_batches precision remat offload "
-            "sequence_parallel attention loss_chunks shares runnable compiler_options "
-            "allow_idle"
-        ).split()
+        known = changeable()
         problems = Arguments("what_if", PlanError)
         for name in changes:
             if name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -61,3 +62,14 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             object.__setattr__(self, name, plain(getattr(self, name)))
+
+
+_KEPT: Final = frozenset(
+    ("adapter", "optimizer", "default", "sync_batch_stats", "batch_axes", "traced")
+)
+"""What a plan's other versions keep; ``Plan.what_if`` changes the rest."""
+
+
+def changeable() -> list[str]:
+    """Names of the fields that ``Plan.what_if`` may change."""
+    return [f.name for f in dataclasses.fields(PlanRequest) if f.name not in _KEPT]
