@@ -1,4 +1,4 @@
-"""Reading checked tables, and writing TOML.
+"""Reads tables from TOML or JSON with a check of every key, and writes TOML.
 
 ``Table`` takes a dict that came from TOML or JSON apart: a value of the wrong type, a
 missing one and a key that nobody asked for are each recorded with their path, so that

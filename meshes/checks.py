@@ -1,4 +1,4 @@
-"""Checks of what public functions are given, in one home.
+"""Checks of arguments of public functions, and of fields of dataclasses.
 
 A wrong argument is best refused where it was given: ten calls further in it is a
 message of Python's or JAX's that names none of the user's words. ``Arguments`` collects

@@ -1,4 +1,4 @@
-"""What is being done, told to whoever shows it.
+"""Progress events: planning and compiling report what they do.
 
 Planning and compiling take seconds to minutes. They say what they do here, and know
 nothing of terminals; ``whalejax.cli.progress`` shows it where somebody wants to see

@@ -1,4 +1,4 @@
-"""What a plan that cannot be had raises; apart from ``plan``, which is its data."""
+"""Exceptions of planning, which every folder of the planner may import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the fields of a plan may hold, and what its methods take.
+"""Checks of a plan's fields, and of what its methods are given.
 
-Apart from ``plan`` because it says what each number may be, and ``plan`` what it means.
+Apart from ``plan_data``, which says what each field means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What attention takes that is computed a block of scores at a time.
+"""Time and traffic of attention that is computed a block of scores at a time.
 
 Forward there are two products for each block, backward five: the scores again, and the
 cotangents of weights, values, queries and keys (Dao et al., "FlashAttention", 2022,

@@ -1,4 +1,4 @@
-"""From a graph's operations to its cost rows: each in roles, and equal ones counted.
+"""Builds cost rows from a graph's operations: equal ones are one row with a count.
 
 It is apart from what a row is because a graph is folded several times: once for each
 way to part its TaskGraphs, and what an operation is does not depend on where it stands.

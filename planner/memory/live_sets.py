@@ -1,7 +1,6 @@
-"""What memory holds when: of every span of a step, the tensors and the parameters.
+"""The tensors and parameters that are in memory in each span of a step.
 
-It is apart from what a layout makes of it (``peak``), because it is found once for a
-program: only which TaskGraph lays a tensor out depends on where operations stand.
+Found once for a program; ``peak`` gives them bytes under a layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the forward pass keeps, in which order, and what the backward pass works with.
+"""Values that the forward pass keeps, and that the backward pass works with, by span.
 
 A step is cut into spans of operations that follow each other: each loop is one. What is
 kept is what fusions cannot rebuild. Loops keep what their differentiation says, as it

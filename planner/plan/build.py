@@ -1,7 +1,6 @@
-"""A decision written down as a Plan: tables by name, layouts, candidates and notes.
+"""Builds a ``Plan`` from what a search found: tables, layouts, candidates and notes.
 
-Apart from the decision because it decides nothing: from what a search found it makes
-the plain data that is shown, saved and run.
+It decides nothing: it makes the plain data that is shown, saved and run.
 """
 
 from __future__ import annotations

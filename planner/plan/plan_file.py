@@ -1,4 +1,4 @@
-"""Plan files: the plan as a JSON document, and its way back, which believes nothing.
+"""Plan files: a plan written as a JSON document, and read back with every check.
 
 A document holds two hashes. ``hash`` is the plan's own, of what its program depends on;
 ``document_hash`` is of everything in the document, so that no number of it can change

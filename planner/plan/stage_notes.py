@@ -1,4 +1,4 @@
-"""What plans in stages share, whoever runs them: what they refuse and remember."""
+"""Refusals and notes that plans with pipeline stages share, under any executor."""
 
 from __future__ import annotations
 

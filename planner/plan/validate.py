@@ -1,6 +1,6 @@
-"""Numbers of a plan that cannot be: what reading a plan refuses, whatever its hash.
+"""Checks of a plan that was read from a file: impossible numbers are refused.
 
-Whoever changes a file can hash it anew. Here stands what holds of every plan: times and
+A hash proves nothing here, because whoever changes a file can hash it anew. Times and
 sizes are not negative, layouts fit shapes and mesh, shares add up, memory is what the
 parameters take and no more than devices have. All problems are found at once.
 """

@@ -1,4 +1,4 @@
-"""What searches of one program share, wherever its operations stand.
+"""Results that searches of one program share, whichever TaskGraphs it is cut into.
 
 Searches beside each other plan the same operations in other TaskGraphs. What depends on
 the operations alone is found once, when the first of them asks for it.

@@ -1,4 +1,4 @@
-"""Why no plan could be made: what stood in the way of every layout, and what would do.
+"""Errors where no layout is feasible: the reason for each, and a remedy.
 
 Separate from the decision because it runs only when that failed, and because its texts
 are the ones a user reads most closely: each names the parameter, the numbers and the

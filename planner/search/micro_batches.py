@@ -1,4 +1,4 @@
-"""How many samples a device takes at a time, and where one number means several sizes.
+"""Samples that a device takes at a time, and a note where plans differ in them.
 
 ``num_micro_batches`` cuts the global batch. What a device then takes at a time depends
 on the plan: where replicas have shares each takes whole micro-batches, elsewhere all of

@@ -1,4 +1,4 @@
-"""What is asked of a search, and the plans that it evaluates."""
+"""``Request``: what is asked of a search; and the candidates that it evaluates."""
 
 from __future__ import annotations
 

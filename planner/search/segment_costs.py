@@ -1,4 +1,4 @@
-"""What lies between borders: time, memory and traffic of a model's smallest parts.
+"""Time, memory and traffic of a model's segments, between places where it may be cut.
 
 A model that is cut into stages is cut at borders, and a layout of the whole says what
 lies between any two of them costs: the same rows as the search's, folded by segment.

@@ -1,4 +1,4 @@
-"""From a captured loss and a cluster to a Plan: the planner's front door.
+"""From a captured loss and a cluster to a plan of one program.
 
 Checks what can be checked before searching, searches, and writes down what was
 decided with everything needed to explain it.

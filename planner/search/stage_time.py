@@ -1,4 +1,4 @@
-"""What a stage of a pipeline takes for one micro-batch, out of the cost of a step."""
+"""Seconds that a pipeline stage takes for one micro-batch, from the cost of a step."""
 
 from __future__ import annotations
 

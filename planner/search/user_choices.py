@@ -1,4 +1,4 @@
-"""What the user fixed, wherever it was said: arguments and ``pipeline`` marks."""
+"""Choices that the user fixed, by arguments or by ``pipeline`` marks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What each TaskGraph may do with the model axes, before anything is costed.
+"""The sets of dimensions that each TaskGraph may shard over the model axes.
 
-A mark obliges: ``replicate`` lends every axis to the batch, ``split`` must shard some
-logical dimension. What no mark covers is free. Which dimensions can share one axis
-falls out of the model: those that never meet in one operation (heads, mlp and
-vocabulary do not, which is Megatron's tensor parallelism, found and not declared).
+Marks restrict them: ``replicate`` lends every axis to the batch, ``split`` must shard
+some logical dimension. What no mark covers is free. Dimensions can share one axis if
+they never meet in one operation (heads, mlp and vocabulary do not, which is Megatron's
+tensor parallelism, found and not declared).
 """
 
 from __future__ import annotations

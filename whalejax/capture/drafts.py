@@ -1,4 +1,4 @@
-"""What the walk writes down before regions and gradients are known.
+"""Records that the walk writes before regions and gradients are known.
 
 It is apart from the walk because regions and gradients read it too.
 """

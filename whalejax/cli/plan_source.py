@@ -1,4 +1,4 @@
-"""What a plan file says of how its model is made, before that is believed.
+"""Checks the command-line words that a plan file keeps of how its model is made.
 
 A plan remembers the words of the command line that it was made with, and ``whalejax
 verify`` makes the model from them again. Anybody can write such words; those that no

@@ -1,4 +1,4 @@
-"""What is being done, how far it is, and for how long.
+"""Progress on the terminal: what is being done, how far it is, and for how long.
 
 What plans or compiles shows its parts on a terminal; what trains, a bar there and
 elsewhere a line every few seconds. Under continuous integration nothing is shown.

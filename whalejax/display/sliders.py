@@ -1,4 +1,4 @@
-"""``Plan.what_if`` by hand: sliders in a notebook, and the plan that they lead to.
+"""Sliders in a notebook that call ``Plan.what_if``, with the plan below them.
 
 Needs a kernel that runs, and the extra ``whalejax[notebook]`` for ipywidgets; readers
 that know no widgets show the plan that was last found.

@@ -1,9 +1,9 @@
-"""Who of several processes is still there: each says so, and sees who does not.
+"""Heartbeats: each process reports that it is alive, and notices who does not.
 
 JAX ends the processes that are left when one is gone, with words that do not always
 name it, and waits minutes for one that failed and holds the others up. Here each
-process leaves a beat with the service that joined them and reads those of all; when one
-is silent or has failed, the others end with an error that names it.
+process writes a heartbeat to the service that joined them and reads those of all; when
+one is silent or has failed, the others end with an error that names it.
 """
 
 from __future__ import annotations

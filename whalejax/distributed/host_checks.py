@@ -1,4 +1,4 @@
-"""What of a host can keep several processes from running together, checked before.
+"""Checks of one host, before several processes run together on it.
 
 Each check says what it found and, where that will not do, what to do about it. Nothing
 here starts JAX in this process: devices are asked for in another one, which can be

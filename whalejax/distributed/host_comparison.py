@@ -1,4 +1,4 @@
-"""Hosts that are to run together meet where they will, and compare themselves.
+"""Hosts that are to run together connect, and compare versions, devices and clocks.
 
 Every host starts this for itself. The one that has the coordinator's address listens
 there, on the very port; the others come to it with what was found on them. It takes the

@@ -1,4 +1,4 @@
-"""What a process that ``whalejax launch`` started knows, and says of itself.
+"""Environment of a process that ``whalejax launch`` started, and what it reports.
 
 Apart from the launcher, because this is what the processes need of it.
 """

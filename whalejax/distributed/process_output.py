@@ -1,4 +1,4 @@
-"""What a process writes, on its way to its log, to the terminal and to the launcher.
+"""Copies a process's output to its log, to the terminal and to the launcher.
 
 Apart from the launcher, because of its one promise: whatever the process writes and
 whatever cannot be written is taken out of the pipe, so that the process never waits.

@@ -1,4 +1,4 @@
-"""All processes of a program are there, before JAX is started in any of them.
+"""Waits for all processes of a program, before JAX is started in any of them.
 
 JAX aborts a process for which others do not come, with a C++ stack that names process
 0, and dies where its port is in use. So process 0 first listens at that very port

@@ -1,4 +1,4 @@
-"""A decoder transformer by its sizes alone: the graph of a model that nobody wrote.
+"""Builds the graph of a decoder transformer from its sizes alone.
 
 Tables of published runs give layers, widths and heads, not code. This module writes
 the graph that capture would have traced, so that the same rows, costs and memory terms

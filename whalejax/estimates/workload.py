@@ -1,4 +1,4 @@
-"""What one device does in one micro-batch of a run, before any clock looks at it.
+"""Work of one device in one micro-batch of a run: FLOPs and bytes, not seconds.
 
 The rows and flows of the decoder's graph, under the tables that the run's layout
 means, become kernels (sizes and bytes on one device) and traffic (bytes on the wire by

@@ -1,4 +1,4 @@
-"""States of one step in the hands of another.
+"""Moves the state of one compiled step to the layout of another.
 
 A state belongs to a layout: a step takes every state of its own model and optimizer
 whose arrays lie where its own would. Others are moved from device to device. It is

@@ -1,4 +1,4 @@
-"""Who writes checkpoints into a folder: one run at a time.
+"""A lock on a folder of checkpoints: one run at a time writes there.
 
 Two runs that save into one folder would remove each other's checkpoints. The lock is
 the system's own on a file that says who holds it, so it ends with the process that

@@ -1,4 +1,4 @@
-"""Going on where a run was: from the newest whole checkpoint, at the next sample.
+"""Resumes a run from its newest whole checkpoint, at the next sample.
 
 A run that goes on may have another batch size, and its latest checkpoint may be
 damaged. The command line and scripts share what to do then.

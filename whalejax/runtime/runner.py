@@ -1,4 +1,4 @@
-"""A plan at work as one program on all devices, and what all executors share of a step.
+"""``Runner``, what every executor offers; and the one of one program on all devices.
 
 A runner gives every array its layout when it is born, compiles the step and runs it.
 """

@@ -1,4 +1,4 @@
-"""Does a plan match what it is to run: the machine, the model, each batch?
+"""Checks that a plan matches the machine, the model and each batch.
 
 Checked by hash and by shape before anything compiles, because the alternative is a
 compiler's message that names none of the user's words.

@@ -1,9 +1,8 @@
-"""Bounds on frames, by time and by memory, so that few of them have to be weighed.
+"""Lower bounds on frames (a mesh with its schedule), by step time and by memory.
 
-A frame is looked at again with all that is known of it by then: first whatever its
-order of axes and its schedule, then with both. What memory makes it do is part of it:
-where activations do not stay on the device, they are computed again or moved, and both
-take time.
+A frame's bound is refined in steps: first for any order of axes and any schedule, then
+for its own. It includes what memory makes necessary: where activations do not stay on
+the device, they are computed again or moved, and both take time.
 """
 
 from __future__ import annotations

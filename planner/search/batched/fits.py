@@ -1,4 +1,4 @@
-"""Which options of frames memory holds, so that only those are timed.
+"""Which options of frames fit in memory, so that only those are timed.
 
 Memory does not depend on the order of the axes over links, and most options of a large
 model do not fit. So frames that differ in their order alone are looked at once, and

@@ -1,4 +1,4 @@
-"""Which axis may shard what, for a search wider than what runs today.
+"""Which axis may shard which dimension, for the search over arrays of meshes.
 
 A *variant* is one table for each spot of a chain: the TaskGraphs' own tables, with
 sequence parallelism between the products or without. Meshes under which a variant

@@ -1,4 +1,4 @@
-"""Whole meshes around the cells that ``cells`` prices, as arrays.
+"""Frames and cases, as arrays: whole meshes around the cells that ``cells`` prices.
 
 A cell fixes what happens inside a pipeline stage; a frame adds how many stages and
 replicas there are, how parameters are stored, the schedule, and which axis lies on

@@ -1,4 +1,4 @@
-"""Meshes that are worth a closer look, where there are too many to look at all.
+"""Chooses the meshes that plans that run are searched on, where there are many.
 
 The plans that run today are weighed one by one, under programs that are traced for
 each: a thousand devices have hundreds of meshes. The wide search prices the same

@@ -1,7 +1,7 @@
-"""What cells promise: a bound on the step time of frames that costs next to nothing.
+"""Cheap lower bounds on the step time of frames (a mesh with its schedule).
 
-The wide search takes frames in its order, so that a good plan comes early and what can
-no longer be better is never looked at.
+The wide search takes frames in the order of these bounds, so that a good plan comes
+early and what can no longer be better is never looked at.
 """
 
 from __future__ import annotations

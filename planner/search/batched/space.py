@@ -1,4 +1,4 @@
-"""What the wide search ranges over: the cells of a model on a cluster, priced.
+"""The space of the search over arrays: the cells of a model on a cluster, priced.
 
 It depends on little of what a search is asked, so that searches of one model share it.
 """

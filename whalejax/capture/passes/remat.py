@@ -1,4 +1,4 @@
-"""A traced program whose regions are checkpointed, as though its author had done it.
+"""Puts regions of a traced program into ``jax.checkpoint``.
 
 Nothing is computed otherwise: the same equations stand inside ``jax.checkpoint``, so
 that whatever reads the program afterwards (capture, the lowering, the compilers) meets

@@ -1,4 +1,4 @@
-"""A traced program in which what can be computed in blocks is a call by name.
+"""Marks parts of a traced program that can be computed in blocks as calls by name.
 
 That is the same program still; the lowering may run the call in another way: attention
 in blocks of scores, logits of some tokens at a time.

@@ -1,4 +1,4 @@
-"""Do all processes run the same? Asked once, before one waits for another.
+"""Compares plans and versions of all processes once, before the first step.
 
 They compare through the service that joined them, not by a collective: programs that
 differ would wait for each other in it.

@@ -1,4 +1,4 @@
-"""What an optimizer does, in a few digits that processes compare.
+"""Hashes of optimizers (their state and update), which processes compare.
 
 Processes whose optimizers are of another form compile other programs, and wait for
 each other's collectives; where only numbers of theirs differ, their parameters drift

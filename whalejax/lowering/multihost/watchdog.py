@@ -1,4 +1,4 @@
-"""Steps that several processes make together, when one of them is gone or stands still.
+"""Ends a process whose step waits for another one that is gone or stands still.
 
 Of a process that is gone the others get an error. For one that stands still they would
 wait for ever, in programs that Python cannot interrupt; so a thread looks on, says what

@@ -1,4 +1,4 @@
-"""Ways from the devices of one stage to those of another.
+"""Transfers of arrays from the devices of one stage to those of another.
 
 Within a process arrays are copied. Across processes a small program over the devices of
 both stages permutes what they hold, device by device. Such programs are collectives:

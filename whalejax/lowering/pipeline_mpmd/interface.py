@@ -1,4 +1,4 @@
-"""What steps, transfers and compilation of stages read of the executor."""
+"""The interface of the executor that steps, transfers and compilation use."""
 
 from __future__ import annotations
 

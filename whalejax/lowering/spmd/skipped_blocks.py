@@ -1,4 +1,4 @@
-"""What blocks of scores that are not computed give to rows that see nothing.
+"""Attention rows that see no key, where masked blocks of scores are left out.
 
 Blocks that a mask hides are left out, because beside any other score theirs have no
 weight. A row all of whose scores are masked has no other: its softmax is a mean over

@@ -1,4 +1,4 @@
-"""What replicas add up together: one flat buffer for each dtype, in a fixed order.
+"""The all-reduce of replicas: one flat buffer for each dtype, in a fixed order.
 
 Replicas compile programs of their own, perhaps for unlike devices, whose collectives
 may stand in other orders. So they meet in one program only, which holds an all-reduce

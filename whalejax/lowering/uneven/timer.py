@@ -1,4 +1,4 @@
-"""How long a replica takes, measured while its programs run, without waiting for it."""
+"""Measures a replica's seconds while its programs run, without waiting for it."""
 
 from __future__ import annotations
 
