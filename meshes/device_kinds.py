@@ -7,8 +7,6 @@ where there are any, otherwise the peak of the datasheet times one efficiency.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +15,14 @@ import numpy as np
 from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
 from whalejax.meshes.errors import Problems, WhaleError
-from whalejax.meshes.fitted_constants import constants, pace_of, shape_share
+from whalejax.meshes.fitted_constants import Efficiency, constants, pace_of, shape_share
+from whalejax.meshes.points import FILLED as FILLED
+from whalejax.meshes.points import ITEM_BYTES, NARROW, Curve, least_seconds
+from whalejax.meshes.points import BandwidthPoint as BandwidthPoint
+from whalejax.meshes.points import MatmulPoint as MatmulPoint
+from whalejax.meshes.points import Source as Source
+from whalejax.meshes.points import TimedModel as TimedModel
+from whalejax.meshes.points import effective_size as effective_size
 from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 
 
@@ -39,128 +44,6 @@ MOST_CORES = 10**6
 KEPT_BYTES = 2**25
 """Largest block of memory that glibc's malloc may keep when it is freed, where the
 default limits stand (DEFAULT_MMAP_THRESHOLD_MAX, 64 bits)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where one number comes from.
-
-    Attributes:
-        field: the number, such as ``"flops_per_second.bf16"``; ``"*"`` for all.
-        url: of the document; ``"measured: ..."`` names the command that measured it
-            and ``"assumption: ..."`` says what stands in for an unpublished number.
-        title: of the document.
-        date: of its publication, or of the measurement, as ``YYYY-MM`` or
-            ``YYYY-MM-DD``.
-    """
-
-    field: str
-    url: str
-    title: str = ""
-    date: str
-
-    def __post_init__(self) -> None:
-        check_fields(self, "source")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulPoint:
-    """One measured product of an (m, k) with a (k, n) matrix, all devices at once.
-
-    ``batch`` above 1 says that it was so many of them in one operation.
-    """
-
-    dtype: str
-    m: int
-    k: int
-    n: int
-    flops_per_second: float
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, "matmul point")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BandwidthPoint:
-    """Measured bandwidth of an operation that moves so many bytes in all."""
-
-    moved_bytes: int
-    bytes_per_second: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, "bandwidth point")
-
-
-FILLED = (64, 256, 512)
-"""Sides up to which smaller products may be filled: that from which what was measured
-or fitted goes on to hold, and some that keep most of a device busy."""
-
-
-def effective_size(m: Any, k: Any, n: Any) -> Any:
-    """The side of the cube that does as many FLOPs per element moved as m, k, n.
-
-    This harmonic mean is small as soon as one side is, as the achieved FLOP/s are.
-
-    Example:
-        >>> effective_size(256, 256, 256)
-        256.0
-        >>> round(effective_size(64, 2048, 2048))
-        181
-    """
-    return 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedModel:
-    """What a micro-batch of one model was measured to take on one device.
-
-    Attributes:
-        weights: ``Plan.weights_hash`` of the model.
-        samples: of the micro-batch.
-        seconds: measured, forward and backward.
-        predicted_seconds: what the planner then expected of this device.
-        title: what the model is called.
-    """
-
-    weights: str
-    samples: int
-    seconds: float
-    predicted_seconds: float
-    title: str = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "timed model")
-
-
-class _Curve:
-    """A positive quantity interpolated in the logarithms of both axes.
-
-    Constant beyond its ends: extrapolating a slope that was measured between two
-    noisy neighbours is how a cost model comes to promise the impossible.
-    """
-
-    __slots__ = ("x", "y")
-
-    def __init__(self, points: list[tuple[float, float]]) -> None:
-        groups: dict[float, list[float]] = {}
-        for x, y in points:
-            groups.setdefault(round(math.log(x), 6), []).append(math.log(y))
-        self.x = sorted(groups)
-        self.y = [sum(groups[x]) / len(groups[x]) for x in self.x]
-
-    def at(self, x: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            return np.exp(np.interp(np.log(x), self.x, self.y))
-        log_x = math.log(x)
-        right = bisect_right(self.x, log_x)
-        if right == 0:
-            return math.exp(self.y[0])
-        if right == len(self.x):
-            return math.exp(self.y[-1])
-        x0, x1 = self.x[right - 1], self.x[right]
-        weight = (log_x - x0) / (x1 - x0)
-        return math.exp(self.y[right - 1] * (1 - weight) + self.y[right] * weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +80,9 @@ class DeviceKind:
             products of the same sizes; None where they are alike.
         cores: that take the tiles of a product one by one (a GPU's streaming
             multiprocessors); 0 where tiles do not matter.
+        generation: of the design, such as ``"ampere"``: kinds of one that were measured
+            say how fast those are that were not.
+        watts: of the board; see ``ratings.POWER``.
         timed_models: models whose micro-batches were measured on this kind.
         price_per_hour: of one device, in whatever currency it was given; None where
             nobody said. The catalogue has none: prices are the user's.
@@ -222,13 +108,19 @@ class DeviceKind:
     turned_bytes_per_second: float | None = None
     convolution_share: float | None = None
     cores: int = 0
+    generation: str = ""
+    watts: float | None = None
     timed_models: tuple[TimedModel, ...] = ()
     price_per_hour: float | None = None
     sources: tuple[Source, ...] = ()
-    _matmul: dict[tuple[str, bool], _Curve] = field(
+    _matmul: dict[tuple[str, bool], Curve] = field(
         init=False, repr=False, compare=False, hash=False
     )
-    _memory: _Curve | None = field(init=False, repr=False, compare=False, hash=False)
+    _memory: Curve | None = field(init=False, repr=False, compare=False, hash=False)
+    _efficiency: dict[str, Efficiency] = field(
+        init=False, repr=False, compare=False, hash=False
+    )
+    _product_seconds: float = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -237,10 +129,15 @@ class DeviceKind:
             size = effective_size(p.m, p.k, p.n)
             found = measured.setdefault((p.dtype, p.batch > 1), [])
             found.append((size, p.flops_per_second))
-        curves = {key: _Curve(points) for key, points in measured.items()}
+        curves = {key: Curve(points) for key, points in measured.items()}
         object.__setattr__(self, "_matmul", curves)
+        least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
+        object.__setattr__(
+            self, "_product_seconds", max(0.0, least - self.op_overhead_seconds)
+        )
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
-        object.__setattr__(self, "_memory", _Curve(moved) if moved else None)
+        object.__setattr__(self, "_memory", Curve(moved) if moved else None)
+        object.__setattr__(self, "_efficiency", {})
 
     @property
     def family(self) -> str:
@@ -262,8 +159,8 @@ class DeviceKind:
         """Dense peak in FLOP/s.
 
         A type without a peak of its own takes the first one present of ``FALLBACKS``:
-        bf16 that of f16, then f32 (products in bfloat16 may run at another: see
-        ``widens_bfloat16``). Where a kind was measured and has no datasheet, the
+        bf16 that of f16, then f32 (products may run in another type: see
+        ``multiplies_in``). Where a kind was measured and has no datasheet, the
         peak is the best rate that was seen.
 
         Args:
@@ -288,32 +185,57 @@ class DeviceKind:
             f"the cluster's TOML file, or compute in one of those types"
         )
 
-    @property
-    def _multiplies_as_tf32(self) -> bool:
-        """JAX's default precision takes TensorFloat-32 for float32 where there is any.
+    def was_measured(self, dtype: str) -> bool:
+        """Whether products in a type were timed on this very device."""
+        return (dtype, False) in self._matmul or (dtype, True) in self._matmul
 
-        What was measured in float32 was measured so.
+    def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
+        """The type that a product runs in, where a kind has no units for its own.
+
+        JAX's default precision takes TensorFloat-32 for float32 where there is any.
+        GPUs without units for bfloat16 (compute capabilities below 8) or float16
+        convert to float32 to multiply, as the CUDA compiler and cuBLAS have it. What
+        was measured in a type was measured so.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+            exact: float32 stays as it is.
+
+        >>> from whalejax.meshes import device_kind
+        >>> [device_kind("v100-32").multiplies_in(d) for d in ("bf16", "f16", "f32")]
+        ['f32', 'f16', 'f32']
+        >>> device_kind("a100-80").multiplies_in("f32")
+        'tf32'
         """
-        measured = ("f32", False) in self._matmul or ("f32", True) in self._matmul
-        peaks = dict(self.flops_per_second)
-        return self.platform == "gpu" and "tf32" in peaks and not measured
+        name, peaks = dtype_name(dtype), dict(self.flops_per_second)
+        if self.platform != "gpu" or self.was_measured(name):
+            return name
+        if name == "f32" and not exact:
+            return "tf32" if "tf32" in peaks else name
+        half = ("bf16", "tf32") if name == "bf16" else ("f16", "bf16")
+        wide = name in ("bf16", "f16") and "f32" in peaks and not peaks.keys() & {*half}
+        return "f32" if wide or (name == "tf32" and "tf32" not in peaks) else name
 
     @property
     def widens_bfloat16(self) -> bool:
-        """XLA converts bfloat16 to float32 to multiply on GPUs without units for it.
-
-        So the CUDA compiler does for compute capabilities below 8: kinds with a peak in
-        f16 and f32 and none in bf16 or tf32. What was measured in bfloat16 was measured
-        so.
+        """Products in bfloat16 run in float32.
 
         >>> from whalejax.meshes import device_kind
         >>> [device_kind(name).widens_bfloat16 for name in ("v100-32", "a100-80")]
         [True, False]
         """
-        measured = ("bf16", False) in self._matmul or ("bf16", True) in self._matmul
-        peaks = dict(self.flops_per_second)
-        half = "f16" in peaks and "f32" in peaks and not peaks.keys() & {"bf16", "tf32"}
-        return self.platform == "gpu" and half and not measured
+        return self.multiplies_in("bf16") == "f32"
+
+    def efficiency_in(self, dtype: str) -> Efficiency:
+        """What this kind reaches of its peak in a type, and whose measurement it is.
+
+        Args:
+            dtype: that it multiplies in.
+        """
+        if dtype not in self._efficiency:
+            found = constants().efficiency_of(self, dtype, self.efficiency)
+            self._efficiency[dtype] = found
+        return self._efficiency[dtype]
 
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
@@ -327,10 +249,29 @@ class DeviceKind:
         """
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
             _check_amount(name, side, above_zero=True)
-        if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
-            dtype = "tf32"
-        if dtype_name(dtype) == "bf16" and self.widens_bfloat16:
-            dtype = "f32"
+        dtype = self.multiplies_in(dtype)
+        found = self._filled(dtype, m, k, n, batch)
+        if not self._product_seconds:
+            return found
+        alone = self._narrow(dtype, m, k, n)
+        narrow = (np.minimum(np.minimum(m, k), n) <= NARROW) & (np.asarray(batch) <= 1)
+        found = np.where(narrow, alone, found)
+        return found if np.ndim(found) else float(found)
+
+    def _narrow(self, dtype: str, m: Any, k: Any, n: Any) -> Any:
+        """FLOP/s of a narrow product: what any one takes, and its bytes or its FLOPs.
+
+        A short product that was measured says what any takes, and no rate; that is the
+        largest that was seen.
+        """
+        rates = [p.flops_per_second for p in self.matmul_points if p.dtype == dtype]
+        flops, size = 2.0 * m * k * n, ITEM_BYTES.get(dtype, 4)
+        moved = size * (m * k + k * n + m * n) / self.memory_bytes_per_second
+        multiplied = flops / max(rates, default=self.peak_flops(dtype))
+        return flops / (self._product_seconds + np.maximum(moved, multiplied))
+
+    def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
+        """FLOP/s of a product by its size, narrow ones filled up with zeros."""
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
             found = self._flops_per_second(dtype, m, k, n, batch)
             return found if np.ndim(found) else float(found)
@@ -361,7 +302,7 @@ class DeviceKind:
             known = constants()
             curve, pace = known.platforms[self.curve], pace_of(peak, self.cores)
             share = shape_share(m, k, n, batch, self.cores, curve, pace)
-            most = known.of(self.family, dtype_name(dtype), self.efficiency)
+            most = self.efficiency_in(dtype_name(dtype)).share
             return peak * most * (share if np.ndim(share) else float(share))
         return peak * self.efficiency * size / (size + self.matmul_half_size)
 
@@ -383,11 +324,16 @@ class DeviceKind:
         return 2.0 * m * k * n * count / rate
 
     @property
+    def least_product_seconds(self) -> float:
+        """What any product takes beyond ``op_overhead_seconds``; 0 if unknown."""
+        return self._product_seconds
+
+    @property
     def achieved_bytes_per_second(self) -> float:
         """Bandwidth of memory that operations reach where none was measured by size."""
         if not self.curve:
             return self.memory_bytes_per_second
-        share = constants().platforms[self.curve].memory
+        share = constants().memory_of(self)
         return self.memory_bytes_per_second * share
 
     @property
@@ -570,6 +516,7 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         "turned_bytes_per_second": kind.turned_bytes_per_second,
         "convolution_share": kind.convolution_share,
         "price_per_hour": kind.price_per_hour,
+        "watts": kind.watts,
     }
     numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
     for i, p in enumerate(kind.matmul_points):

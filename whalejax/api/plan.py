@@ -30,6 +30,7 @@ from whalejax.lowering.uneven.zero1_update import elementwise
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, shown
+from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.progress_events import tell
 from whalejax.planner.errors import PlanError, Unobeyed
@@ -54,7 +55,12 @@ from whalejax.runtime.compiler_options import (
     compiled_with,
     option_note,
 )
-from whalejax.runtime.mixed_precision import CAST_BYTES, bf16_note, taken_precision
+from whalejax.runtime.mixed_precision import (
+    CAST_BYTES,
+    bf16_note,
+    taken_precision,
+    widest_work,
+)
 from whalejax.runtime.optimizer_state import optimizer_bytes
 
 
@@ -287,6 +293,7 @@ class Asked(PlanRequest):
                 *(*found.notes, *captured.notes, *remat_note(remat, found)),
                 *(*_notes(found, programs), *option_note(xla)),
                 *bf16_note(found, programs.graph),
+                *efficiency_notes(self.cluster.kinds, widest_work(programs.graph)),
                 *loss_notes(captured, found),
             ),
             question=self,

@@ -22,6 +22,7 @@ from whalejax.estimates.pipeline_notes import devices_of, notes_of, stages_of
 from whalejax.estimates.run import Run, StageOf
 from whalejax.estimates.table_cells import Cells
 from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.device_kinds import VOLTA
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.formats.device_aliases import Device, read_device
@@ -120,7 +121,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
             f"{data * fsdp} data ranks: rounded up"
         )
         per_rank += 1
-    micro = _micro_batch(cells, per_rank, stages, sizes.seq)
+    micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
     per_rank = math.ceil(per_rank / micro) * micro
     remat, own_name = _remat(cells, source, sizes)
     found = Run(
@@ -145,7 +146,9 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         unlike=unlike,
         offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
+        autocast=vocabulary.has(cells.text("precision").lower(), "autocast"),
     )
+    cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
     return found, own_name
 
 
@@ -254,7 +257,7 @@ def _sharding(
     cells: Cells, source: Framework, ranks: int, stages: int
 ) -> tuple[int, int]:
     """ZeRO level and the size of the fsdp axis."""
-    fsdp = cells.whole("fsdp")
+    fsdp = _rest_of(cells, ranks)
     zero = cells.whole("zero_stage")
     if zero is None:
         usual = source.zero
@@ -272,6 +275,19 @@ def _sharding(
     return min(zero, MOST_ZERO), fsdp
 
 
+def _rest_of(cells: Cells, ranks: int) -> int | None:
+    """The size of the fsdp axis, where -1 is what ``dp`` leaves of the data ranks."""
+    if cells.number("fsdp") != -1:
+        return cells.whole("fsdp")
+    data = cells.whole("dp") or 1
+    if ranks % data:
+        raise WhaleError(
+            f"fsdp -1: dp {data} does not divide {ranks} data ranks: nothing predicted"
+        )
+    cells.notes.append(f"fsdp {ranks // data} (-1: what dp {data} leaves of {ranks})")
+    return max(1, ranks // data)
+
+
 def _sizes(
     cells: Cells, source: Framework, tensor: int, context: int, device: Entry
 ) -> Decoder:
@@ -286,6 +302,7 @@ def _sizes(
         word in cells.text(column).lower()
         for column, word in (("remat", "flash"), ("precision", "te "))
     )
+    newer = source.flash_anywhere or device.kind.attention_generation > VOLTA
     # Frameworks repeat shared heads and pad the vocabulary until ranks divide them.
     groups = math.ceil(max(kv_heads, tensor) / tensor) * tensor
     padded = math.ceil(heads / groups) * groups
@@ -303,13 +320,16 @@ def _sizes(
         seq=_padded(cells, cells.whole("seq") or 1, context),
         experts=experts if experts > 1 else 0,
         topk=_topk(cells, experts) if experts > 1 else 0,
-        flash=said or (source.flash and device.kind.attention_generation > VOLTA),
+        flash=said or (source.flash and newer),
         eager=source.eager,
         fused_loss=source.fused_loss,
         dropout=source.dropout,
     )
     llama = replace(plain, gated=True, norm_bias=False, positions=False, tied=False)
+    llama = replace(llama, dropout=False)
     sizes = llama if _gated(cells, plain, llama) else plain
+    if not (source.flash_plain or sizes.gated or said):
+        sizes = replace(sizes, flash=False)
     vocab = cells.or_else("vocab", 32000 if sizes.gated else 50304, "the usual")
     return replace(sizes, vocab=_shared(vocab, tensor, source))
 
@@ -343,8 +363,24 @@ def _shared(vocab: int, tensor: int, source: Framework) -> int:
     return math.ceil(vocab / (128 * tensor)) * 128 * tensor
 
 
-def _micro_batch(cells: Cells, per_rank: int, stages: int, seq: int) -> int:
+def _micro_batch(
+    cells: Cells, per_rank: int, stages: int, seq: int, together: int
+) -> int:
+    """Samples of a rank; ones that are not whole are those of each device.
+
+    Args:
+        cells: the row.
+        per_rank: samples of a rank in a step.
+        stages, seq: of the run.
+        together: devices of a stage that share a sample.
+    """
     given = cells.whole("micro_batch")
+    stated = cells.number("micro_batch") or 1.0
+    if stated != int(stated):
+        given = max(1, math.ceil(stated * together - 1e-9))
+        cells.notes.append(
+            f"micro_batch {given} ({stated:g} for each of {together} devices)"
+        )
     if given is None:
         most = 1 if stages > 1 else max(1, LARGEST_TOKENS // seq)
         size = largest_divisor(per_rank, most)
@@ -416,6 +452,11 @@ def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
 
 def _context(cells: Cells, tensor: int) -> int:
     """Ranks that share a sequence; a number of those without tensor ranks is that."""
+    each = cells.number("micro_batch") or 1.0
+    if cells.whole("cp") is None and each * tensor < 1:
+        found = max(1, round(1 / (each * tensor)))
+        cells.notes.append(f"cp {found} (a sample on {1 / each:g} devices)")
+        return found
     degree = vocabulary.degree(cells.text("sp"))
     if cells.whole("cp") is None and tensor == 1 and degree > 1:
         cells.notes.append(f"cp {degree} (sp {cells.text('sp')} without tp)")
@@ -441,17 +482,24 @@ def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool
 
 
 def _precision(cells: Cells, source: Framework, device: Entry) -> str:
-    text = cells.text("precision").lower()
+    text, name = cells.text("precision").lower(), device.kind.display_name()
+    rates = dict(device.kind.flops_per_second)
     found = vocabulary.precision(text) if text else source.dtype
+    if not text and found == "bf16" and device.kind.widens_bfloat16:
+        # Whoever trains in 16 bits on a device without bfloat16 takes the other.
+        found = "f16" if "f16" in rates else found
     if not text:
         cells.notes.append(f"precision {found} ({source.name}'s default)")
     elif found not in (text, text.replace("fp", "f")):
         cells.notes.append(f"precision {found} (for {cells.text('precision')!r})")
-    if found == "f8" and "f8" not in dict(device.kind.flops_per_second):
-        cells.notes.append(f"{device.kind.display_name()} has no fp8: bf16's peak")
-        found = "bf16"
-    if found == "bf16" and device.kind.widens_bfloat16:
-        cells.notes.append(f"{device.kind.display_name()} has no bf16: f16's peak")
+    for narrow, wider in (("f4", "f8"), ("f8", "bf16")):
+        if found == narrow and narrow not in rates:
+            shown = {"f4": "fp4", "f8": "fp8", "bf16": "bf16"}
+            cells.notes.append(f"{name} has no {shown[narrow]}: {shown[wider]}'s peak")
+            found = wider
+    runs_in = device.kind.multiplies_in(found, exact=True)
+    if runs_in != found:
+        cells.notes.append(f"{name} has no fast {found}: products run in {runs_in}")
     return found
 
 
@@ -471,7 +519,9 @@ HOST = 8  # chips of a TPU's host; a slice of several hosts has more
 
 
 def _per_node(cells: Cells, device: Entry, count: int) -> int:
-    most = device.torus.max_chips if device.torus is not None else device.node_devices
+    most = max(device.node_devices, device.domain_devices)
+    if device.torus is not None:
+        most = device.torus.max_chips
     given = cells.whole("devices_per_node")
     if device.torus is not None and given is not None and given <= HOST < count:
         cells.notes.append(f"devices_per_node {given} is a host's: one slice")
