@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.meshes import WhaleError, device_kind, kind_names, listed
+from whalejax.meshes import WhaleError, device_kind, kind_names, kind_table
 from whalejax.meshes.catalogue import (
     catalogue_text,
     entries,
@@ -126,9 +126,9 @@ def test_a_device_that_is_not_listed() -> None:
 
 
 def test_the_documentation_has_the_table_of_kinds() -> None:
-    """``python -m whalejax.meshes.listed`` prints it anew."""
+    """``python -m whalejax.meshes.kind_table`` prints it anew."""
     page = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
-    assert "\n".join(listed.table()) in page.read_text(encoding="utf-8")
+    assert "\n".join(kind_table.table()) in page.read_text(encoding="utf-8")
 
 
 def test_numbers_keep_their_type_through_a_file() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from whalejax.estimates import layer_profiles
+from whalejax.estimates.layer_profiles import Profiles, fit_kinds, held_out, load, pairs
 from whalejax.estimates.step_model import Runs
 from whalejax.meshes.errors import WhaleError
 from whalejax.meshes.fitted_constants import Constants, constants
-from whalejax.planner import layer_profiles
-from whalejax.planner.layer_profiles import Profiles, fit_kinds, held_out, load, pairs
 
 
 HEADER = (

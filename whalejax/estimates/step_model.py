@@ -17,6 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from whalejax.estimates.held_parameters import (
+    COPIES,
+    GROUPS,
+    REPLICAS,
+    SHARDS,
+    Axes,
+    Held,
+    link_waits,
+)
 from whalejax.estimates.run import Run
 from whalejax.estimates.workload import (
     EMBED,
@@ -33,15 +42,6 @@ from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted_constants import Achieved, Constants, pace_of, shape_share
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance.shares import even_shares
-from whalejax.planner.held import (
-    COPIES,
-    GROUPS,
-    REPLICAS,
-    SHARDS,
-    Axes,
-    Held,
-    link_waits,
-)
 from whalejax.planner.pipeline.schedules import schedule
 from whalejax.planner.pipeline.simulate import STEADY_AFTER, simulate
 

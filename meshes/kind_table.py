@@ -1,6 +1,6 @@
 """The table of kinds of devices, as the documentation shows it.
 
-    python -m whalejax.meshes.listed
+    python -m whalejax.meshes.kind_table
 
 A page that is written from the catalogue and the fitted constants cannot say anything
 else than plans are made of; a test holds the page to it.
