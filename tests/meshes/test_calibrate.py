@@ -261,10 +261,11 @@ def test_memory_of_a_device_that_does_not_tell() -> None:
 
 SCRIPT = """
 import json, sys
+from whalejax.meshes import Cluster
 from whalejax.meshes.calibration import calibrate
-one = calibrate.measured(0.5)
+one = Cluster.of(calibrate.measured(0.5))
 one.save(sys.argv[1])
-print(json.dumps([one.to_json(), calibrate.calibrate(0.5) == one]))
+print(json.dumps([one.to_json(), Cluster.of(calibrate.calibrate(0.5)) == one]))
 """
 
 
@@ -310,7 +311,8 @@ def _found(*more: Probe) -> probes.Seconds:
 def test_a_known_accelerator_keeps_its_datasheet() -> None:
     devices = [_Silent()] * 2
     found = _found(Collective("all-gather", 2, 2**20))
-    one = calibrate._cluster(devices, found, calibrate._machine(devices), "2026-11-20")
+    made = calibrate._cluster(devices, found, calibrate._machine(devices), "2026-11-20")
+    one = Cluster.of(made)
     kind, known = one.nodes[0].kind, cluster("h100:2").nodes[0].kind
     assert one.describe() == "2×H100 (1 node of 2, nvlink)"
     assert one.hash == cluster("h100:2").hash

@@ -14,7 +14,8 @@ import pytest
 
 import whalejax as wh
 from whalejax.api.search import mesh_of
-from whalejax.api.search_result import Found, price_text
+from whalejax.api.search_data import price_text
+from whalejax.api.search_result import Found
 from whalejax.planner.errors import NothingFits
 
 
