@@ -116,6 +116,8 @@ class Merged:
         axis: the dimension with the samples.
         outer: how often all samples are repeated in it.
         inner: how many elements in a row are of one sample.
+        truths: of each leaf of the value, whether it has truth values, which executors
+            add up as numbers; empty where none has.
     """
 
     value: Any
@@ -123,6 +125,7 @@ class Merged:
     axis: int = 0
     outer: int = 1
     inner: int = 1
+    truths: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         _register_pytrees()
@@ -425,7 +428,7 @@ def _register_pytrees() -> None:
         Merged,
         lambda merged: (
             ((jax.tree_util.GetAttrKey("value"), merged.value),),
-            (merged.how, merged.axis, merged.outer, merged.inner),
+            (merged.how, merged.axis, merged.outer, merged.inner, merged.truths),
         ),
         lambda how, parts: Merged(next(iter(parts)), *how),
     )

@@ -35,13 +35,16 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
 
     def summand(metric: Any) -> Any:
         if not isinstance(metric, Merged):
+            metric = jnp.asarray(metric)
+            if count == 1 and metric.dtype == jnp.bool_:
+                return _counted(Merged(metric, "same"), _summable(metric))
             metric = _summable(metric)
             return metric if weight is None else _weighed(metric, weight)
         if metric.how == "sum":
             return replace(metric, value=jax.tree.map(_summable, metric.value))
         if metric.how == "same":
             once = jax.tree.map(lambda x: _once(x, number, count), metric.value)
-            return replace(metric, value=once)
+            return _counted(metric, once)
         if metric.how == "average":
             share = jax.tree.map(lambda x: wide(x) / count, metric.value)
             return replace(metric, value=share)
@@ -54,7 +57,7 @@ def summands(metrics: Any, weight: Any, number: Any, count: int) -> Any:
             each = jax.tree.map(lambda x: jnp.asarray(x)[None], metric.value)
             metric = replace(metric, value=each)
         rows = jax.tree.map(lambda x: _spread(metric, x, number, count), metric.value)
-        return replace(metric, value=rows)
+        return _counted(metric, rows)
 
     return jax.tree.map(summand, metrics, is_leaf=_is_merged)
 
@@ -72,9 +75,10 @@ def reported(metrics: Any, count: Any) -> Any:
             return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), metric.value)
         if isinstance(metric, Merged) and metric.how in ("max", "min"):
             end = getattr(jnp, metric.how)
-            return jax.tree.map(lambda x: end(x, axis=0), metric.value)
+            ends = jax.tree.map(lambda x: end(x, axis=0), metric.value)
+            return _as_truths(metric, ends)
         if isinstance(metric, Merged):
-            return metric.value
+            return _as_truths(metric, metric.value)
         if not jnp.issubdtype(metric.dtype, jnp.inexact):
             return metric
         return metric / jnp.asarray(count, metric.dtype)
@@ -84,6 +88,23 @@ def reported(metrics: Any, count: Any) -> Any:
 
 def _is_merged(x: Any) -> bool:
     return isinstance(x, Merged)
+
+
+def _counted(metric: Merged, value: Any) -> Merged:
+    """With another value, and a note of which leaves have truth values."""
+    leaves = jax.tree.leaves(metric.value)
+    truths = tuple(jnp.asarray(x).dtype == jnp.bool_ for x in leaves)
+    return replace(metric, value=value, truths=truths if any(truths) else ())
+
+
+def _as_truths(metric: Merged, value: Any) -> Any:
+    """Truth values again, of what was added up as numbers."""
+    if not metric.truths:
+        return value
+    tree: Any
+    leaves, tree = jax.tree.flatten(value)
+    pairs = zip(leaves, metric.truths, strict=True)
+    return tree.unflatten([x.astype(bool) if truth else x for x, truth in pairs])
 
 
 def _summable(metric: Any) -> Any:
