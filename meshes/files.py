@@ -228,6 +228,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
     values["host_memory_bytes"] = table.integer("host_memory_bytes", None)
     values["cores"] = table.integer("cores", None)
     values["curve"] = table.text("curve", None)
+    values["generation"] = table.text("generation", None)
     for key in (
         "memory_bytes_per_second",
         "host_link_bytes_per_second",
@@ -239,6 +240,7 @@ def _kind_values(table: Table, needed: bool) -> dict[str, Any]:
         "turned_bytes_per_second",
         "convolution_share",
         "price_per_hour",
+        "watts",
     ):
         required = needed and key == "memory_bytes_per_second"
         values[key] = table.number(key) if required else table.number(key, None)

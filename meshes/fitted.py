@@ -1,9 +1,10 @@
-"""What devices deliver of their datasheets' peaks, fitted to published training steps.
+"""What devices deliver of their datasheets' peaks, fitted to what was published.
 
-One set of constants for each platform and one efficiency for each kind and type, read
-from ``fitted.toml``, where every number names the runs it was fitted to. The functions
-take floats and numpy arrays alike, so that the fit, the estimate of a table and the
-price of one operation are the same code.
+One set of constants for each platform, fitted to training steps, and efficiencies by
+kind and type, fitted to training steps or to single layers, read from ``fitted.toml``,
+where every number names what it was fitted to. ``Constants.efficiency_of`` is the one
+answer to what a kind reaches in a type: the price of one operation, of many at once and
+the estimate of a table ask it. The functions take floats and numpy arrays alike.
 """
 
 from __future__ import annotations
@@ -11,33 +12,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import math
 import os
-import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from whalejax.meshes.ratings import (
+    POWER,
+    STANDS_IN,
+    Rated,
+    rating_of,
+    watts_ratio,
+)
+
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 """Parts of a product that one core of a GPU computes, largest first (CUTLASS)."""
 
-
-LIKE = {
-    "b200": "h100",
-    "p100": "v100",
-    "t4": "v100",
-    "titanrtx": "v100",
-    "rtx2080": "v100",
-    "rtx3090": "a100",
-    "h200": "h100",
-    "gh200": "h100",
-    "v7x": "v6e",
-}
-"""Families without a published run of a type, and whose efficiency stands in."""
 
 TUNED = "tuned"
 """In place of a type: 16 bits, in frameworks whose products are fitted apart."""
@@ -152,47 +148,171 @@ WHOLE = Achieved(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The largest share of its peak that a kind reaches in products of a type.
+
+    Attributes:
+        share: of the peak.
+        measured: that kind itself was measured, in that type.
+        of: kinds or families whose measurements it is made of; empty where it is no
+            more than what most devices reach.
+    """
+
+    share: float
+    measured: bool
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """Everything that is fitted.
 
     Attributes:
         platforms: by name.
-        efficiency: (family of kinds, type) to the largest share of the peak.
+        efficiency: (family of kinds, type) to the largest share of the peak, as
+            training steps tell.
         node: family of kinds to what links inside a node deliver, where it is not the
             platform's.
+        blocks: (kind, type) to the same share as ``efficiency``, as single layers tell.
+        memory: kind to the share of its bandwidth of memory, where it is not the
+            platform's.
+        sources: whose training steps.
     """
 
     platforms: Mapping[str, Achieved]
     efficiency: Mapping[tuple[str, str], float]
     node: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    blocks: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sources: str = ""
 
     def node_of(self, family: str, platform: str) -> float:
-        """What links inside a node deliver: a family's, or that of one like it."""
-        for name in (family, LIKE.get(family, family)):
-            if name in self.node:
-                return self.node[name]
+        """What links inside a node deliver: a family's, or those of one like it."""
+        if family in self.node:
+            return self.node[family]
+        for generation in _line(_generation(family)):
+            for name, share in self.node.items():
+                if _generation(name) == generation:
+                    return share
         return self.platforms.get(platform, WHOLE).node
 
-    def of(self, family: str, dtype: str, default: float | None = None) -> float:
-        """Efficiency of a family in a type: the nearest that was fitted.
+    def efficiency_of(
+        self, kind: Rated, dtype: str, default: float | None = None
+    ) -> Efficiency:
+        """The largest share of its peak that a kind reaches in products of a type.
+
+        What was measured on the kind or its family counts; otherwise what was on its
+        generation, or on the one that stands in for it, each measured kind in
+        proportion to ``POWER`` of the watts for each FLOP/s.
 
         Args:
-            family: of kinds, such as ``"a100"``.
-            dtype: one of ``DTYPES``, or ``TUNED``.
-            default: of a family that is like none; ``ASSUMED`` if left out.
+            kind: of device.
+            dtype: that it multiplies in, one of ``DTYPES``, or ``TUNED``.
+            default: of a kind that is like none; ``ASSUMED`` if left out.
         """
         wanted = width_of(dtype)
-        for name in (family, LIKE.get(family, family)):
-            for kind in (wanted, "bf16", TUNED):
-                if (name, kind) in self.efficiency:
-                    return self.efficiency[name, kind]
-        return ASSUMED if default is None else default
+        near, (first, *others) = _NEAR.get(wanted, ()), (*_line(kind.generation), "")
+        asked = [("", (wanted,)), (first, (wanted,)), ("", near), (first, near)]
+        asked += [(generation, (wanted, *near)) for generation in others]
+        for generation, widths in asked:
+            for width in widths:
+                found = self._like(kind, generation, width)
+                if found is not None:
+                    measured = not generation and width == wanted
+                    return dataclasses.replace(found, measured=measured)
+        share = ASSUMED if default is None else default
+        return Efficiency(share=share, measured=False, of=())
+
+    def _like(self, kind: Rated, generation: str, width: str) -> Efficiency | None:
+        """What was measured in a type, of a generation the mean of its kinds.
+
+        Args:
+            kind: of device.
+            generation: whose kinds count; the kind itself or its family if empty.
+            width: from ``width_of``.
+        """
+        if not generation:
+            for known, name in (
+                (self.blocks, kind.name),
+                (self.efficiency, kind.family),
+                (self.blocks, kind.family),
+            ):
+                if (name, width) in known:
+                    return self._carried(kind, width, {name: known[name, width]})
+            return None
+        # Whole training steps say more of one than single layers do.
+        for known in (self.efficiency, self.blocks):
+            found = {
+                name: share
+                for (name, dtype), share in known.items()
+                if dtype == width and _generation(name) == generation
+            }
+            if found:
+                return self._carried(kind, width, found)
+        return None
+
+    def _carried(
+        self, kind: Rated, width: str, shares: Mapping[str, float]
+    ) -> Efficiency:
+        """Shares of other kinds, as one more watt for each FLOP/s would have them."""
+        logs = []
+        for name, share in shares.items():
+            other = rating_of(name)
+            ratio = watts_ratio(kind, other, _TYPE.get(width, width)) if other else 1.0
+            logs.append(math.log(share) + POWER * math.log(ratio))
+        share = min(MOST, math.exp(math.fsum(logs) / len(logs)))
+        return Efficiency(share=share, measured=False, of=tuple(shares))
+
+    def memory_of(self, kind: Rated) -> float:
+        """What a kind's memory delivers of its bandwidth: measured, or as its like."""
+        for name in (kind.name, kind.family):
+            if name in self.memory:
+                return self.memory[name]
+        known = self.platforms.get(kind.platform, WHOLE).memory
+        if any(family == kind.family for family, _ in self.efficiency):
+            return known
+        alike = [
+            share
+            for name, share in self.memory.items()
+            if _generation(name) == kind.generation
+        ]
+        return math.prod(alike) ** (1 / len(alike)) if alike else known
+
+
+MOST = 0.97
+"""Share of the peak above which no kind is taken to come, however much power it has."""
+
+_NEAR: Mapping[str, tuple[str, ...]] = {
+    "bf16": (TUNED,),
+    TUNED: ("bf16",),
+    "f8": ("bf16", TUNED),
+    "f4": ("f8", "bf16", TUNED),
+    "tf32": ("bf16", TUNED),
+    "f32": ("bf16", TUNED),
+}
+"""Types whose efficiency stands in for another's on one kind."""
+
+_TYPE = {TUNED: "bf16"}
+
+
+def _generation(name: str) -> str:
+    """That of a kind or of a family."""
+    found = rating_of(name)
+    return found.generation if found is not None else ""
+
+
+def _line(generation: str) -> Iterator[str]:
+    """A generation and those that stand in for it, in turn."""
+    while generation:
+        yield generation
+        generation = STANDS_IN.get(generation, "")
 
 
 def width_of(dtype: str) -> str:
-    """What efficiency counts for a type: f8, bf16 for both of 16 bits, or f32."""
-    wide = {"f32": "f32", "tf32": "f32", "f64": "f32"}
-    return wide.get(dtype, dtype if dtype in ("f8", TUNED) else "bf16")
+    """What efficiency counts for a type: bf16 for both of 16 bits, f32 for f64."""
+    wide = {"f32": "f32", "f64": "f32"}
+    kept = ("tf32", "f8", "f4", TUNED)
+    return wide.get(dtype, dtype if dtype in kept else "bf16")
 
 
 @functools.cache
@@ -214,13 +334,20 @@ def read(data: Mapping[str, Any]) -> Constants:
             platform: Achieved(**{name: float(table[name]) for name in names})
             for platform, table in data["platforms"].items()
         },
-        efficiency={
-            (family, dtype): float(share)
-            for family, table in data["efficiency"].items()
-            for dtype, share in table.items()
-        },
+        efficiency=_by_type(data["efficiency"]),
         node=data.get("node", {}),
+        blocks=_by_type(data.get("blocks", {})),
+        memory=data.get("memory", {}),
+        sources=data.get("sources", ""),
     )
+
+
+def _by_type(tables: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    return {
+        (name, dtype): float(share)
+        for name, table in tables.items()
+        for dtype, share in table.items()
+    }
 
 
 CORE = 312e12 / 108
@@ -314,9 +441,7 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
         "# What devices deliver of their datasheets' peaks. Written by",
         "#     python scripts/bench_accuracy.py --tables DIR --fit meshes/fitted.toml",
         "# and fitted to measured training steps of these sources:",
-        *textwrap.wrap(
-            sources, 86, initial_indent="#     ", subsequent_indent="#     "
-        ),
+        f'sources = "{sources}"',
         "# whalejax.meshes.fitted says what each number is; shares are of datasheets.",
         "",
     ]
@@ -333,8 +458,22 @@ def write(found: Constants, path: str | os.PathLike[str], sources: str) -> None:
     lines.append("")
     lines.append("# Largest share of the peak that products of a type reach.")
     lines.append("[efficiency]")
-    families: dict[str, list[str]] = {}
-    for (family, dtype), share in found.efficiency.items():
-        families.setdefault(family, []).append(f"{dtype} = {share:.4g}")
-    lines += [f"{name} = {{ {', '.join(v)} }}" for name, v in families.items()]
+    lines += _tables(found.efficiency)
+    lines += ["", *_BLOCKS, "[blocks]", *_tables(found.blocks)]
+    lines += ["", "# What memory delivers, of the same layers.", "[memory]"]
+    lines += [f"{name} = {share:.4g}" for name, share in found.memory.items()]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+_BLOCKS = (
+    "# The same share as single layers have it, kernels alone. Written by",
+    "#     python scripts/bench_kinds.py --tables DIR --fit meshes/fitted.toml",
+    "# and fitted to zorse-profile (github.com/benson-guo/zorse, 2fd6330, 2025).",
+)
+
+
+def _tables(shares: Mapping[tuple[str, str], float]) -> list[str]:
+    families: dict[str, list[str]] = {}
+    for (family, dtype), share in shares.items():
+        families.setdefault(family, []).append(f"{dtype} = {share:.4g}")
+    return [f"{name} = {{ {', '.join(v)} }}" for name, v in families.items()]

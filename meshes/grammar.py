@@ -170,6 +170,9 @@ def _node_part(
         )
         return None
     groups, per_node = (1, *numbers)[-2:]
+    if most < per_node <= found.domain_devices and per_node % most == 0:
+        # So many behind one switch are several hosts' nodes.
+        groups, per_node = groups * (per_node // most), most
     if per_node > most:
         whole = -(-groups * per_node // most)
         problems.add(
@@ -269,11 +272,24 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
         ]
         wait = max(_delivered(one).node_seconds for one in found)
         levels.append(_joined(links, inner, inner - 1, wait))
+    joined = _domain(found, inner, outer)
+    if joined > 1:
+        links = [(x.domain, _delivered(x).node) for x in found if x.domain is not None]
+        levels.append(_joined(links, joined, joined - 1))
+    outer //= joined
     if outer > 1:
         links = [(x.network, _delivered(x).network) for x in found if x.network]
         # NCCL's trees between nodes: their depth, not their number, is waited for.
         levels.append(_joined(links, outer, math.ceil(math.log2(outer))))
     return tuple(levels)
+
+
+def _domain(found: Sequence[Entry], inner: int, outer: int) -> int:
+    """How many nodes one switch joins: as many as it has room for and divide them."""
+    if any(one.domain is None for one in found):
+        return 1
+    room = min(one.domain_devices for one in found) // inner
+    return next(n for n in range(max(1, min(room, outer)), 0, -1) if outer % n == 0)
 
 
 def _delivered(found: Entry) -> Achieved:

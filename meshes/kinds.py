@@ -16,7 +16,7 @@ import numpy as np
 
 from whalejax.meshes.checks import LARGEST, check_fields, is_number, is_whole, shown
 from whalejax.meshes.dtypes import DTYPES, FALLBACKS, dtype_name
-from whalejax.meshes.fitted import constants, pace_of, shape_share
+from whalejax.meshes.fitted import Efficiency, constants, pace_of, shape_share
 from whalejax.meshes.problems import Problems, WhaleError
 from whalejax.meshes.texts import MOST_NAME, as_json, is_shown_as_written, quoted
 
@@ -197,6 +197,9 @@ class DeviceKind:
             products of the same sizes; None where they are alike.
         cores: that take the tiles of a product one by one (a GPU's streaming
             multiprocessors); 0 where tiles do not matter.
+        generation: of the design, such as ``"ampere"``: kinds of one that were measured
+            say how fast those are that were not.
+        watts: of the board; see ``ratings.POWER``.
         timed_models: models whose micro-batches were measured on this kind.
         price_per_hour: of one device, in whatever currency it was given; None where
             nobody said. The catalogue has none: prices are the user's.
@@ -222,6 +225,8 @@ class DeviceKind:
     turned_bytes_per_second: float | None = None
     convolution_share: float | None = None
     cores: int = 0
+    generation: str = ""
+    watts: float | None = None
     timed_models: tuple[TimedModel, ...] = ()
     price_per_hour: float | None = None
     sources: tuple[Source, ...] = ()
@@ -229,6 +234,9 @@ class DeviceKind:
         init=False, repr=False, compare=False, hash=False
     )
     _memory: _Curve | None = field(init=False, repr=False, compare=False, hash=False)
+    _efficiency: dict[str, Efficiency] = field(
+        init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         _check(self)
@@ -241,6 +249,7 @@ class DeviceKind:
         object.__setattr__(self, "_matmul", curves)
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         object.__setattr__(self, "_memory", _Curve(moved) if moved else None)
+        object.__setattr__(self, "_efficiency", {})
 
     @property
     def family(self) -> str:
@@ -262,8 +271,8 @@ class DeviceKind:
         """Dense peak in FLOP/s.
 
         A type without a peak of its own takes the first one present of ``FALLBACKS``:
-        bf16 that of f16, then f32 (products in bfloat16 may run at another: see
-        ``widens_bfloat16``). Where a kind was measured and has no datasheet, the
+        bf16 that of f16, then f32 (products may run in another type: see
+        ``multiplies_in``). Where a kind was measured and has no datasheet, the
         peak is the best rate that was seen.
 
         Args:
@@ -288,32 +297,57 @@ class DeviceKind:
             f"the cluster's TOML file, or compute in one of those types"
         )
 
-    @property
-    def _multiplies_as_tf32(self) -> bool:
-        """JAX's default precision takes TensorFloat-32 for float32 where there is any.
+    def was_measured(self, dtype: str) -> bool:
+        """Whether products in a type were timed on this very device."""
+        return (dtype, False) in self._matmul or (dtype, True) in self._matmul
 
-        What was measured in float32 was measured so.
+    def multiplies_in(self, dtype: str, *, exact: bool = False) -> str:
+        """The type that a product runs in, where a kind has no units for its own.
+
+        JAX's default precision takes TensorFloat-32 for float32 where there is any.
+        GPUs without units for bfloat16 (compute capabilities below 8) or float16
+        convert to float32 to multiply, as the CUDA compiler and cuBLAS have it. What
+        was measured in a type was measured so.
+
+        Args:
+            dtype: one of ``DTYPES`` or a numpy name.
+            exact: float32 stays as it is.
+
+        >>> from whalejax.meshes import device_kind
+        >>> [device_kind("v100-32").multiplies_in(d) for d in ("bf16", "f16", "f32")]
+        ['f32', 'f16', 'f32']
+        >>> device_kind("a100-80").multiplies_in("f32")
+        'tf32'
         """
-        measured = ("f32", False) in self._matmul or ("f32", True) in self._matmul
-        peaks = dict(self.flops_per_second)
-        return self.platform == "gpu" and "tf32" in peaks and not measured
+        name, peaks = dtype_name(dtype), dict(self.flops_per_second)
+        if self.platform != "gpu" or self.was_measured(name):
+            return name
+        if name == "f32" and not exact:
+            return "tf32" if "tf32" in peaks else name
+        half = ("bf16", "tf32") if name == "bf16" else ("f16", "bf16")
+        wide = name in ("bf16", "f16") and "f32" in peaks and not peaks.keys() & {*half}
+        return "f32" if wide or (name == "tf32" and "tf32" not in peaks) else name
 
     @property
     def widens_bfloat16(self) -> bool:
-        """XLA converts bfloat16 to float32 to multiply on GPUs without units for it.
-
-        So the CUDA compiler does for compute capabilities below 8: kinds with a peak in
-        f16 and f32 and none in bf16 or tf32. What was measured in bfloat16 was measured
-        so.
+        """Products in bfloat16 run in float32.
 
         >>> from whalejax.meshes import device_kind
         >>> [device_kind(name).widens_bfloat16 for name in ("v100-32", "a100-80")]
         [True, False]
         """
-        measured = ("bf16", False) in self._matmul or ("bf16", True) in self._matmul
-        peaks = dict(self.flops_per_second)
-        half = "f16" in peaks and "f32" in peaks and not peaks.keys() & {"bf16", "tf32"}
-        return self.platform == "gpu" and half and not measured
+        return self.multiplies_in("bf16") == "f32"
+
+    def efficiency_in(self, dtype: str) -> Efficiency:
+        """What this kind reaches of its peak in a type, and whose measurement it is.
+
+        Args:
+            dtype: that it multiplies in.
+        """
+        if dtype not in self._efficiency:
+            found = constants().efficiency_of(self, dtype, self.efficiency)
+            self._efficiency[dtype] = found
+        return self._efficiency[dtype]
 
     def matmul_flops_per_second(
         self, dtype: str, m: Any, k: Any, n: Any, *, batch: Any = 1
@@ -327,10 +361,7 @@ class DeviceKind:
         """
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
             _check_amount(name, side, above_zero=True)
-        if dtype_name(dtype) == "f32" and self._multiplies_as_tf32:
-            dtype = "tf32"
-        if dtype_name(dtype) == "bf16" and self.widens_bfloat16:
-            dtype = "f32"
+        dtype = self.multiplies_in(dtype)
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
             found = self._flops_per_second(dtype, m, k, n, batch)
             return found if np.ndim(found) else float(found)
@@ -361,7 +392,7 @@ class DeviceKind:
             known = constants()
             curve, pace = known.platforms[self.curve], pace_of(peak, self.cores)
             share = shape_share(m, k, n, batch, self.cores, curve, pace)
-            most = known.of(self.family, dtype_name(dtype), self.efficiency)
+            most = self.efficiency_in(dtype_name(dtype)).share
             return peak * most * (share if np.ndim(share) else float(share))
         return peak * self.efficiency * size / (size + self.matmul_half_size)
 
@@ -387,7 +418,7 @@ class DeviceKind:
         """Bandwidth of memory that operations reach where none was measured by size."""
         if not self.curve:
             return self.memory_bytes_per_second
-        share = constants().platforms[self.curve].memory
+        share = constants().memory_of(self)
         return self.memory_bytes_per_second * share
 
     @property
@@ -570,6 +601,7 @@ def _positive_numbers(kind: DeviceKind) -> dict[str, float | None]:
         "turned_bytes_per_second": kind.turned_bytes_per_second,
         "convolution_share": kind.convolution_share,
         "price_per_hour": kind.price_per_hour,
+        "watts": kind.watts,
     }
     numbers |= {f"flops_per_second.{d}": v for d, v in kind.flops_per_second}
     for i, p in enumerate(kind.matmul_points):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from whalejax.meshes.catalogue import Entry, entries
 from whalejax.meshes.problems import WhaleError
+from whalejax.meshes.ratings import POWER
 from whalejax.meshes.texts import quoted
 
 
@@ -35,7 +36,7 @@ class Device:
 
 _FAMILIES = (
     ("gh200", ("gh200", "gh-96", "gh96", "grace hopper", "gh-")),
-    ("b200", ("b200", "b300", "a4-")),
+    ("b200", ("b200", "a4-")),
     ("h200", ("h200", "p5e", "a3-ultra")),
     ("h100", ("h100", "h800", "a3-", "p5.")),
     ("a100", ("a100", "a800", "a2-", "p4d", "nd96asr", "nd96amsr")),
@@ -52,6 +53,43 @@ _FAMILIES = (
     ("v4", ("tpu v4", "v4")),
 )
 """Families of the catalogue and words of a name that mean one, the longer first."""
+
+_KINDS = (
+    ("gb300-nvl36", ("gb300[ -]nvl36",)),
+    ("gb300", ("gb300",)),
+    ("gb200-nvl36", ("gb200[ -]nvl36",)),
+    ("gb200", ("gb200",)),
+    ("b300", ("b300",)),
+    ("b100", ("b100",)),
+    ("h100-nvl", ("h100-nvl", "h100 nvl")),
+    ("h20", ("h20",)),
+    ("l40s", ("l40s",)),
+    ("l40", ("l40",)),
+    ("l4", ("l4",)),
+    ("l20", ("l20",)),
+    ("a10g", ("a10g", "g5")),
+    ("a10", ("a10",)),
+    ("a30", ("a30",)),
+    ("a40", ("a40",)),
+    ("rtx6000ada", ("rtx6000-ada", "rtx6000 ada", "6000-ada", "6000 ada")),
+    ("a6000", ("a6000",)),
+    ("rtx2080ti", ("2080-ti", "2080 ti", "2080ti")),
+    ("rtx3080", ("3080",)),
+    ("rtx4090", ("4090",)),
+    ("rtx5090", ("5090",)),
+    ("titanv", ("titan-v", "titan v")),
+    ("p40", ("p40",)),
+    ("v100-pcie", ("v100[ -]pcie", "v100[ -]pci-e")),
+    ("mi250x", ("mi250x", "mi250")),
+    ("mi210", ("mi210",)),
+    ("mi300a", ("mi300a",)),
+    ("mi300x", ("mi300x", "mi300")),
+    ("mi325x", ("mi325x", "mi325")),
+    ("mi355x", ("mi355x", "mi355")),
+    ("w6800", ("w6800",)),
+)
+"""Other kinds of the catalogue and regular expressions that mean one, the longer
+first. They are looked for before the families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,37 +114,6 @@ class _Card:
 
 
 _OTHERS = (
-    # NVIDIA's datasheets of L40S, L40 and L4 (2023), A10, A30, A40 and RTX A6000
-    # (2021), the Ada architecture's white paper (RTX 4090, 2022), and H20's listing.
-    _Card(("l40s",), "rtx3090", 362, 733, 91.6, (48, 864), 142),
-    _Card(("l40",), "rtx3090", 181, 362, 90.5, (48, 864), 142),
-    _Card(("l4",), "rtx3090", 121, 242, 30.3, (24, 300), 58),
-    _Card(("a10g",), "rtx3090", 70, 0, 35.0, (24, 600), 80),
-    _Card(("a10",), "rtx3090", 125, 0, 31.2, (24, 600), 72),
-    _Card(("a30",), "rtx3090", 165, 0, 10.3, (24, 933), 56),
-    _Card(("a40",), "rtx3090", 149.7, 0, 37.4, (48, 696), 84),
-    _Card(("l20",), "rtx3090", 119.5, 239, 59.8, (48, 864), 92),
-    _Card(("rtx6000-ada", "rtx6000 ada"), "rtx3090", 364, 728, 91.1, (48, 960), 142),
-    _Card(("6000-ada", "6000 ada"), "rtx3090", 364, 728, 91.1, (48, 960), 142),
-    _Card(("a6000",), "rtx3090", 154.8, 0, 38.7, (48, 768), 84),
-    # With float32 sums, as training has them, these two multiply at half speed.
-    _Card(("2080-ti", "2080 ti", "2080ti"), "rtx2080", 53.8, 0, 13.4, (11, 616), 68),
-    _Card(("3080",), "rtx3090", 59.5, 0, 29.8, (10, 760), 68),
-    _Card(("4090",), "rtx3090", 165.2, 330.3, 82.6, (24, 1008), 128),
-    _Card(("5090",), "rtx3090", 209.5, 419, 104.8, (32, 1792), 170),
-    _Card(("titan-v", "titan v"), "v100-16", 119, 0, 14.9, (12, 653), 80),
-    _Card(("g5",), "rtx3090", 70, 0, 35.0, (24, 600), 80),
-    _Card(("b100",), "b200", 1750, 3500, 60, (192, 8000), 148),
-    _Card(("h100-nvl", "h100 nvl"), "h100", 835.5, 1671, 60, (94, 3938), 132),
-    _Card(("h20",), "h100", 148, 296, 44.0, (96, 4000), 78),
-    # AMD's datasheets of Instinct MI250X (2021), MI300X (2023) and MI325X (2024).
-    # Each half of an MI250X is a device of its own.
-    _Card(("mi250x", "mi250"), "a100-80", 191.5, 0, 47.9, (64, 1638), 110),
-    _Card(("mi210",), "a100-80", 181, 0, 45.3, (64, 1638), 104),
-    _Card(("mi300a",), "h100", 980.6, 1961.2, 122.6, (128, 5300), 228),
-    _Card(("mi300x", "mi300"), "h100", 1307, 2614, 163.4, (192, 5300), 304),
-    _Card(("mi325x", "mi325"), "h100", 1307, 2614, 163.4, (256, 6000), 304),
-    _Card(("mi355x", "mi355"), "h100", 2516, 5033, 157.3, (288, 8000), 256),
     # Intel's white papers of Gaudi 2 (2022) and Gaudi 3 (2024).
     _Card(("gaudi2", "gaudi 2", "gaudi-2"), "a100-80", 432, 865, 11, (96, 2450), 0),
     _Card(("gaudi3", "gaudi 3", "gaudi-3"), "h100", 1835, 1835, 14.3, (128, 3700), 0),
@@ -117,11 +124,10 @@ _OTHERS = (
     _Card(("tpu-v3", "tpu ?v3", "^v3"), "v4", 61.5, 0, 61.5, (16, 450), 0),
     _Card(("tpu-v2", "tpu ?v2", "^v2"), "v4", 22.5, 0, 22.5, (8, 350), 0),
 )
-"""Longer names first."""
+"""Devices that JAX has no plug-in for, or no longer: estimates alone know them."""
 
-_SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40), ("b300", 288))
-"""Words of a name that mean a size of memory: machines of clouds with A100s, and what
-is otherwise another kind."""
+_SIZES = (("p4de", 80), ("p4d", 40), ("a2-ultra", 80), ("a2-", 40))
+"""Words of a name that mean a size of memory: machines of clouds with A100s."""
 
 UNKNOWN = "a100-80"
 """What a device is taken for that nothing else is known of."""
@@ -165,6 +171,11 @@ def _one_device(text: str, guess: bool) -> Device:
     counted = re.match(r"([0-9]{1,9})\s*x\s*(.+)", lowered)
     count = int(counted[1]) if counted else None
     name = re.sub(r"\b([rg]tx)(?=a?\d)", r"\1 ", counted[2] if counted else lowered)
+    named = next(
+        (k for k, words in _KINDS if any(_is_word(w, name) for w in words)), ""
+    )
+    if named:
+        return _as_listed(entries()[named], name, count)
     card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
     if card is not None:
         return _by_datasheet(text.strip(), name, count, card)
@@ -174,7 +185,7 @@ def _one_device(text: str, guess: bool) -> Device:
     if family is None:
         return _unknown(text.strip(), name, count, guess)
     kinds = [one for one in entries().values() if one.kind.family == family]
-    notes = [f"{text.strip()} as {kinds[0].kind.display_name()}"] * ("gb2" in name)
+    notes: list[str] = []
     memory = _memory_of(name, bare=kinds[0].torus is None)
     found = max(kinds, key=lambda one: one.kind.memory_bytes)
     if memory is not None:
@@ -184,6 +195,15 @@ def _one_device(text: str, guess: bool) -> Device:
         if word in name:
             found = _with_link(found, bandwidth)
             notes.append(f"{word.upper()} is {of.upper()} with 400 GB/s of NVLink")
+    return Device(entry=found, count=count, notes=tuple(notes))
+
+
+def _as_listed(found: Entry, name: str, count: int | None) -> Device:
+    """A kind of the catalogue, with the memory of the name where it has another."""
+    notes: list[str] = []
+    memory = _memory_of(name)
+    if memory is not None:
+        found = _with_memory([found], found, memory, notes)
     return Device(entry=found, count=count, notes=tuple(notes))
 
 
@@ -220,6 +240,7 @@ def _by_datasheet(text: str, name: str, count: int | None, card: _Card) -> Devic
         memory_bytes_per_second=card.memory[1] * 1e9,
         flops_per_second=tuple((t, peak * 1e12) for t, peak in peaks.items()),
         cores=card.cores,
+        watts=None,
         sources=(),
     )
     note = f"{text} by its datasheet, as efficient as {base.kind.display_name()}"
@@ -277,9 +298,7 @@ def _with_memory(
 
 
 def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry:
-    """A card of less power is slower, as H100's datasheet has it: 350 of 700 W give 756
-    of 989 TFLOP/s. A PCIe card has PCIe for links.
-    """
+    """A card of less power is slower; see ``POWER``. A PCIe card has PCIe for links."""
     card = "pcie" in name or "pci-e" in name
     stated = re.search(r"(\d{2,4})\s*w\b", name)
     usual = _WATTS.get(family)
@@ -295,10 +314,9 @@ def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry
         notes.append(f"{found.kind.display_name()} as a PCIe card")
     if watts >= usual:
         return found
-    share = (watts / usual) ** 0.4
-    peaks = tuple((t, peak * share) for t, peak in found.kind.flops_per_second)
-    notes.append(f"{watts} of {usual} W: peaks times {share:.2f}")
-    kind = dataclasses.replace(found.kind, flops_per_second=peaks, sources=())
+    share = (watts / usual) ** POWER
+    notes.append(f"{watts} of {usual} W: products at {share:.2f} of their speed")
+    kind = dataclasses.replace(found.kind, watts=watts, sources=())
     return dataclasses.replace(found, kind=kind)
 
 

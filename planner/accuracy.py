@@ -87,6 +87,8 @@ def load(directory: str | Path, *, scaled: bool = False) -> Measured:
         for row, reading in zip(known, readings(known), strict=True):
             if reading.run is None or not _has_layout(row, reading.run):
                 continue
+            if reading.run.framework.kernels_only:
+                continue  # No training step: ``layer_profiles`` has these.
             block = _PROFILE.search(row.get("notes") or "")
             measured = (
                 float(block[1]) / 1e3 if block else measured_seconds(row, reading.run)

@@ -47,6 +47,11 @@ ALIGNED = 8
 STATE_BYTES = 12
 """Of a parameter in mixed precision: the master copy and Adam's moments, float32."""
 
+CAST_AHEAD, CAST_BEHIND = 4, 8
+"""Moved for a parameter that is brought to 16 bits in every micro-batch, and for its
+gradient that is brought back, beside what products read and write: the float32 sides
+of both, one of which is added to."""
+
 CAST_BYTES = 2
 """Written for an operand in 8 bits: as it is and transposed, by the kernel before."""
 
@@ -161,15 +166,19 @@ class Runs:
     def _devices(self) -> None:
         kinds = [e.kind for e in self.entries]
         pairs = list(zip(self.runs, kinds, strict=True))
-        self.peak = self._column(k.peak_flops(r.dtype) for r, k in pairs)
+        self.peak = self._column(k.peak_flops(r.multiplied) for r, k in pairs)
         self.half_peak = self._column(k.peak_flops("bf16") for k in kinds)
         self.memory = self._column(k.memory_bytes_per_second for k in kinds)
         self.cores = self._column(k.cores for k in kinds)
         self.gpu = np.array([k.platform == "gpu" for k in kinds])
-        types = [(k.family, r.speed) for r, k in pairs]
-        self._types = sorted(set(types))
-        self._type = np.array([self._types.index(key) for key in types])
-        self.eight = np.array([r.dtype == "f8" for r in self.runs])
+        rated = {(k.name, k.watts, k.flops_per_second, r.speed): k for r, k in pairs}
+        places = {key: place for place, key in enumerate(rated)}
+        self._types = [(kind, key[-1]) for key, kind in rated.items()]
+        self._type = np.array(
+            [places[k.name, k.watts, k.flops_per_second, r.speed] for r, k in pairs],
+            dtype=int,
+        )
+        self.eight = np.array([r.dtype in ("f8", "f4") for r in self.runs])
         self._platforms = sorted({k.platform for k in kinds})
         self._platform = np.array([self._platforms.index(k.platform) for k in kinds])
         self.behind = self._column(
@@ -177,6 +186,7 @@ class Runs:
             for r, k in pairs
         )
         self.compiled = np.array([r.framework.compiled for r in self.runs])
+        self.profiled = np.array([r.framework.kernels_only for r in self.runs])
         self.overlaps = np.array([r.framework.overlaps_gradients for r in self.runs])
         node, network = [], []
         for one in self.entries:
@@ -260,6 +270,9 @@ class Runs:
         self.zero = self._column(r.zero for r in self.runs)
         self.gradient = self._column(r.framework.gradient_bytes for r in self.runs)
         self.gradient *= 1 - self.frozen
+        self.cast = self._column(
+            r.autocast * r.sizes.layer_params / r.tensor / r.expert for r in self.runs
+        )
         self.weights = self._column(r.itemsize_bytes for r in self.runs)
         self.stages = self._column(r.stages for r in self.runs)
         self.layers = self._column(r.layers_per_stage for r in self.runs)
@@ -281,6 +294,21 @@ class Runs:
         found: Array = np.array(known, dtype=float)[self._platform]
         return found
 
+    def _efficiency(self, constants: Constants, dtype: str = "") -> Array:
+        """Largest share of the peak in every run's type, or in another."""
+        known = [
+            constants.efficiency_of(kind, dtype or speed).share
+            for kind, speed in self._types
+        ]
+        found: Array = np.array(known)[self._type]
+        return found
+
+    def _bandwidth(self, constants: Constants) -> Array:
+        """Bytes per second that every run's memory delivers."""
+        known = [constants.memory_of(kind) for kind, _ in self._types]
+        found: Array = self.memory * np.array(known)[self._type]
+        return found
+
     def _node(self, constants: Constants) -> Array:
         """Bytes per second of the links in every run's node."""
         kinds = [(e.kind.family, e.kind.platform) for e in self.entries]
@@ -291,8 +319,8 @@ class Runs:
     def _kernel_seconds(self, constants: Constants) -> tuple[Array, Array]:
         """Forward and backward of each kernel, all its repetitions."""
         k, run = self.kernels, self.kernels["run"]
-        whole = np.array([constants.of(*key) for key in self._types])[self._type]
-        half = np.array([constants.of(f, "bf16") for f, _ in self._types])[self._type]
+        whole = self._efficiency(constants)
+        half = self._efficiency(constants, "bf16")
         # Attention's products stay in 16 bits where the rest multiplies in 8.
         eight = self.eight[run]
         inside = k["product"] & k["scores"] & eight
@@ -311,12 +339,16 @@ class Runs:
         forward_share = forward_share * aligned
         backward_share = 0.5 * (left + right) * aligned
         longest = np.maximum(k["m"], k["n"])
-        kernel = get["attention"] * get["attention_before"] ** self.behind[run]
+        # A device that has too little power for its products has no more for these.
+        kernel = (
+            np.minimum(get["attention"], most)
+            * get["attention_before"] ** self.behind[run]
+        )
         kernel = kernel * longest / (longest + get["attention_half"])
         ahead = np.where(k["attention"], kernel, forward_share)
         behind = np.where(k["attention"], kernel / 1.25, backward_share)
         flops = 2.0 * k["m"] * k["k"] * k["n"] * k["batch"] * k["share"]
-        bandwidth = self.memory[run] * get["memory"]
+        bandwidth = self._bandwidth(constants)[run]
         launched = np.where(
             self.compiled[run], get["kernel_seconds"], get["launch_seconds"]
         )
@@ -356,6 +388,9 @@ class Runs:
             ahead[place] = np.bincount(run, weights=forward * here, minlength=count)
             behind[place] = np.bincount(run, weights=backward * here, minlength=count)
         ahead, behind = ahead[:, self.like], behind[:, self.like]
+        cast = self.cast / self._bandwidth(constants)
+        ahead[LAYER] += cast * CAST_AHEAD
+        behind[LAYER] += cast * CAST_BEHIND
         self._dispatch(ahead, behind, again, constants)
         # Ranks meet when the slowest host has come, so that what they exchange adds to
         # the host's time as it does to the device's.
@@ -386,7 +421,7 @@ class Runs:
         # Where it is the hosts that take longest, ranks wait for the slowest of them.
         host = number * self.shares(constants, "dispatch_seconds")
         late = self.shares(constants, "jitter_seconds") * self.meetings[self.like]
-        host = np.where(self.compiled | ~self.gpu, 0.0, host + late)
+        host = np.where(self.compiled | ~self.gpu | self.profiled, 0.0, host + late)
         device = ahead[LAYER] + behind[LAYER]
         blend = self.shares(constants, "blend")
         both = (device**blend + host**blend) ** (1.0 / blend)
@@ -410,16 +445,18 @@ class Runs:
         if settle:
             self._settle(ahead, behind, slowest, constants)
         slowest = slowest + self._accumulated(constants)
+        alone_on_device = self.compiled | self.profiled
         slowest = slowest + np.where(
-            self.compiled, 0.0, self.shares(constants, "micro_seconds")
+            alone_on_device, 0.0, self.shares(constants, "micro_seconds")
         )
         busy = self.parts * slowest
         compute = busy * self.stretch
         exposed = self._exposed(compute, constants)
         owned = sum(one.params / one.owners(self.zero) for one in self.held)
         moved = owned * ~self.frozen * self.shares(constants, "update_bytes")
-        update = moved / self.memory
-        fixed = np.where(self.compiled, 0.0, self.shares(constants, "step_seconds"))
+        update = np.where(self.profiled, 0.0, moved / self.memory)
+        fixed = self.shares(constants, "step_seconds")
+        fixed = np.where(alone_on_device, 0.0, fixed)
         return Estimate(
             step_seconds=compute + exposed + update + fixed,
             compute_seconds=busy,
@@ -434,7 +471,7 @@ class Runs:
         """Seconds in which a micro-batch's gradients are added to those before it."""
         nbytes = (self.dense + self.expert) * (WEIGHT_BYTES + 2 * self.gradient)
         nbytes = nbytes * ((self.parts > 1) & ~self.fused & ~self.frozen)
-        found: Array = nbytes / (self.memory * self.shares(constants, "memory"))
+        found: Array = nbytes / self._bandwidth(constants)
         return found
 
     def _settle(

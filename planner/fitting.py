@@ -16,7 +16,8 @@ from typing import Any, cast
 import numpy as np
 from scipy.optimize import least_squares
 
-from whalejax.meshes.fitted import LIKE, Achieved, Constants, width_of
+from whalejax.meshes.fitted import Achieved, Constants, width_of
+from whalejax.meshes.ratings import STANDS_IN, rating_of
 from whalejax.planner.estimate import Array, Runs
 
 
@@ -75,6 +76,9 @@ EFFICIENCY = Range(0.8, 0.15, 0.9)
 NODE = Range(0.75, 0.5, 0.9)
 """Of a family of GPUs: what the links inside a node deliver."""
 
+FULL = ("f32", "tf32")
+"""Types of full precision, as far as PyTorch calls it that."""
+
 PULL = 0.8
 """Weight of the most likely values: that of so much relative error in a run, where a
 constant lies at the other end of its range."""
@@ -107,11 +111,11 @@ def _places(runs: Runs) -> tuple[list[_Place], list[_Place]]:
     found = [_Place("gpu", name, span) for name, span in GPU.items()]
     found += [_Place("tpu", name, span) for name, span in TPU.items()]
     seen = dict.fromkeys((run.device.kind.family, run.speed) for run in runs.runs)
-    first = [_Place(f, d, EFFICIENCY) for f, d in seen if d != "f32"]
-    kinds = [run.device.kind for run in runs.runs if width_of(run.dtype) != "f32"]
+    first = [_Place(f, d, EFFICIENCY) for f, d in seen if d not in FULL]
+    kinds = [run.device.kind for run in runs.runs if width_of(run.dtype) not in FULL]
     gpus = dict.fromkeys(kind.family for kind in kinds if kind.platform == "gpu")
     first += [_Place(family, "node", NODE) for family in gpus]
-    return found + first, [_Place(f, d, EFFICIENCY) for f, d in seen if d == "f32"]
+    return found + first, [_Place(f, d, EFFICIENCY) for f, d in seen if d in FULL]
 
 
 def _with(base: Constants, places: Sequence[_Place], values: Array) -> Constants:
@@ -129,7 +133,9 @@ def _with(base: Constants, places: Sequence[_Place], values: Array) -> Constants
         name: dataclasses.replace(achieved, **platforms.get(name, {}))
         for name, achieved in base.platforms.items()
     }
-    return Constants(platforms=changed, efficiency=efficiency, node=node)
+    return dataclasses.replace(
+        base, platforms=changed, efficiency=efficiency, node=node
+    )
 
 
 def source_weights(sources: Sequence[str]) -> Array:
@@ -163,7 +169,7 @@ def fit(
     """
     first, full = _places(runs)
     chosen = np.ones(len(runs.runs), bool) if kept is None else kept
-    precise = np.array([width_of(run.dtype) == "f32" for run in runs.runs])
+    precise = np.array([width_of(run.dtype) in FULL for run in runs.runs])
     single = np.zeros(len(runs.runs), bool) if layers is None else layers
     start = dataclasses.replace(base, efficiency={}, node={})
     measured = _Target(runs=runs, logs=np.log(seconds), weights=weights, layers=single)
@@ -196,9 +202,24 @@ def _feels(runs: Runs, place: _Place) -> Array:
     kinds = (one.kind for one in runs.entries)
     if place.platform in ("gpu", "tpu"):
         return np.array([kind.platform == place.platform for kind in kinds])
+    rated = rating_of(place.platform)
+    generation = rated.generation if rated is not None else ""
     return np.array(
-        [place.platform in (k.family, LIKE.get(k.family)) for k in kinds], dtype=bool
+        [
+            place.platform == k.family
+            or (bool(generation) and generation in _generations(k.generation))
+            for k in kinds
+        ],
+        dtype=bool,
     )
+
+
+def _generations(generation: str) -> tuple[str, ...]:
+    """A generation and those whose measurements stand in for its own."""
+    found = [generation]
+    while found[-1] in STANDS_IN:
+        found.append(STANDS_IN[found[-1]])
+    return tuple(found)
 
 
 def _together(runs: Runs, places: Sequence[_Place]) -> list[list[int]]:

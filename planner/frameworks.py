@@ -58,6 +58,10 @@ class Framework:
         dropout: its models drop attention weights and what joins the residual stream.
         attention_generation: of devices that its attention kernel was written for:
             7 is that before Ampere, 8 Ampere's, 9 Hopper's and later.
+        flash_anywhere: it has an attention kernel for older devices, too.
+        flash_plain: models without a gated feed-forward have the kernel, too.
+        kernels_only: what was measured is the time of kernels: no host launches them,
+            and there is no optimizer.
     """
 
     name: str
@@ -82,12 +86,28 @@ class Framework:
     pads_vocabulary: bool = True
     dropout: bool = False
     attention_generation: int = 8
+    flash_anywhere: bool = False
+    flash_plain: bool = True
+    kernels_only: bool = False
 
 
 MEGATRON = "megatron"
 """Word of the one whose years and authors tell apart."""
 
 FRAMEWORKS = (
+    Framework(
+        # Single layers of Hugging Face's Llama and of DeepSpeed's BERT and GPT.
+        name="Zorse's profiles of layers",
+        words=("zorse",),
+        eager=True,
+        remat="none",
+        fused_loss=False,
+        pads_vocabulary=False,
+        dropout=True,
+        flash_anywhere=True,
+        flash_plain=False,
+        kernels_only=True,
+    ),
     Framework(
         name="Megatron-DeepSpeed",
         words=(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from whalejax.meshes.catalogue import Entry
+from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.kinds import VOLTA
 from whalejax.meshes.named import Device, read_device
 from whalejax.meshes.problems import WhaleError
@@ -145,7 +146,9 @@ def _run(cells: Cells) -> tuple[Run, bool]:
         unlike=unlike,
         offloaded="offload" in cells.text("remat").lower(),
         frozen=_frozen(cells, sizes),
+        autocast=words.has(cells.text("precision").lower(), "autocast"),
     )
+    cells.notes += efficiency_notes([device.entry.kind], found.multiplied)
     return found, own_name
 
 
@@ -286,6 +289,7 @@ def _sizes(
         word in cells.text(column).lower()
         for column, word in (("remat", "flash"), ("precision", "te "))
     )
+    newer = source.flash_anywhere or device.kind.attention_generation > VOLTA
     # Frameworks repeat shared heads and pad the vocabulary until ranks divide them.
     groups = math.ceil(max(kv_heads, tensor) / tensor) * tensor
     padded = math.ceil(heads / groups) * groups
@@ -303,13 +307,16 @@ def _sizes(
         seq=_padded(cells, cells.whole("seq") or 1, context),
         experts=experts if experts > 1 else 0,
         topk=_topk(cells, experts) if experts > 1 else 0,
-        flash=said or (source.flash and device.kind.attention_generation > VOLTA),
+        flash=said or (source.flash and newer),
         eager=source.eager,
         fused_loss=source.fused_loss,
         dropout=source.dropout,
     )
     llama = replace(plain, gated=True, norm_bias=False, positions=False, tied=False)
+    llama = replace(llama, dropout=False)
     sizes = llama if _gated(cells, plain, llama) else plain
+    if not (source.flash_plain or sizes.gated or said):
+        sizes = replace(sizes, flash=False)
     vocab = cells.or_else("vocab", 32000 if sizes.gated else 50304, "the usual")
     return replace(sizes, vocab=_shared(vocab, tensor, source))
 
@@ -441,17 +448,24 @@ def _remat(cells: Cells, source: Framework, sizes: Decoder) -> tuple[Remat, bool
 
 
 def _precision(cells: Cells, source: Framework, device: Entry) -> str:
-    text = cells.text("precision").lower()
+    text, name = cells.text("precision").lower(), device.kind.display_name()
+    rates = dict(device.kind.flops_per_second)
     found = words.precision(text) if text else source.dtype
+    if not text and found == "bf16" and device.kind.widens_bfloat16:
+        # Whoever trains in 16 bits on a device without bfloat16 takes the other.
+        found = "f16" if "f16" in rates else found
     if not text:
         cells.notes.append(f"precision {found} ({source.name}'s default)")
     elif found not in (text, text.replace("fp", "f")):
         cells.notes.append(f"precision {found} (for {cells.text('precision')!r})")
-    if found == "f8" and "f8" not in dict(device.kind.flops_per_second):
-        cells.notes.append(f"{device.kind.display_name()} has no fp8: bf16's peak")
-        found = "bf16"
-    if found == "bf16" and device.kind.widens_bfloat16:
-        cells.notes.append(f"{device.kind.display_name()} has no bf16: f16's peak")
+    for narrow, wider in (("f4", "f8"), ("f8", "bf16")):
+        if found == narrow and narrow not in rates:
+            shown = {"f4": "fp4", "f8": "fp8", "bf16": "bf16"}
+            cells.notes.append(f"{name} has no {shown[narrow]}: {shown[wider]}'s peak")
+            found = wider
+    runs_in = device.kind.multiplies_in(found, exact=True)
+    if runs_in != found:
+        cells.notes.append(f"{name} has no fast {found}: products run in {runs_in}")
     return found
 
 

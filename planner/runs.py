@@ -62,6 +62,7 @@ class Run:
         unlike: the stages where devices are mixed, or empty.
         offloaded: what the backward pass does not compute again waits in host memory.
         frozen: parameters stay as they are, and small adapters beside them are trained.
+        autocast: parameters are float32, and every micro-batch brings them to 16 bits.
     """
 
     sizes: Decoder
@@ -85,6 +86,12 @@ class Run:
     unlike: tuple[StageOf, ...] = ()
     offloaded: bool = False
     frozen: bool = False
+    autocast: bool = False
+
+    @property
+    def multiplied(self) -> str:
+        """The type that products run in on this device; see ``multiplies_in``."""
+        return self.device.kind.multiplies_in(self.dtype, exact=True)
 
     @property
     def itemsize_bytes(self) -> int:
@@ -94,7 +101,7 @@ class Run:
     @property
     def speed(self) -> str:
         """The efficiency of products that counts: see ``meshes.fitted.Constants``."""
-        width = width_of(self.dtype)
+        width = width_of(self.multiplied)
         return TUNED if width == "bf16" and self.framework.tuned else width
 
     @property

@@ -25,8 +25,11 @@ GATED = (
 ADAPTERS = ("lora", "qlora", "peft", "adapter")
 """Words of a row that mean that the model's own parameters are not trained."""
 
-EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8")
-"""Words of a precision in 8 bits."""
+EIGHT = ("fp8", "f8", "float8", "e4m3", "e5m2", "int8", "mxfp8", "mxfp6")
+"""Words of a precision in 8 bits; scales of blocks, as MXFP8 has, cost no time."""
+
+FOUR = ("nvfp4", "mxfp4", "fp4", "float4", "e2m1")
+"""Words of a precision in 4 bits."""
 
 SIXTEEN = ("fp16", "f16", "float16", "half")
 """Words of the precision in 16 bits that is no bfloat16."""
@@ -95,7 +98,11 @@ def precision(text: str) -> str:
 
     >>> [precision(text) for text in ("amp_bf16", "float16", "fp8 rowwise", "float32")]
     ['bf16', 'f16', 'f8', 'f32']
+    >>> [precision(text) for text in ("nvfp4", "mxfp8", "MXFP4".lower())]
+    ['f4', 'f8', 'f4']
     """
+    if any(word in text for word in FOUR):
+        return "f4"
     if any(word in text for word in EIGHT):
         return "f8"
     if "bf16" in text or "bfloat16" in text:
