@@ -47,9 +47,13 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
         off = SAME if same else OTHER
         rate = peak * known.share
         whose = f"as {', '.join(known.of)} by its power" if known.of else "assumed"
+        low, high = rate * (1 - off), min(peak, rate * (1 + off))
         found.append(
-            f"{kind.display_name()} was not measured in {runs_in}: {rate:.3g} of "
-            f"{peak:.4g} TFLOP/s ({rate * (1 - off):.3g} to "
-            f"{min(peak, rate * (1 + off)):.3g}), {whose}"
+            f"{kind.display_name()} was not measured in {runs_in}: {_shown(rate)} of "
+            f"{_shown(peak)} TFLOP/s ({_shown(low)} to {_shown(high)}), {whose}"
         )
     return tuple(found)
+
+
+def _shown(tera: float) -> str:
+    return f"{tera:.0f}" if tera >= 100 else f"{tera:.3g}"

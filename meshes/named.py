@@ -176,7 +176,8 @@ def _one_device(text: str, guess: bool) -> Device:
     )
     if named:
         return _as_listed(entries()[named], name, count)
-    card = next((c for c in _OTHERS if any(_is_word(w, name) for w in c.words)), None)
+    cards = (c for c in _OTHERS if any(_is_word(w, name) for w in c.words))
+    card = next(cards, None)
     if card is not None:
         return _by_datasheet(text.strip(), name, count, card)
     family = next(
@@ -184,7 +185,12 @@ def _one_device(text: str, guess: bool) -> Device:
     )
     if family is None:
         return _unknown(text.strip(), name, count, guess)
-    kinds = [one for one in entries().values() if one.kind.family == family]
+    apart = dict(_KINDS)
+    kinds = [
+        one
+        for name, one in entries().items()
+        if one.kind.family == family and name not in apart
+    ]
     notes: list[str] = []
     memory = _memory_of(name, bare=kinds[0].torus is None)
     found = max(kinds, key=lambda one: one.kind.memory_bytes)

@@ -67,13 +67,19 @@ def test_unknown_element_type() -> None:
         dtype_name("string")
     assert str(error.value) == (
         "element type 'string' has no FLOP/s; expected one of f64, f32, tf32, bf16, "
-        "f16, f8 or numpy's name of a floating or integer type"
+        "f16, f8, f4 or numpy's name of a floating or integer type"
     )
 
 
 @pytest.mark.parametrize(
     ("name", "short"),
-    [("bfloat16", "bf16"), ("int32", "f32"), ("float8_e5m2", "f8"), ("bool", "f32")],
+    [
+        ("bfloat16", "bf16"),
+        ("int32", "f32"),
+        ("float8_e5m2", "f8"),
+        ("float4_e2m1fn", "f4"),
+        ("bool", "f32"),
+    ],
 )
 def test_numpy_names(name: str, short: str) -> None:
     assert dtype_name(name) == short
@@ -200,8 +206,9 @@ def test_all_unfit_numbers_are_named_at_once() -> None:
         "  4. flops_per_second.f32: got -1.0, expected a number above zero\n"
         "  5. matmul_points.0: got 0, expected a number above zero\n"
         "  6. flops_per_second: got 'int4', expected one of f64, f32, tf32, bf16, f16, "
-        "f8\n"
-        "  7. matmul_points: got 'f31', expected one of f64, f32, tf32, bf16, f16, f8\n"
+        "f8, f4\n"
+        "  7. matmul_points: got 'f31', expected one of f64, f32, tf32, bf16, f16, "
+        "f8, f4\n"
         "  8. efficiency: got 1.5, expected a fraction above 0, at most 1\n"
         "  9. op_overhead_seconds: got -1e-06, expected a number of at least zero"
     )
