@@ -23,9 +23,14 @@ class Cells:
         return (self.row.get(column) or "").strip()
 
     def whole(self, column: str) -> int | None:
-        """The number of the cell, or None where it is empty."""
+        """The number of the cell, or None where it is empty or -1, the rest."""
+        found = self.number(column)
+        return None if found is None or found < 0 else int(found)
+
+    def number(self, column: str) -> float | None:
+        """The number of the cell, whole or not, or None where it is empty."""
         text = self.text(column)
-        return int(float(text)) if text else None
+        return float(text) if text else None
 
     def or_else(self, column: str, value: int, why: str) -> int:
         """The cell, or a value that is noted."""

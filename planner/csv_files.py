@@ -48,6 +48,9 @@ _NUMBERS = _POSITIVE | {
     "peak_mem_gib",
 }
 
+REST = frozenset(("dp", "fsdp"))
+"""Columns in which -1 is what the other axes leave, as MaxText writes it."""
+
 _READ = frozenset((*COLUMNS, "notes", "head_dim"))
 
 _MOST: Mapping[str, int] = {
@@ -70,19 +73,31 @@ _LONGEST_CELL = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A CSV file: its header, and its rows with the line each stands in."""
+    """A CSV file: its header, and its rows with the line each stands in.
+
+    Attributes:
+        header: names of the columns.
+        rows: column to cell.
+        lines: where each stands.
+        unread: for each, why it cannot be read; empty where it can.
+    """
 
     header: tuple[str, ...]
     rows: tuple[Mapping[str, str], ...]
     lines: tuple[int, ...]
+    unread: tuple[str, ...]
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path, *, strict: bool = True) -> Table:
     """Read a CSV file with a header.
 
+    Args:
+        path: the file.
+        strict: refuse it for a row that cannot be read; otherwise ``unread`` says why.
+
     Raises:
-        WhaleError: no such file, no header, rows of another length, cells that are no
-            numbers; all of them, with line and column.
+        WhaleError: no such file, no header; and where strict, rows of another length
+            and cells that are no numbers: all of them, with line and column.
     """
     try:
         text = read_text(path)
@@ -108,42 +123,53 @@ def read_table(path: str | Path) -> Table:
     for name in sorted({n for n in header if header.count(n) > 1}):
         problems.add(f"line 1: the column {quoted(name)} stands twice")
     problems.raise_if_any()
-    rows, numbers = [], []
+    rows, numbers, unread = [], [], []
     for line, cells in lines[1:]:
+        found: list[str] = []
         if len(cells) != len(header):
-            problems.add(
-                f"line {line}: {len(cells)} cells, the header has {len(header)}"
-            )
-            continue
+            found.append(f"{len(cells)} cells, the header has {len(header)}")
+            cells = (*cells, *[""] * len(header))[: len(header)]
         row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
-        _check_cells(row, line, problems)
+        found += [] if found else _wrong_cells(row)
         rows.append(row)
         numbers.append(line)
-    problems.raise_if_any()
-    return Table(header=header, rows=tuple(rows), lines=tuple(numbers))
+        unread.append("; ".join(found))
+        for text in found:
+            joint = ":" if text[0].isdigit() else ","
+            problems.add(f"line {line}{joint} {text}")
+    if strict:
+        problems.raise_if_any()
+    return Table(
+        header=header, rows=tuple(rows), lines=tuple(numbers), unread=tuple(unread)
+    )
 
 
-def _check_cells(row: Mapping[str, str], line: int, problems: Problems) -> None:
-    for column, cell in row.items():
-        at = f"line {line}, column {column}"
-        if column in _READ and len(cell) > _LONGEST_CELL:
-            problems.add(
-                f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"
-            )
-            continue
-        if column not in _NUMBERS or not cell:
-            continue
-        try:
-            value = float(cell)
-        except ValueError:
-            problems.add(f"{at}: {quoted(cell)} is no number")
-            continue
-        most = _MOST.get(column, _MEASURED)
-        if not math.isfinite(value) or value < 0:
-            problems.add(f"{at}: {quoted(cell, str)} is below 0 or no number")
-        elif column in _POSITIVE and (value < 1 or value != int(value)):
-            problems.add(
-                f"{at}: {quoted(cell, str)}; expected a whole number of at least 1"
-            )
-        elif value > most:
-            problems.add(f"{at}: {quoted(cell, str)}; expected at most {most:.15g}")
+def _wrong_cells(row: Mapping[str, str]) -> list[str]:
+    found = [_wrong(column, cell) for column, cell in row.items()]
+    return [text for text in found if text]
+
+
+def _wrong(column: str, cell: str) -> str:
+    """What is wrong with a cell; empty where nothing is."""
+    at = f"column {column}"
+    if column in _READ and len(cell) > _LONGEST_CELL:
+        return f"{at}: {quoted(cell)}; expected at most {_LONGEST_CELL} characters"
+    if column not in _NUMBERS or not cell:
+        return ""
+    try:
+        value = float(cell)
+    except ValueError:
+        return f"{at}: {quoted(cell)} is no number"
+    if column in REST and value == -1:
+        return ""
+    most = _MOST.get(column, _MEASURED)
+    if not math.isfinite(value) or value < 0:
+        return f"{at}: {quoted(cell, str)} is below 0 or no number"
+    if column == "micro_batch" and value <= 0:
+        return f"{at}: {quoted(cell, str)}; expected a number above 0"
+    whole = value >= 1 and value == int(value)
+    if column in _POSITIVE and column != "micro_batch" and not whole:
+        return f"{at}: {quoted(cell, str)}; expected a whole number of at least 1"
+    if value > most:
+        return f"{at}: {quoted(cell, str)}; expected at most {most:.15g}"
+    return ""

@@ -121,7 +121,7 @@ def _run(cells: Cells) -> tuple[Run, bool]:
             f"{data * fsdp} data ranks: rounded up"
         )
         per_rank += 1
-    micro = _micro_batch(cells, per_rank, stages, sizes.seq)
+    micro = _micro_batch(cells, per_rank, stages, sizes.seq, tensor * context)
     per_rank = math.ceil(per_rank / micro) * micro
     remat, own_name = _remat(cells, source, sizes)
     found = Run(
@@ -257,7 +257,7 @@ def _sharding(
     cells: Cells, source: Framework, ranks: int, stages: int
 ) -> tuple[int, int]:
     """ZeRO level and the size of the fsdp axis."""
-    fsdp = cells.whole("fsdp")
+    fsdp = _rest_of(cells, ranks)
     zero = cells.whole("zero_stage")
     if zero is None:
         usual = source.zero
@@ -273,6 +273,19 @@ def _sharding(
     if zero > MOST_ZERO:
         cells.notes.append(f"zero_stage {MOST_ZERO} (the row says {zero})")
     return min(zero, MOST_ZERO), fsdp
+
+
+def _rest_of(cells: Cells, ranks: int) -> int | None:
+    """The size of the fsdp axis, where -1 is what ``dp`` leaves of the data ranks."""
+    if cells.number("fsdp") != -1:
+        return cells.whole("fsdp")
+    data = cells.whole("dp") or 1
+    if ranks % data:
+        raise WhaleError(
+            f"fsdp -1: dp {data} does not divide {ranks} data ranks: nothing predicted"
+        )
+    cells.notes.append(f"fsdp {ranks // data} (-1: what dp {data} leaves of {ranks})")
+    return max(1, ranks // data)
 
 
 def _sizes(
@@ -350,8 +363,24 @@ def _shared(vocab: int, tensor: int, source: Framework) -> int:
     return math.ceil(vocab / (128 * tensor)) * 128 * tensor
 
 
-def _micro_batch(cells: Cells, per_rank: int, stages: int, seq: int) -> int:
+def _micro_batch(
+    cells: Cells, per_rank: int, stages: int, seq: int, together: int
+) -> int:
+    """Samples of a rank; ones that are not whole are those of each device.
+
+    Args:
+        cells: the row.
+        per_rank: samples of a rank in a step.
+        stages, seq: of the run.
+        together: devices of a stage that share a sample.
+    """
     given = cells.whole("micro_batch")
+    stated = cells.number("micro_batch") or 1.0
+    if stated != int(stated):
+        given = max(1, math.ceil(stated * together - 1e-9))
+        cells.notes.append(
+            f"micro_batch {given} ({stated:g} for each of {together} devices)"
+        )
     if given is None:
         most = 1 if stages > 1 else max(1, LARGEST_TOKENS // seq)
         size = largest_divisor(per_rank, most)
@@ -423,6 +452,11 @@ def _sequence_parallel(cells: Cells, source: Framework, tensor: int) -> bool:
 
 def _context(cells: Cells, tensor: int) -> int:
     """Ranks that share a sequence; a number of those without tensor ranks is that."""
+    each = cells.number("micro_batch") or 1.0
+    if cells.whole("cp") is None and each * tensor < 1:
+        found = max(1, round(1 / (each * tensor)))
+        cells.notes.append(f"cp {found} (a sample on {1 / each:g} devices)")
+        return found
     degree = words.degree(cells.text("sp"))
     if cells.whole("cp") is None and tensor == 1 and degree > 1:
         cells.notes.append(f"cp {degree} (sp {cells.text('sp')} without tp)")

@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from whalejax.meshes.fitted import constants
@@ -38,7 +39,14 @@ def estimate_table(table: Table) -> list[dict[str, str]]:
     Args:
         table: from ``read_table``.
     """
-    read = readings(table.rows)
+    read = [
+        Reading(run=None, notes=(f"not read: {why}",)) if why else one
+        for one, why in zip(
+            readings([{} if w else r for r, w in _with_reasons(table)]),
+            table.unread,
+            strict=True,
+        )
+    ]
     alike = [
         (i, r.run) for i, r in enumerate(read) if r.run is not None and not r.run.unlike
     ]
@@ -73,20 +81,45 @@ def _cells(one: Reading, found: tuple[float, float, bool] | None) -> dict[str, s
     return cells
 
 
+def _with_reasons(table: Table) -> list[tuple[Mapping[str, str], str]]:
+    return list(zip(table.rows, table.unread, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What became of a table's rows.
+
+    Attributes:
+        predicted: have a prediction.
+        runs: are there.
+        unread: could not be read; their note says why.
+    """
+
+    predicted: int
+    runs: int
+    unread: int
+
+
 def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
+    """``write_estimates``: how many rows have a prediction, and how many there are."""
+    found = write_estimates(source, target)
+    return found.predicted, found.runs
+
+
+def write_estimates(
+    source: str | Path, target: str | Path, *, strict: bool = False
+) -> Written:
     """Read a table, write it with predictions; the file appears whole or not at all.
 
     Args:
         source: a CSV file with the header of ``published.COLUMNS``.
         target: where to write.
-
-    Returns:
-        How many rows have a prediction, and how many there are.
+        strict: refuse the table for a row that cannot be read.
 
     Raises:
         WhaleError: the table is malformed, or the target cannot be written.
     """
-    table = read_table(source)
+    table = read_table(source, strict=strict)
     taken = [name for name in ADDED if name in table.header]
     if taken:
         raise WhaleError(
@@ -109,7 +142,11 @@ def estimate_file(source: str | Path, target: str | Path) -> tuple[int, int]:
         raise WhaleError(
             f"{target}: the table cannot be written there ({error.strerror})"
         ) from error
-    return sum(bool(cells["predicted_step_time_s"]) for cells in added), len(added)
+    return Written(
+        predicted=sum(bool(cells["predicted_step_time_s"]) for cells in added),
+        runs=len(added),
+        unread=sum(map(bool, table.unread)),
+    )
 
 
 def _csv(table: Table, added: Sequence[Mapping[str, str]]) -> str:

@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,7 @@ def _run(command: Command, started: float) -> int:
         case SearchCommand():
             _search(command)
         case EstimateCommand():
-            _estimate(command)
+            return _estimate(command)
         case VerifyCommand():
             return _verify(command)
         case CalibrateCommand():
@@ -358,15 +359,24 @@ def _verify(command: VerifyCommand) -> int:
     return 0 if found.fits else 1
 
 
-def _estimate(command: EstimateCommand) -> None:
-    from whalejax.planner.tables import estimate_file
+def _estimate(command: EstimateCommand) -> int:
+    from whalejax.planner.tables import write_estimates
 
-    count, of = estimate_file(command.table, command.output)
+    found = write_estimates(command.table, command.output, strict=command.strict)
     if command.json:
-        written = {"predicted": count, "runs": of, "output": str(command.output)}
-        print(json.dumps(written))
+        print(json.dumps({**asdict(found), "output": str(command.output)}))
     else:
-        print(f"{count} of {of} runs predicted, written to {command.output}")
+        print(
+            f"{found.predicted} of {found.runs} runs predicted, written to "
+            f"{command.output}"
+        )
+    if found.unread and not command.json:
+        print(f"{found.unread} rows could not be read; their note says why")
+    return min(found.unread, MOST_STATUS)
+
+
+MOST_STATUS = 100
+"""Rows that an exit status tells apart; shells take larger ones for signals."""
 
 
 def _complete(shell: str) -> None:

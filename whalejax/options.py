@@ -296,13 +296,17 @@ class EstimateCommand:
     """Predict the runs of a table whose layouts are given.
 
     The table is CSV with a header: layers, hidden, seq, global_batch, num_devices and
-    device are needed; what else a row leaves out is inferred and said in its note.
+    device are needed; what else a row leaves out is inferred and said in its note. A
+    row that cannot be read stays without a prediction, its note says why, and the exit
+    status is how many there were (at most 100).
     """
 
     table: Annotated[conf.Positional[Path], conf.arg(metavar="TABLE.csv")]
     """the runs, one a line"""
     output: Annotated[Path, conf.arg(aliases=["-o"], metavar="OUT.csv")]
     """where to write the same table with step time, memory and notes appended"""
+    strict: bool = False
+    """refuse a table that has rows which cannot be read, and write nothing"""
     json: bool = False
     """print how many runs were predicted as one line of JSON"""
 

@@ -188,6 +188,30 @@ def test_fully_sharded_means_an_axis_of_its_own() -> None:
     assert (hybrid.fsdp, hybrid.data) == (8, 2)
 
 
+def test_a_rest_is_what_the_other_axes_leave() -> None:
+    sharded = {"source": "maxtext", "tp": "1", "pp": "1", "zero_stage": ""}
+    found = read(**sharded, fsdp="-1")
+    assert (found.fsdp, found.data, found.zero) == (16, 1, 3)
+    found = read(**sharded, fsdp="-1", dp="2")
+    assert (found.fsdp, found.data) == (8, 2)
+    assert "fsdp 8 (-1: what dp 2 leaves of 16)" in note(**sharded, fsdp="-1", dp="2")
+    wrong = read_row({**ROW, **sharded, "fsdp": "-1", "dp": "3"})
+    assert wrong.run is None
+    assert "dp 3 does not divide 16 data ranks" in wrong.notes[0]
+    assert read(**sharded, fsdp="8", dp="-1").data == 2
+
+
+def test_samples_that_are_not_whole_are_those_of_each_device() -> None:
+    halves = {"source": "maxtext", "pp": "1", "micro_batch": "0.5"}
+    assert read(**halves, tp="2").micro_batch == 1
+    assert "micro_batch 1 (0.5 for each of 2 devices)" in note(**halves, tp="2")
+    # Without tensor ranks, those of a context share the sample.
+    alone = read(**halves, tp="1", global_batch="8")
+    assert (alone.context, alone.micro_batch, alone.global_batch) == (2, 1, 8)
+    assert "cp 2 (a sample on 2 devices)" in note(**halves, tp="1")
+    assert read(source="maxtext", pp="1", tp="2", micro_batch="1.5").micro_batch == 3
+
+
 def test_modern_megatron_interleaves_and_shards_the_sequence() -> None:
     found = read()
     assert (found.chunks, found.sequence_parallel, found.zero) == (4, True, 1)
