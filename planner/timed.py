@@ -53,14 +53,14 @@ def corrections(kinds: Sequence[DeviceKind], weights: str) -> tuple[float, ...]:
 
 
 def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
-    """What is known of a model on these kinds, for a plan's notes; empty if nothing."""
+    """Whose measurements say how fast these kinds are, for a plan's notes."""
     names = dict.fromkeys(kinds)
     timed = {
         kind: [one for one in kind.timed_models if one.weights == weights]
         for kind in names
     }
     if not any(timed.values()):
-        return ""
+        return _weights_note(list(names))
     if missing := [kind.display_name() for kind, found in timed.items() if not found]:
         return (
             f"shares: this model was not timed on {', '.join(missing)}, so no timing "
@@ -71,3 +71,15 @@ def timing_note(kinds: Sequence[DeviceKind], weights: str) -> str:
         for kind, found in timed.items()
     )
     return f"shares: by this model's own samples, measured: {words} each"
+
+
+def _weights_note(kinds: Sequence[DeviceKind]) -> str:
+    """The same where the model was timed on none of them."""
+    own = [kind.display_name() for kind in kinds if kind.matmul_points]
+    listed = [kind.display_name() for kind in kinds if not kind.matmul_points]
+    if not listed:
+        return "shares: by products and memory that were measured on every kind"
+    weights = f"by the catalogue's efficiencies of {', '.join(listed)}"
+    if own:
+        weights += f", beside what was measured on {', '.join(own)}"
+    return f"shares: {weights}, until a run measures"

@@ -26,6 +26,7 @@ from whalejax.lowering.spmd import hosted
 from whalejax.meshes import Cluster
 from whalejax.meshes import cluster as parse_cluster
 from whalejax.meshes.checks import Arguments, is_whole, plain, shown
+from whalejax.meshes.delivered import efficiency_notes
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.telling import tell
 from whalejax.notes import loss_notes, remat_note
@@ -47,7 +48,7 @@ from whalejax.planner.terms import (
     Remat,
 )
 from whalejax.planning_options import NO_OPTIMIZER, check_options, checked_offload
-from whalejax.precision import CAST_BYTES, bf16_note, taken_precision
+from whalejax.precision import CAST_BYTES, bf16_note, taken_precision, widest_work
 from whalejax.programs import Programs, Traces, attention_note, check_reports
 from whalejax.xla_options import checked_options, compiled_with, option_note
 
@@ -346,6 +347,7 @@ class Asked:
                 *(*found.notes, *captured.notes, *remat_note(remat, found)),
                 *(*_notes(found, programs), *option_note(xla)),
                 *bf16_note(found, programs.graph),
+                *efficiency_notes(self.cluster.kinds, widest_work(programs.graph)),
                 *loss_notes(captured, found),
             ),
             question=self,

@@ -11,6 +11,7 @@ et al., 2018).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -108,20 +109,42 @@ def product_words(count: int) -> str:
     return "1 product" if count == 1 else f"{count} products"
 
 
+def widest_work(graph: Graph) -> str:
+    """The type that most of a model's products are in; float32 if it has none."""
+    work: dict[str, float] = {}
+    for op in graph.ops:
+        if op.matmul is not None:
+            name = graph.tensors[op.operands[0]].dtype
+            work[name] = work.get(name, 0.0) + float(math.prod(op.matmul))
+    return max(work, key=lambda name: work[name], default="float32")
+
+
 def bf16_note(plan: Plan, graph: Graph) -> list[str]:
-    """What is said of products in bfloat16 on devices without units for them.
+    """What is said of products in 16 bits on devices without units for them.
 
     Args:
         plan: on any devices.
         graph: the captured loss.
     """
-    kinds = [kind for kind in plan.cluster.kinds if kind.widens_bfloat16]
     products = [op for op in graph.ops if op.matmul is not None]
-    if not any(graph.tensors[op.operands[0]].dtype == "bfloat16" for op in products):
-        return []
+    types = {graph.tensors[op.operands[0]].dtype for op in products}
+    without = [
+        f"{kind.display_name()} has no fast units for {dtype}: products run in "
+        f"float32, with {kind.peak_flops('f32') / 1e12:g} TFLOP/s"
+        for kind in plan.cluster.kinds
+        for dtype in ("bfloat16", "float16")
+        if dtype in types and kind.multiplies_in("f16") == "f32"
+    ]
+    kinds = [
+        kind
+        for kind in plan.cluster.kinds
+        if kind.widens_bfloat16 and kind.multiplies_in("f16") == "f16"
+    ]
+    if "bfloat16" not in types:
+        return without
     asked = "bf16" in (plan.precision, *dict(plan.precisions).values())
     remedy = "precision='f16' takes" if asked else "A model that says float16 takes"
-    return [
+    return without + [
         f"{kind.display_name()} has no units for bfloat16: XLA multiplies in float32 "
         f"there, with {kind.peak_flops('f32') / 1e12:g} instead of "
         f"{kind.peak_flops('f16') / 1e12:g} TFLOP/s. {remedy} its units (if it has "
