@@ -46,7 +46,8 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
         same = bool(named) and all(r and r.generation == kind.generation for r in named)
         off = SAME if same else OTHER
         rate = peak * known.share
-        whose = f"as {', '.join(known.of)} by its power" if known.of else "assumed"
+        whose = f"as {', '.join(known.of)}" if known.of else "assumed"
+        whose += " by its power" * same
         low, high = rate * (1 - off), min(peak, rate * (1 + off))
         found.append(
             f"{kind.display_name()} was not measured in {runs_in}: {_shown(rate)} of "

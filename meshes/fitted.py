@@ -202,8 +202,8 @@ class Constants:
         """The largest share of its peak that a kind reaches in products of a type.
 
         What was measured on the kind or its family counts; otherwise what was on its
-        generation, or on the one that stands in for it, each measured kind in
-        proportion to ``POWER`` of the watts for each FLOP/s.
+        generation, each measured kind in proportion to ``POWER`` of the watts for each
+        FLOP/s; or on the generation that stands in for it.
 
         Args:
             kind: of device.
@@ -254,11 +254,16 @@ class Constants:
     def _carried(
         self, kind: Rated, width: str, shares: Mapping[str, float]
     ) -> Efficiency:
-        """Shares of other kinds, as one more watt for each FLOP/s would have them."""
+        """The mean of other kinds' shares, within a generation by their power.
+
+        Generations differ in what a watt buys, so that between them it says nothing.
+        """
         logs = []
         for name, share in shares.items():
             other = rating_of(name)
-            ratio = watts_ratio(kind, other, _TYPE.get(width, width)) if other else 1.0
+            ratio = 1.0
+            if other is not None and other.generation == kind.generation:
+                ratio = watts_ratio(kind, other, _TYPE.get(width, width))
             logs.append(math.log(share) + POWER * math.log(ratio))
         share = min(MOST, math.exp(math.fsum(logs) / len(logs)))
         return Efficiency(share=share, measured=False, of=tuple(shares))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,6 +112,21 @@ def effective_size(m: Any, k: Any, n: Any) -> Any:
     return 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
 
 
+HARDLY_MORE = 2.0
+"""Times that of the shortest product: measured ones that took less say no rate."""
+
+
+def least_seconds(points: Sequence[MatmulPoint]) -> float:
+    """What any product takes on a device, however little it multiplies.
+
+    The shortest one that was measured, where others took twice as long; where all are
+    as short, or there is one alone, nothing is known of it.
+    """
+    each = [2.0 * p.m * p.k * p.n * p.batch / p.flops_per_second for p in points]
+    least = min(each, default=0.0)
+    return least if any(t >= HARDLY_MORE * least for t in each) and least else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedModel:
     """What a micro-batch of one model was measured to take on one device.
@@ -161,6 +177,27 @@ class _Curve:
         x0, x1 = self.x[right - 1], self.x[right]
         weight = (log_x - x0) / (x1 - x0)
         return math.exp(self.y[right - 1] * (1 - weight) + self.y[right] * weight)
+
+
+def _rates(
+    kind: DeviceKind, least: float
+) -> dict[tuple[str, bool], list[tuple[float, float]]]:
+    """(type, several at once) to (size, FLOP/s beyond what any product takes)."""
+    every: dict[tuple[str, bool], list[tuple[float, float, float]]] = {}
+    for p in kind.matmul_points:
+        flops = 2.0 * p.m * p.k * p.n * p.batch
+        found = every.setdefault((p.dtype, p.batch > 1), [])
+        size = effective_size(p.m, p.k, p.n)
+        found.append((size, p.flops_per_second, flops / p.flops_per_second))
+    rates = {}
+    for key, points in every.items():
+        long = [
+            (size, rate * seconds / (seconds - least))
+            for size, rate, seconds in points
+            if seconds >= HARDLY_MORE * least > 0
+        ]
+        rates[key] = long or [(size, rate) for size, rate, _ in points]
+    return rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,16 +274,16 @@ class DeviceKind:
     _efficiency: dict[str, Efficiency] = field(
         init=False, repr=False, compare=False, hash=False
     )
+    _product_seconds: float = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         _check(self)
-        measured: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-        for p in self.matmul_points:
-            size = effective_size(p.m, p.k, p.n)
-            found = measured.setdefault((p.dtype, p.batch > 1), [])
-            found.append((size, p.flops_per_second))
-        curves = {key: _Curve(points) for key, points in measured.items()}
+        least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
+        curves = {key: _Curve(points) for key, points in _rates(self, least).items()}
         object.__setattr__(self, "_matmul", curves)
+        object.__setattr__(
+            self, "_product_seconds", max(0.0, least - self.op_overhead_seconds)
+        )
         moved = [(float(p.moved_bytes), p.bytes_per_second) for p in self.memory_points]
         object.__setattr__(self, "_memory", _Curve(moved) if moved else None)
         object.__setattr__(self, "_efficiency", {})
@@ -354,6 +391,8 @@ class DeviceKind:
     ) -> Any:
         """FLOP/s that a product of this shape reaches on one device.
 
+        What it takes beside, ``product_seconds``, is not in it.
+
         Args:
             dtype: one of ``DTYPES`` or a numpy name.
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
@@ -400,7 +439,8 @@ class DeviceKind:
         """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
         The bound by memory is not in it: take the larger of this and
-        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``.
+        ``product_bytes_seconds`` of the bytes, ``product_seconds`` apart. Nor is
+        ``op_overhead_seconds``.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -411,7 +451,26 @@ class DeviceKind:
         """
         _check_amount("count", count, above_zero=True)
         rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
-        return 2.0 * m * k * n * count / rate
+        return 2.0 * m * k * n * count / rate + self.product_seconds
+
+    def product_bytes_seconds(self, moved_bytes: Any) -> Any:
+        """Seconds in which a product's operands and result pass through memory.
+
+        Where it was measured what any product takes, that is not counted again, as
+        bandwidths of small arrays would; nor is what large ones would have of caches.
+        """
+        if not self.product_seconds:
+            return self.elementwise_seconds(moved_bytes)
+        _check_amount("moved_bytes", moved_bytes)
+        return moved_bytes / self.memory_bytes_per_second
+
+    @property
+    def product_seconds(self) -> float:
+        """What any product takes beyond ``op_overhead_seconds``: see ``least_seconds``.
+
+        0 where no small one was measured.
+        """
+        return self._product_seconds
 
     @property
     def achieved_bytes_per_second(self) -> float:

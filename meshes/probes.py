@@ -19,7 +19,9 @@ from whalejax.meshes.build import Device
 from whalejax.meshes.topology import IMAGE_TURNS, KERNEL_TURNS
 
 
-# (m, k, n), most telling first: a middling one, a small one, then what lies around.
+# (m, k, n), most telling first: a middling one, a small one, then what lies around. On
+# accelerators the small one says what any product takes, and is measured in any case;
+# narrow ones, of which vocabularies' shards and adapters have many, come next.
 _CPU_SHAPES = (
     (512, 256, 512),
     (64, 64, 64),
@@ -36,6 +38,8 @@ _ACCELERATOR_BATCHES = ((1024, 128, 1024, 128), (512, 64, 512, 256))
 _ACCELERATOR_SHAPES = (
     (4096, 1024, 4096),
     (256, 256, 256),
+    (16384, 64, 2048),
+    (16384, 2048, 64),
     (4096, 4096, 4096),
     (1024, 1024, 1024),
     (64, 4096, 4096),
@@ -45,6 +49,7 @@ _ACCELERATOR_SHAPES = (
     (512, 512, 512),
     (8192, 1024, 1024),
 )
+NARROW = 2  # of the shapes, behind the two that come first
 _CPU_ARRAY_BYTES = (2**18, 2**24, 2**21)
 _ACCELERATOR_ARRAY_BYTES = (2**20, 2**28, 2**24)
 _CPU_PAYLOAD_BYTES = (2**23, 2**14, 2**21)
@@ -216,8 +221,9 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
     batched = [Product(dtype, *batch) for batch in batches for dtype in dtypes[:2]]
     memory = [Elementwise("add", size) for size in arrays]
     collectives = _collective_probes(len(devices), on_cpu)
+    small = 0 if on_cpu else len(dtypes)
     first = [
-        *products[: len(dtypes)],
+        *products[: len(dtypes) + small],
         memory[0],
         Chain(),
         Elementwise("exp", EXP_BYTES[on_cpu]),
@@ -225,7 +231,10 @@ def _probes(devices: Sequence[Device]) -> tuple[list[Probe], int]:
         *collectives[:2],
     ]
     convolutions = _CPU_CONVOLUTIONS if on_cpu else _ACCELERATOR_CONVOLUTIONS
-    rest = _interleaved(collectives[2:], [*batched, *products[len(dtypes) :]])
+    later = products[len(dtypes) + small :]
+    narrow = [] if on_cpu else later[: 2 * NARROW]
+    later = [*narrow, *batched, *later[len(narrow) :]]
+    rest = _interleaved(collectives[2:], later)
     return [*first, *memory[1:], *convolutions, *rest], len(first)
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -128,6 +130,18 @@ def _measured(
     machine = _Machine(costs)
     monkeypatch.setattr(probes, "_run_of", machine.run_of)
     return machine, probes.measure_devices(DEVICES, budget, machine.clock)
+
+
+def test_small_and_narrow_products_come_early_on_accelerators() -> None:
+    """What any product takes is measured in any case, narrow ones before batches."""
+    gpu: Any = SimpleNamespace(platform="gpu")
+    found, essential = probes._probes([gpu])
+    products = [p for p in found if isinstance(p, Product)]
+    first = [p for p in found[:essential] if isinstance(p, Product)]
+    assert {(p.dtype, p.m) for p in first} >= {("bf16", 256), ("f32", 256)}
+    narrow = [i for i, p in enumerate(products) if min(p.k, p.n) == 64 and p.batch == 1]
+    batched = [i for i, p in enumerate(products) if p.batch > 1]
+    assert len([i for i in narrow if i < batched[0]]) == 4
 
 
 def test_the_essential_part_is_measured_on_any_budget(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from whalejax.meshes import (
     BandwidthPoint,
+    Cluster,
     DeviceKind,
     MatmulPoint,
     WhaleError,
@@ -99,7 +103,7 @@ def test_half_size_penalizes_small_shapes() -> None:
 
 
 def test_points_are_met_and_interpolated_in_logarithms() -> None:
-    kind = _kind(matmul_points=_points((64, 1e9), (1024, 16e9)))
+    kind = _kind(platform="cpu", matmul_points=_points((64, 1e9), (1024, 16e9)))
     rate = kind.matmul_flops_per_second
     assert rate("f32", 64, 64, 64) == pytest.approx(1e9)
     assert rate("f32", 256, 256, 256) == pytest.approx(4e9)
@@ -108,7 +112,7 @@ def test_points_are_met_and_interpolated_in_logarithms() -> None:
 
 
 def test_points_of_equal_size_are_averaged() -> None:
-    kind = _kind(matmul_points=_points((64, 1e9), (64, 4e9)))
+    kind = _kind(platform="cpu", matmul_points=_points((64, 1e9), (64, 4e9)))
     assert kind.matmul_flops_per_second("f32", 64, 64, 64) == pytest.approx(2e9)
 
 
@@ -123,7 +127,7 @@ def test_a_type_with_a_peak_does_not_borrow_the_points_of_another() -> None:
 def test_products_in_a_batch_have_points_of_their_own() -> None:
     alone = MatmulPoint(dtype="f32", m=64, k=64, n=64, flops_per_second=4e9)
     many = dataclasses.replace(alone, batch=8, flops_per_second=1e9)
-    both = _kind(matmul_points=(alone, many))
+    both = _kind(platform="cpu", matmul_points=(alone, many))
     assert both.matmul_seconds("f32", 64, 64, 64) == pytest.approx(2 * 64**3 / 4e9)
     assert both.matmul_seconds("f32", 64, 64, 64, count=10) == pytest.approx(
         10 * 2 * 64**3 / 1e9
@@ -152,9 +156,8 @@ def test_fresh_memory_costs_where_it_was_measured() -> None:
 def test_interpolation_stays_between_the_points(
     points: list[tuple[int, float]], side: float
 ) -> None:
-    rate = _kind(matmul_points=_points(*points)).matmul_flops_per_second(
-        "f32", side, side, side
-    )
+    kind = _kind(platform="cpu", matmul_points=_points(*points))
+    rate = kind.matmul_flops_per_second("f32", side, side, side)
     rates = [r for _, r in points]
     assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)
 
@@ -249,3 +252,48 @@ def test_a_larger_product_never_takes_less_time(name: str) -> None:
     kind = device_kind(name)
     taken = [kind.matmul_seconds("bf16", 2**n, 1024, 1024) for n in range(14)]
     assert all(a <= 1.001 * b for a, b in zip(taken, taken[1:], strict=False))
+
+
+MEASURED = Path(__file__).resolve().parents[2] / "meshes" / "measured"
+PRODUCTS = json.loads((MEASURED / "h200_products.json").read_text(encoding="utf-8"))
+
+
+def _off(kind: DeviceKind, row: dict[str, Any]) -> float:
+    """Predicted over measured seconds of one product, as plans price it."""
+    dtype, m, k, n = (row[name] for name in ("dtype", "m", "k", "n"))
+    moved = {"f32": 4, "bf16": 2}[dtype] * (m * k + k * n + m * n)
+    multiplied = kind.matmul_seconds(dtype, m, k, n) - kind.product_seconds
+    longer = max(multiplied, kind.product_bytes_seconds(moved))
+    seconds = longer + kind.product_seconds + kind.launch_seconds
+    return float(seconds) / float(row["seconds"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("narrow", [True, False])
+def test_products_of_a_calibrated_gpu_are_as_measured(dtype: str, narrow: bool) -> None:
+    """Narrow ones (a side of up to 128) cost memory and what any product takes."""
+    kind = Cluster.load(MEASURED / "h200.toml").slowest
+    rows = [r for r in PRODUCTS["rows"] if r["dtype"] == dtype]
+    rows = [r for r in rows if (min(r["k"], r["n"]) <= 128) == narrow]
+    assert len(rows) >= 29
+    assert statistics.median(abs(_off(kind, row) - 1) for row in rows) < 0.25
+
+
+def test_what_any_product_takes_is_the_shortest_one() -> None:
+    def point(m: int, seconds: float, dtype: str = "f32") -> MatmulPoint:
+        rate = 2.0 * m**3 / seconds
+        return MatmulPoint(dtype=dtype, m=m, k=m, n=m, flops_per_second=rate)
+
+    points = (point(64, 4e-6), point(2048, 104e-6))
+    fast = _kind(platform="gpu", matmul_points=points, op_overhead_seconds=1e-6)
+    assert fast.product_seconds == pytest.approx(3e-6)
+    rate = float(fast.matmul_flops_per_second("f32", 2048, 2048, 2048))
+    assert rate == pytest.approx(2 * 2048**3 / 100e-6)
+    # The short one says no rate: a product of its size takes what any product does.
+    assert float(fast.matmul_seconds("f32", 64, 64, 64)) < 3.1e-6
+    moved = fast.product_bytes_seconds(1e9)
+    assert moved == pytest.approx(1e9 / fast.memory_bytes_per_second)
+    # Nothing is known of it on CPUs, or where all products are as long.
+    assert _kind(platform="cpu", matmul_points=points).product_seconds == 0
+    alike = (point(64, 4e-6), point(128, 5e-6))
+    assert _kind(platform="gpu", matmul_points=alike).product_seconds == 0
