@@ -112,8 +112,14 @@ def effective_size(m: Any, k: Any, n: Any) -> Any:
     return 3.0 / (1.0 / m + 1.0 / k + 1.0 / n)
 
 
+NARROW = 128
+"""Side up to which a product is narrow: its time is that of memory, not of rates."""
+
+ITEM_BYTES = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1, "f4": 0.5}
+"""Of an element of a product."""
+
 HARDLY_MORE = 2.0
-"""Times that of the shortest product: measured ones that took less say no rate."""
+"""Times that of the shortest product: where none took more, nothing is known of it."""
 
 
 def least_seconds(points: Sequence[MatmulPoint]) -> float:
@@ -177,27 +183,6 @@ class _Curve:
         x0, x1 = self.x[right - 1], self.x[right]
         weight = (log_x - x0) / (x1 - x0)
         return math.exp(self.y[right - 1] * (1 - weight) + self.y[right] * weight)
-
-
-def _rates(
-    kind: DeviceKind, least: float
-) -> dict[tuple[str, bool], list[tuple[float, float]]]:
-    """(type, several at once) to (size, FLOP/s beyond what any product takes)."""
-    every: dict[tuple[str, bool], list[tuple[float, float, float]]] = {}
-    for p in kind.matmul_points:
-        flops = 2.0 * p.m * p.k * p.n * p.batch
-        found = every.setdefault((p.dtype, p.batch > 1), [])
-        size = effective_size(p.m, p.k, p.n)
-        found.append((size, p.flops_per_second, flops / p.flops_per_second))
-    rates = {}
-    for key, points in every.items():
-        long = [
-            (size, rate * seconds / (seconds - least))
-            for size, rate, seconds in points
-            if seconds >= HARDLY_MORE * least > 0
-        ]
-        rates[key] = long or [(size, rate) for size, rate, _ in points]
-    return rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +263,14 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         _check(self)
-        least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
-        curves = {key: _Curve(points) for key, points in _rates(self, least).items()}
+        measured: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+        for p in self.matmul_points:
+            size = effective_size(p.m, p.k, p.n)
+            found = measured.setdefault((p.dtype, p.batch > 1), [])
+            found.append((size, p.flops_per_second))
+        curves = {key: _Curve(points) for key, points in measured.items()}
         object.__setattr__(self, "_matmul", curves)
+        least = least_seconds(self.matmul_points) if self.platform == "gpu" else 0.0
         object.__setattr__(
             self, "_product_seconds", max(0.0, least - self.op_overhead_seconds)
         )
@@ -391,8 +381,6 @@ class DeviceKind:
     ) -> Any:
         """FLOP/s that a product of this shape reaches on one device.
 
-        What it takes beside, ``product_seconds``, is not in it.
-
         Args:
             dtype: one of ``DTYPES`` or a numpy name.
             m, k, n: an (m, k) matrix times a (k, n) matrix; arrays give an array.
@@ -401,6 +389,28 @@ class DeviceKind:
         for name, side in (("m", m), ("k", k), ("n", n), ("batch", batch)):
             _check_amount(name, side, above_zero=True)
         dtype = self.multiplies_in(dtype)
+        found = self._filled(dtype, m, k, n, batch)
+        if not self._product_seconds:
+            return found
+        alone = self._narrow(dtype, m, k, n)
+        narrow = (np.minimum(np.minimum(m, k), n) <= NARROW) & (np.asarray(batch) <= 1)
+        found = np.where(narrow, alone, found)
+        return found if np.ndim(found) else float(found)
+
+    def _narrow(self, dtype: str, m: Any, k: Any, n: Any) -> Any:
+        """FLOP/s of a narrow product: what any one takes, and its bytes or its FLOPs.
+
+        A short product that was measured says what any takes, and no rate; that is the
+        largest that was seen.
+        """
+        rates = [p.flops_per_second for p in self.matmul_points if p.dtype == dtype]
+        flops, size = 2.0 * m * k * n, ITEM_BYTES.get(dtype, 4)
+        moved = size * (m * k + k * n + m * n) / self.memory_bytes_per_second
+        multiplied = flops / max(rates, default=self.peak_flops(dtype))
+        return flops / (self._product_seconds + np.maximum(moved, multiplied))
+
+    def _filled(self, dtype: str, m: Any, k: Any, n: Any, batch: Any) -> Any:
+        """FLOP/s of a product by its size, narrow ones filled up with zeros."""
         if all(np.min(side) >= FILLED[-1] for side in (m, k, n)):
             found = self._flops_per_second(dtype, m, k, n, batch)
             return found if np.ndim(found) else float(found)
@@ -439,8 +449,7 @@ class DeviceKind:
         """Seconds for ``count`` products of an (m, k) with a (k, n) matrix.
 
         The bound by memory is not in it: take the larger of this and
-        ``product_bytes_seconds`` of the bytes, ``product_seconds`` apart. Nor is
-        ``op_overhead_seconds``.
+        ``elementwise_seconds`` of the bytes. Nor is ``op_overhead_seconds``.
 
         Example:
             >>> from whalejax.meshes import device_kind
@@ -451,25 +460,11 @@ class DeviceKind:
         """
         _check_amount("count", count, above_zero=True)
         rate = self.matmul_flops_per_second(dtype, m, k, n, batch=count)
-        return 2.0 * m * k * n * count / rate + self.product_seconds
-
-    def product_bytes_seconds(self, moved_bytes: Any) -> Any:
-        """Seconds in which a product's operands and result pass through memory.
-
-        Where it was measured what any product takes, that is not counted again, as
-        bandwidths of small arrays would; nor is what large ones would have of caches.
-        """
-        if not self.product_seconds:
-            return self.elementwise_seconds(moved_bytes)
-        _check_amount("moved_bytes", moved_bytes)
-        return moved_bytes / self.memory_bytes_per_second
+        return 2.0 * m * k * n * count / rate
 
     @property
-    def product_seconds(self) -> float:
-        """What any product takes beyond ``op_overhead_seconds``: see ``least_seconds``.
-
-        0 where no small one was measured.
-        """
+    def least_product_seconds(self) -> float:
+        """What any product takes beyond ``op_overhead_seconds``; 0 if unknown."""
         return self._product_seconds
 
     @property

@@ -190,12 +190,8 @@ def row_seconds(
     if row.kind == CONVOLUTION and kind.convolution_share is not None:
         one = one / kind.convolution_share
     twice = row.product.left_gradient + row.product.right_gradient
-    each, start = (
-        kind.product_bytes_seconds(backward / max(1, twice)),
-        (kind.product_seconds),
-    )
-    ahead = _larger(one, kind.product_bytes_seconds(forward)) + start
-    behind = twice * (_larger(one, each) + start)
+    ahead = _larger(one, kind.elementwise_seconds(forward))
+    behind = twice * _larger(one, kind.elementwise_seconds(backward / max(1, twice)))
     turned, turned_back = _turned_bytes(row, hits, s)
     return (
         ahead + kind.turned_seconds(turned),
@@ -309,10 +305,8 @@ def row_ahead(row: Row, hits: Mapping[str, int], s: Setting) -> tuple[Any, Any, 
 def _product_seconds(
     p: Product, hits: Mapping[str, int], s: Setting, kind: DeviceKind
 ) -> Any:
-    """Multiplying alone: neither memory nor what any product takes."""
     m, k, n, batch = local_product(p, hits, s)
-    whole = kind.matmul_seconds(p.dtype, m, k, n, count=batch)
-    return (whole - kind.product_seconds) * p.share
+    return kind.matmul_seconds(p.dtype, m, k, n, count=batch) * p.share
 
 
 def _whole(nbytes: Any) -> Any:
