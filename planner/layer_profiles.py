@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 import statistics
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class Profiles:
 
     Attributes:
         runs: what each is.
-        shapes: model, sequence, type and micro-batch of each.
+        shapes: model, width, sequence, type and micro-batch of each.
         devices: as the table names them.
         seconds: forward and backward.
     """
@@ -74,8 +73,9 @@ class Profiles:
 
     @property
     def halves(self) -> Array:
-        """0 or 1 for each layer, by its shape alone."""
-        return np.array([zlib.crc32(repr(shape).encode()) % 2 for shape in self.shapes])
+        """0 or 1 for each layer, by its shape alone: every second one."""
+        places = {shape: i for i, shape in enumerate(sorted(set(self.shapes)))}
+        return np.array([places[shape] % 2 for shape in self.shapes])
 
 
 def load(directory: str | Path) -> Profiles:
@@ -93,7 +93,7 @@ def load(directory: str | Path) -> Profiles:
             if found is None or run is None:
                 continue
             runs.append(run)
-            names = ("model", "seq", "precision", "micro_batch", "tp")
+            names = ("model", "hidden", "seq", "precision", "micro_batch", "tp")
             shapes.append(tuple(row.get(name, "") for name in names))
             devices.append(row.get("device", ""))
             seconds.append((float(found[1]) + float(found[2])) / 1e3)
