@@ -274,7 +274,11 @@ def node_levels(found: Sequence[Entry], counts: Sequence[int]) -> tuple[Level, .
         levels.append(_joined(links, inner, inner - 1, wait))
     joined = _domain(found, inner, outer)
     if joined > 1:
-        links = [(x.domain, _delivered(x).node) for x in found if x.domain is not None]
+        links = [
+            (x.domain, constants().node_of(x.kind.family, x.kind.platform))
+            for x in found
+            if x.domain is not None
+        ]
         levels.append(_joined(links, joined, joined - 1))
     outer //= joined
     if outer > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from whalejax.meshes.catalogue import (
     entry_of_device,
     number_paths,
 )
+from whalejax.meshes.listed import table
 
 
 KINDS = (
@@ -122,3 +124,9 @@ def test_found_by_what_jax_shows(shown: str, name: str) -> None:
 
 def test_a_device_that_is_not_listed() -> None:
     assert entry_of_device("Abacus") is None
+
+
+def test_the_documentation_has_the_table_of_kinds() -> None:
+    """``python -m whalejax.meshes.listed`` prints it anew."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
+    assert "\n".join(table()) in page.read_text(encoding="utf-8")
