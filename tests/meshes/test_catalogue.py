@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from whalejax.meshes import WhaleError, device_kind, kind_names
+from whalejax.meshes import WhaleError, device_kind, kind_names, listed
 from whalejax.meshes.catalogue import (
     catalogue_text,
     entries,
     entry_of_device,
     number_paths,
 )
-from whalejax.meshes.listed import table
 
 
 KINDS = (
@@ -129,4 +128,4 @@ def test_a_device_that_is_not_listed() -> None:
 def test_the_documentation_has_the_table_of_kinds() -> None:
     """``python -m whalejax.meshes.listed`` prints it anew."""
     page = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
-    assert "\n".join(table()) in page.read_text(encoding="utf-8")
+    assert "\n".join(listed.table()) in page.read_text(encoding="utf-8")

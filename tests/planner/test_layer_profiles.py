@@ -1,4 +1,4 @@
-"""Ratios of kinds from single layers: what is left out and what the rest makes of it."""
+"""Ratios of kinds from single layers: what is left out and what tells it again."""
 
 from __future__ import annotations
 
