@@ -21,6 +21,15 @@ from whalejax.meshes.catalogue import Entry
 from whalejax.meshes.fitted import Achieved, Constants, pace_of, shape_share
 from whalejax.meshes.topology import detour
 from whalejax.planner.balance import even_shares
+from whalejax.planner.held import (
+    COPIES,
+    GROUPS,
+    REPLICAS,
+    SHARDS,
+    Axes,
+    Held,
+    link_waits,
+)
 from whalejax.planner.runs import Run
 from whalejax.planner.schedules import schedule
 from whalejax.planner.simulate import simulate
@@ -81,39 +90,6 @@ class Estimate:
     update_seconds: Array
     layer_seconds: Array
     peak_bytes: Array
-
-
-_Axes = tuple[str, ...]
-_COPIES: _Axes = ("context", "fsdp", "data")
-_SHARDS: _Axes = ("context", "fsdp")
-_REPLICAS: _Axes = ("data",)
-_GROUPS = (_COPIES, _SHARDS, _REPLICAS)
-"""Axes over which parameters are alike, over which ZeRO-3 shards them, and over which
-these shards are alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """Parameters of one kind on every run's device, as it computes with them.
-
-    Attributes:
-        params: how many.
-        copies: devices that compute with the same ones.
-        shards: of these, over how many ZeRO-3 shards them.
-        levels: by axes, how many of their devices share a node, and over how many
-            nodes they lie.
-    """
-
-    params: Array
-    copies: Array
-    shards: Array
-    levels: dict[_Axes, Array]
-
-    def owners(self, zero: Array) -> Array:
-        """Devices that share what ZeRO shards of one copy."""
-        whole = np.where(zero >= 1, self.copies, 1.0)
-        found: Array = np.where((zero >= 3) & (self.shards > 1), self.shards, whole)
-        return found
 
 
 class Runs:
@@ -214,7 +190,7 @@ class Runs:
         self.meetings = np.zeros(count)
         self.begun = np.zeros((3, 2, count))
         for i in np.unique(self.like):
-            run, hops = self.runs[i], _hops(self.entries[i])
+            run, hops = self.runs[i], link_waits(self.entries[i])
             for t in self.work[i].traffic:
                 sizes = levels_of(run, t.axes)
                 beside = run.framework.overlaps_layers and t.place == LAYER
@@ -251,19 +227,17 @@ class Runs:
         self.shards = self._column(r.shards for r in self.runs)
         experts = self._column(r.expert for r in self.runs)
         self.held = (
-            _Held(
+            Held(
                 params=self.dense,
                 copies=self.ranks,
                 shards=self.shards,
-                levels={axes: self._levels(levels_of, axes) for axes in _GROUPS},
+                levels={axes: self._levels(levels_of, axes) for axes in GROUPS},
             ),
-            _Held(
+            Held(
                 params=self.expert,
                 copies=np.maximum(1.0, self.ranks / experts),
                 shards=np.maximum(1.0, self.shards / experts),
-                levels={
-                    axes: self._levels(copies_of_experts, axes) for axes in _GROUPS
-                },
+                levels={axes: self._levels(copies_of_experts, axes) for axes in GROUPS},
             ),
         )
         self.parts = self._column(r.num_micro_batches for r in self.runs)
@@ -281,7 +255,7 @@ class Runs:
         self.remat = np.array([_REMATS.index(r.remat) for r in self.runs])
 
     def _levels(
-        self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: _Axes
+        self, found: Callable[[Run, tuple[str, ...]], tuple[int, int]], axes: Axes
     ) -> Array:
         """Ranks of some axes inside a node, and over how many nodes they lie."""
         return np.array([found(r, axes) for r in self.runs], dtype=float).T
@@ -502,7 +476,7 @@ class Runs:
         network = self.network * self.shares(constants, "network")
         hop = np.where(self.gpu, self.shares(constants, "ring_seconds"), 0.0)
 
-        def once(each_bytes: float | Array, axes: _Axes, *, sharded: bool) -> Array:
+        def once(each_bytes: float | Array, axes: Axes, *, sharded: bool) -> Array:
             """Seconds in which parameters are gathered, or gradients scattered, once.
 
             Args:
@@ -520,8 +494,8 @@ class Runs:
             return total
 
         sharded = self.zero >= 1
-        reduced = once(self.gradient, _COPIES, sharded=False)
-        gathered = once(WEIGHT_BYTES, _COPIES, sharded=False)
+        reduced = once(self.gradient, COPIES, sharded=False)
+        gathered = once(WEIGHT_BYTES, COPIES, sharded=False)
         sent = sum(one.params for one in self.held) * self.gradient
         buckets = 1.0 + sent / self.shares(constants, "bucket_bytes")
         rings = hop * (self.ranks - 1) * buckets
@@ -536,11 +510,11 @@ class Runs:
         exposed = np.where((self.ranks > 1) & ~self.frozen, exposed, 0.0)
         # Parameters in shards are gathered twice and reduced once in a micro-batch;
         # between replicas of the shards, once in a step.
-        each = 2 * once(self.weights, _SHARDS, sharded=False)
-        each = each + once(self.gradient, _SHARDS, sharded=False)
+        each = 2 * once(self.weights, SHARDS, sharded=False)
+        each = each + once(self.gradient, SHARDS, sharded=False)
         rounds = np.where(self.frozen, 2.0, 3.0)
         each = each + rounds * hop * (self.shards - 1) * (self.layers + 1)
-        across = 2 * once(self.gradient, _REPLICAS, sharded=True)
+        across = 2 * once(self.gradient, REPLICAS, sharded=True)
         total = each * self.parts + across
         share = self.shares(constants, "overlap_parameters")
         fsdp = np.maximum(total * (1 - share), total - share * compute)
@@ -584,17 +558,6 @@ class Runs:
 
 
 _REMATS = ("none", "selective", "dots", "full")
-
-
-def _hops(found: Entry) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(base, hop) seconds inside a node or torus, and between them."""
-    inner = found.torus.link if found.torus is not None else found.node
-    outer = found.network or inner
-    assert inner is not None and outer is not None
-    return (
-        (inner.base_seconds, inner.hop_seconds),
-        (outer.base_seconds, outer.hop_seconds),
-    )
 
 
 def _along(counts: Sequence[int], places: Array) -> list[float]:
