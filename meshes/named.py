@@ -322,7 +322,7 @@ def _with_power(found: Entry, family: str, name: str, notes: list[str]) -> Entry
         return found
     share = (watts / usual) ** POWER
     notes.append(f"{watts} of {usual} W: products at {share:.2f} of their speed")
-    kind = dataclasses.replace(found.kind, watts=watts, sources=())
+    kind = dataclasses.replace(found.kind, watts=float(watts), sources=())
     return dataclasses.replace(found, kind=kind)
 
 

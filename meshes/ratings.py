@@ -108,7 +108,7 @@ def ratings() -> Mapping[str, Rating]:
             name=name,
             platform=table["platform"],
             generation=table.get("generation", ""),
-            watts=table.get("watts"),
+            watts=float(table["watts"]) if "watts" in table else None,
             flops_per_second=tuple(table["flops_per_second"].items()),
         )
         for name, table in catalogue_data()["kinds"].items()

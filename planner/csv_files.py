@@ -128,7 +128,7 @@ def read_table(path: str | Path, *, strict: bool = True) -> Table:
         found: list[str] = []
         if len(cells) != len(header):
             found.append(f"{len(cells)} cells, the header has {len(header)}")
-            cells = (*cells, *[""] * len(header))[: len(header)]
+            cells = [*cells, *[""] * len(header)][: len(header)]
         row = dict(zip(header, (cell.strip() for cell in cells), strict=True))
         found += [] if found else _wrong_cells(row)
         rows.append(row)

@@ -25,9 +25,10 @@ from whalejax.meshes.fitted import TUNED, Constants
 from whalejax.meshes.kinds import DeviceKind
 from whalejax.meshes.problems import WhaleError
 from whalejax.meshes.ratings import rating_of, watts_ratio
-from whalejax.planner.estimate import LAYER, Array, Runs
+from whalejax.planner.estimate import Array, Runs
 from whalejax.planner.published import read_row, read_table
 from whalejax.planner.runs import Run
+from whalejax.planner.work import LAYER
 
 
 LEAST_TOKENS = 4096

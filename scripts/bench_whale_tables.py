@@ -38,13 +38,14 @@ from whalejax.meshes.kinds import DeviceKind  # noqa: E402
 from whalejax.planner.balance import Device, balance  # noqa: E402
 from whalejax.planner.collectives import axis_parts, collective_seconds  # noqa: E402
 from whalejax.planner.decoder import Decoder  # noqa: E402
-from whalejax.planner.estimate import LAYER, Runs  # noqa: E402
+from whalejax.planner.estimate import Runs  # noqa: E402
 from whalejax.planner.frameworks import framework  # noqa: E402
 from whalejax.planner.placing import place  # noqa: E402
 from whalejax.planner.runs import Run  # noqa: E402
 from whalejax.planner.schedules import schedule  # noqa: E402
 from whalejax.planner.simulate import simulate  # noqa: E402
 from whalejax.planner.stages import Layer, Stage  # noqa: E402
+from whalejax.planner.work import LAYER  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

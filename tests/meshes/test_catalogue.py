@@ -129,3 +129,11 @@ def test_the_documentation_has_the_table_of_kinds() -> None:
     """``python -m whalejax.meshes.listed`` prints it anew."""
     page = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
     assert "\n".join(listed.table()) in page.read_text(encoding="utf-8")
+
+
+def test_numbers_keep_their_type_through_a_file() -> None:
+    """Hashes of plans are of text: 700 and 700.0 are two."""
+    for one in entries().values():
+        rates = [rate for _, rate in one.kind.flops_per_second]
+        for value in (one.kind.watts, one.kind.memory_bytes_per_second, *rates):
+            assert value is None or isinstance(value, float)
