@@ -31,7 +31,7 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
     >>> efficiency_notes([device_kind("a100-80")], "bf16")
     ()
     >>> print(*efficiency_notes([device_kind("a30")], "bf16"))
-    A30 was not measured in bf16: 106 of 165 TFLOP/s (85 to 127), as a100 by its power
+    A30 was not measured in bf16: 109 of 165 TFLOP/s (87.1 to 131), as a100 by its power
     """
     found = []
     for kind in dict.fromkeys(kinds):
@@ -47,7 +47,10 @@ def efficiency_notes(kinds: Sequence[DeviceKind], dtype: str) -> tuple[str, ...]
         off = SAME if same else OTHER
         rate = peak * known.share
         whose = f"as {', '.join(known.of)}" if known.of else "assumed"
-        whose += " by its power" * same
+        if {kind.name, kind.family} & {*known.of}:
+            whose = "as in another type"
+        elif same and kind.watts and all(r and r.watts for r in named):
+            whose += " by its power"
         low, high = rate * (1 - off), min(peak, rate * (1 + off))
         found.append(
             f"{kind.display_name()} was not measured in {runs_in}: {_shown(rate)} of "

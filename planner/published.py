@@ -519,7 +519,9 @@ HOST = 8  # chips of a TPU's host; a slice of several hosts has more
 
 
 def _per_node(cells: Cells, device: Entry, count: int) -> int:
-    most = device.torus.max_chips if device.torus is not None else device.node_devices
+    most = max(device.node_devices, device.domain_devices)
+    if device.torus is not None:
+        most = device.torus.max_chips
     given = cells.whole("devices_per_node")
     if device.torus is not None and given is not None and given <= HOST < count:
         cells.notes.append(f"devices_per_node {given} is a host's: one slice")

@@ -90,6 +90,7 @@ def test_notes_of_kinds_say_whose_numbers_they_are_and_how_far_off() -> None:
     assert len(rates) == 2
     other = dataclasses.replace(device_kind("h100"), name="other", generation="")
     assert efficiency_notes([other], "bf16")[0].endswith("assumed")
+    assert efficiency_notes([device_kind("l4")], "f32")[0].endswith("another type")
     assert efficiency_notes([device_kind("v5e"), device_kind("cpu")], "bf16") == ()
     assert len(efficiency_notes([device_kind("l4"), device_kind("l40s")], "bf16")) == 1
 
