@@ -596,9 +596,3 @@ def test_unlike_stages_hold_their_parameters_whole() -> None:
     usual = read_row({**ROW, **given})
     assert usual.run is not None and (usual.run.fsdp, usual.run.zero) == (1, 1)
     assert "zero_stage 1 (TorchTitan's default)" in usual.notes
-
-
-def test_a_rack_behind_one_switch_is_a_node() -> None:
-    rack = {"device": "GB200", "num_devices": "64", "devices_per_node": ""}
-    assert read(**rack).devices_per_node == 64
-    assert read(**{**rack, "device": "B200"}).devices_per_node == 8
